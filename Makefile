@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study pipeline-split test test-quick pins package check format parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid parity gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -44,6 +44,10 @@ pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rou
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	$(BIN)/python tools/pipeline_split.py
 
+plan-times: setup  ## predicted step times beside measured ones, on this machine as calibrated (about 12 idle minutes)
+	test -d runs/corpus || $(BIN)/python examples/corpus.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/plan_times.py
+
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores; prints what they cost by folder
@@ -69,6 +73,9 @@ check: setup  ## lint, format, types, architecture
 format: setup  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+plan-grid: setup  ## memory peaks that the planner predicts beside measured ones, 156 small runs; resumable; writes results/plan/
+	$(BIN)/python -m tools.plan_grid
 
 parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json and its page
 	$(BIN)/python -m tests.parity

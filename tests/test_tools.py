@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -66,3 +67,14 @@ def test_the_table_of_a_study_goes_into_its_page(tool: ModuleType, tmp_path: Pat
         "| `fsdp2` | not timed · 60.0 |",
     ]
     assert table[6:] == ["| `zero1` | – |", "| `fsdp1` | – |", "| `pp` | – |"]
+
+
+def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):
+    """The smallest rows of each; `python tools/plan_pages.py --check` computes all of them."""
+    tool = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "plan_pages.py"))
+    needs = tool["needs"]
+    monkeypatch.setitem(needs.__globals__, "CASES", needs.__globals__["CASES"][:1])
+    pages = {name: (tool["DOCS"] / name).read_text(encoding="utf-8") for name in tool["PAGES"]}
+    assert all(f"\n{line}\n" in pages["what-do-i-need.md"] for line in needs())
+    rows = tool["published"]({"gpt2-large-zero3-tp"})
+    assert all(f"\n{line}\n" in pages["published-layouts.md"] for line in rows)

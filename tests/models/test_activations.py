@@ -1,4 +1,4 @@
-"""The bytes of activations by formula, beside those counted in a forward and a backward."""
+"""The bytes of activations by formula, beside those that a forward and a backward keep."""
 
 from __future__ import annotations
 

@@ -44,9 +44,26 @@ def costs_of(
     has one; UserError if it is damaged. Otherwise seconds are the FLOPs that the hardware runs over
     `flops_per_second`, and activations those of `models/activations.py`. With the default rate of 1
     seconds only compare with one another, which is all that a split needs. Weights, gradients and
-    optimizer states are exact. A tied weight counts at either end, unless both ends are on one
-    rank.
+    optimizer states are exact. A tied weight counts at either end, unless both are on one rank.
     """
+    costs = counted_costs(cfg, hf, spec, counts, num_processes, flops_per_second)
+    keys = unit_keys(hf, spec, cfg.parallel.schedule)
+    path = path_of(cfg, hf, keys, num_processes)
+    profile = read(path)
+    if profile is None:
+        return costs, COUNTED
+    return with_measured(costs, keys, profile), CostSource(path.stem, profile.num_processes)
+
+
+def counted_costs(
+    cfg: RunConfig,
+    hf: PreTrainedModel,
+    spec: ModelSpec,
+    counts: ModelCounts | None = None,
+    num_processes: int = 1,
+    flops_per_second: float = 1.0,
+) -> tuple[Cost, ...]:
+    """Return the costs of a model's units by formulas alone, as `costs_of` without a profile."""
     units = with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     ranks, costs = _Ranks.of(cfg, hf, spec, num_processes), []
     # Costs are those of whole layers, whatever tensor parallelism shards.
@@ -67,12 +84,7 @@ def costs_of(
         costs[-1] = replace(
             costs[-1], weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer
         )
-    keys = unit_keys(hf, spec, cfg.parallel.schedule)
-    path = path_of(cfg, hf, keys, num_processes)
-    profile = read(path)
-    if profile is None:
-        return tuple(costs), COUNTED
-    return with_measured(costs, keys, profile), CostSource(path.stem, profile.num_processes)
+    return tuple(costs)
 
 
 def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int) -> Split:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from shardwise.commands import (
     bench,
+    calibrate,
     check,
     completion,
     export,
     init,
     models,
+    plan,
     prove,
     report,
     schema,
@@ -17,7 +19,7 @@ from shardwise.commands import (
 )
 
 _MODULES = (
-    *(init, train, prove, bench, split),
+    *(init, plan, train, prove, bench, split, calibrate),
     *(models, report, check, export, schema, completion),
 )
 COMMANDS = tuple(module.COMMAND for module in _MODULES)

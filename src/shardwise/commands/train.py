@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 
 from shardwise.commands.command import Command, add_run_file
+from shardwise.config import RunConfig, require
 from shardwise.launch.local import launch
 from shardwise.run_file import load_config
 
@@ -15,13 +17,52 @@ def run(args: Namespace) -> int:
     overrides = args.overrides
     if args.resume is not None:
         overrides = [*overrides, f"--training.resume={json.dumps(args.resume)}"]
-    return launch(load_config(args.run, overrides), args.nproc)
+    cfg = load_config(args.run, overrides)
+    require(args.devices is None or args.dry_run, "--devices is for --dry-run; leave it out")
+    if args.dry_run:
+        return dry_run(cfg, args.devices, args.nproc or 1, args.nodes)
+    return launch(cfg, args.nproc)
+
+
+def dry_run(cfg: RunConfig, devices: str | None, nproc: int, nodes: int) -> int:
+    """Print what the run needs and takes on these devices; return 3 where it does not fit.
+
+    By default they are processes of this machine, as `shardwise calibrate` has measured it.
+    """
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from shardwise.commands.plan import show_one
+    from shardwise.planner.candidates import Question
+    from shardwise.planner.cluster import HERE, cluster_of
+    from shardwise.planner.exact import explain
+
+    logging.set_verbosity_error()
+    cluster = cluster_of(devices or HERE, nodes)
+    if devices is None:
+        cluster = replace(cluster, per_node=nproc)
+    question = Question(cfg, cluster)
+    choice, subject = explain(question)
+    show_one(Console(), choice, question, subject)
+    return 0 if choice.fits else 3
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="processes to start on this machine (default 1)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the memory and time of this run, as shardwise plan does, and train nothing; "
+        "the exit code is 3 where it does not fit",
+    )
+    parser.add_argument(
+        "--devices", metavar="NxNAME", help="for --dry-run, such as 8xH100-80GB (default: here)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="for --dry-run: nodes of these devices"
     )
     parser.add_argument(
         "--resume",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from shardwise.records.memory_parts import Event
 
@@ -25,6 +29,10 @@ class Recorder(Protocol):
         """Start to record."""
         ...
 
+    def address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the address of a storage in events; None if it is on another device."""
+        ...
+
     def mark(self) -> None:
         """Put a mark between the events so far and those that follow."""
         ...
@@ -32,3 +40,13 @@ class Recorder(Protocol):
     def stop(self) -> Allocations:
         """Stop, and return what was recorded."""
         ...
+
+
+@contextmanager
+def replaced(cls: type, name: str, value: Any) -> Generator[None]:
+    """Give a class another value for an attribute that it has inherited."""
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        delattr(cls, name)

@@ -13,15 +13,15 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import record_function
 
-from shardwise.metrics.allocations import Allocations, Recorder
+from shardwise.metrics.allocations import Allocations, Recorder, replaced
 from shardwise.metrics.live_tensors import cpu_tensors, gradients, live_tensors, storages
 from shardwise.records.memory_parts import Event
 
@@ -144,10 +144,14 @@ class _ExactRecorder:
             key: weakref.finalize(storage, _put_marker, f"{_FREED}{storage.data_ptr()}")
             for key, storage in at_entry.items()
         }
-        self._watch.enter_context(_replaced(torch.UntypedStorage, "resize_", self._resize()))
+        self._watch.enter_context(replaced(torch.UntypedStorage, "resize_", self._resize()))
         self._profiler.start()
         # Its allocation is the first event. It is freed last.
         self._probe = torch.empty(1)
+
+    def address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the address of a storage in events; None if it is on another device."""
+        return storage.data_ptr() if storage.device.type == "cpu" else None
 
     def mark(self) -> None:
         """Put a mark between the events so far and those that follow."""
@@ -215,16 +219,6 @@ class _ExactRecorder:
         return resize_
 
 
-@contextmanager
-def _replaced(cls: type, name: str, value: Any) -> Generator[None]:
-    """Give a class another value for an attribute that it has inherited."""
-    setattr(cls, name, value)
-    try:
-        yield
-    finally:
-        delattr(cls, name)
-
-
 class _SampledRecorder:
     """Looks at the start and at each mark which tensors are alive.
 
@@ -236,6 +230,10 @@ class _SampledRecorder:
         self._events: list[Event | None] = []
         self._sizes = self._alive()
         self._entry_bytes = self._alive_bytes = self._peak_bytes = sum(self._sizes.values())
+
+    def address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the address of a storage in events; None if it is on another device."""
+        return storage.data_ptr() if storage.device.type == "cpu" else None
 
     def mark(self) -> None:
         """Record the changes since the last look, and put a mark behind them."""

@@ -25,6 +25,10 @@ class CudaRecorder:
         self.entry_bytes = torch.cuda.memory_allocated(self.device)
         torch.cuda.memory._record_memory_history(context=None)
 
+    def address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the address of a storage in events; None if it is on another device."""
+        return storage.data_ptr() if storage.device.type == "cuda" else None
+
     def mark(self) -> None:
         """Put a mark between the events so far and those that follow."""
         stats = torch.cuda.memory_stats(self.device)

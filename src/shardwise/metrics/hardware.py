@@ -43,6 +43,12 @@ class PeakFlops:
     source: str  # where the figure comes from, in words
 
 
+def published_flops(name: str) -> dict[str, float]:
+    """Return the published dense FLOP/s of a GPU by dtype; `name` is torch's name of it."""
+    half, single = _PUBLISHED[name]
+    return {"bfloat16": half * 1e12, "float16": half * 1e12, "float32": single * 1e12}
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
     """Return the published dense peak of a known GPU; else measure the best matrix product here.
 

@@ -71,6 +71,10 @@ def state_bytes(
     return sizes
 
 
+def _recorder_of(device: torch.device) -> Recorder:
+    return CudaRecorder(device) if device.type == "cuda" else cpu_recorder()
+
+
 class PeakMemory:
     """Bytes of tensors alive on `device` around a `with` block.
 
@@ -103,7 +107,13 @@ class PeakMemory:
     profiler.
     """
 
-    def __init__(self, device: torch.device, state: Callable[[], StateTensors] = dict) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        state: Callable[[], StateTensors] = dict,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Measure on `device`, by another recorder than the device's if one is given."""
         assert device.type in ("cpu", "cuda"), f"PeakMemory measures cpu and cuda, not {device}"
         self.device = device
         self.entry_bytes: int | None = None
@@ -112,8 +122,7 @@ class PeakMemory:
         self.parts: dict[str, int] | None = None
         self._state = state
         self._marks: list[Mark] = []
-        self._recorder: Recorder
-        self._recorder = CudaRecorder(device) if device.type == "cuda" else cpu_recorder()
+        self._recorder = recorder or _recorder_of(device)
 
     def __enter__(self) -> PeakMemory:
         """Start to measure."""
@@ -129,8 +138,9 @@ class PeakMemory:
         blocks: dict[int, tuple[str, int]] = {}
         for part, tensors in self._state().items():
             for storage in storages(tensors).values():
-                if storage.device.type == self.device.type and storage.nbytes():
-                    blocks.setdefault(storage.data_ptr(), (part, storage.nbytes()))
+                address = self._recorder.address(storage)
+                if address is not None and storage.nbytes():
+                    blocks.setdefault(address, (part, storage.nbytes()))
         self._marks.append(Mark(blocks, ends_forward))
         self._recorder.mark()
 

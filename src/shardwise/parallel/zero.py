@@ -103,6 +103,7 @@ class Shards:
             torch._foreach_copy_(bucket.places(row, pieces), pieces)
         for entry in bucket.entries:
             entry.whole.grad = None
+        del gradients, pieces  # the last references to them
         summed = torch.empty_like(buffer[0])
         # Row r of every rank's buffer goes to rank r and is added up. Padding is never read.
         work = reduce_scatter(summed, buffer.view(-1), group=bucket.group, async_op=True)

@@ -12,11 +12,11 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 
-from shardwise.assembly.costs import choose_split, costs_of, gradient_bytes, optimizer_bytes
+from shardwise.assembly.costs import gradient_bytes, optimizer_bytes
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig
 from shardwise.layouts import context_joins_of, num_strategy_ranks
-from shardwise.planner.share import Chunk, Share, Weight, share_of
+from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
 
 
@@ -48,11 +48,8 @@ def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
 
     UserError where the run may not begin.
     """
-    run, boundaries = describe(cfg, num_ranks), None
-    if run.pipeline is not None:
-        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks)
-        boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
-    most = 0
+    run = describe(cfg, num_ranks)
+    boundaries, most = boundaries_of(cfg, run), 0
     for place in itertools.product(*map(range, run.sizes.values())):
         coordinates = dict(zip(run.sizes, place, strict=True))
         share = share_of(cfg, run, coordinates, boundaries)

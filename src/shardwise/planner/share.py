@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from torch import nn
 
-from shardwise.assembly.costs import with_gradients
+from shardwise.assembly.costs import choose_split, costs_of, with_gradients
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_strategy_ranks
@@ -158,7 +159,7 @@ def share_of(
     `boundaries` are those of a pipeline's split: chunk c has the units boundaries[c] to
     boundaries[c + 1] - 1.
     """
-    weights, counts = _weights(cfg, run, coordinates["tp"]), count_model(run.hf, run.spec)
+    weights, counts = _weights(cfg, run, coordinates["tp"]), _counts(run.hf, run.spec)
     if run.pipeline is None:
         model = _chunk(cfg, run, counts, weights, 0, len(counts.units))
         return Share((model,), tied=None, context_rank=coordinates["cp"])
@@ -177,14 +178,33 @@ def share_of(
     return Share(tuple(chunks), _tied(run.spec, chunks), coordinates["cp"])
 
 
+def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
+    """Return the boundaries of the chunks that a run would choose; None without a pipeline.
+
+    UserError where no split meets the memory limit.
+    """
+    if run.pipeline is None:
+        return None
+    units, _ = costs_of(cfg, run.hf, run.spec, None, prod(run.sizes.values()))
+    return choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
+
+
+# A search asks for many layouts of one model. Both take most of the time for one.
+_counts = lru_cache(maxsize=1)(count_model)
+
+
+@lru_cache(maxsize=8)
+def _complete(hf: nn.Module, num_shards: int) -> tuple[Weight, ...]:
+    return tuple(
+        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, num_shards)
+        for name, p in hf.named_parameters()
+    )
+
+
 def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
     """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
     hf, spec, num_ranks = run.hf, run.spec, cfg.parallel.tp
-    num_shards = num_strategy_ranks(cfg, run.sizes)
-    weights = [
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, num_shards)
-        for name, p in hf.named_parameters()
-    ]
+    weights = list(_complete(hf, num_strategy_ranks(cfg, run.sizes)))
     if cfg.parallel.ep > 1:
         expert_cuts = expert_cuts_of(hf, spec, cfg.parallel.ep)
         weights = [_of_experts(cfg, weight, expert_cuts.get(weight.name)) for weight in weights]

@@ -48,7 +48,7 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
         raise UserError(
             f"{page}: give the page a name that ends in .html; other files are written beside it"
         )
-    templates = _templates()  # before anything is written, as jinja2 may be missing
+    templates = page_templates()  # before anything is written, as jinja2 may be missing
     figures = page.parent / ("figures" if page.stem == "report" else f"{page.stem}-figures")
     try:
         figures.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _remove_others(figures: Path, names: set[str]) -> None:
             path.unlink()
 
 
-def _templates() -> Environment:
+def page_templates() -> Environment:
     """Return the templates of the two pages. That of the HTML page escapes all content.
 
     Raises UserError where jinja2 is missing.

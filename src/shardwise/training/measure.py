@@ -19,6 +19,7 @@ from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
 from shardwise.interfaces import Mesh, Part
+from shardwise.metrics.allocations import Recorder
 from shardwise.metrics.dispatch import Dispatches
 from shardwise.metrics.flops import (
     CONVENTION,
@@ -27,7 +28,7 @@ from shardwise.metrics.flops import (
     utilization,
 )
 from shardwise.metrics.hardware import environment, peak_flops
-from shardwise.metrics.memory import PeakMemory, state_bytes, state_tensors
+from shardwise.metrics.memory import PeakMemory, StateTensors, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
 from shardwise.models.counts import ModelCounts
 from shardwise.parallel.reduce import of_every_rank
@@ -59,19 +60,24 @@ class Memory:
 
 
 def measure_memory(
-    job: Job, microbatches: Sequence[AnyBatch], mesh: Mesh, cfg: RunConfig
+    job: Job,
+    microbatches: Sequence[AnyBatch],
+    mesh: Mesh,
+    cfg: RunConfig,
+    recorder: Recorder | None = None,
 ) -> Memory:
     """Return the peak and state bytes of one step, and its launches, a collective of all ranks.
 
-    The step changes the model, so everything has to be saved before.
+    The step changes the model, so everything has to be saved before. `recorder`: see PeakMemory.
     """
     microbatches = [batch.to(mesh.device) for batch in microbatches]
     dispatches = Dispatches()
     is_seen = cfg.training.compile == "none"
-    with (
-        PeakMemory(mesh.device, lambda: state_tensors(job.pm.stored(), job.optimizer)) as peak,
-        dispatches if is_seen else nullcontext(),
-    ):
+
+    def state() -> StateTensors:
+        return state_tensors(job.pm.stored(), job.optimizer)
+
+    with PeakMemory(mesh.device, state, recorder) as peak, dispatches if is_seen else nullcontext():
         hooks = [hook for part in job.pm.parts for hook in _mark_forwards(part, peak)]
         pm = replace(job.pm, reduce_grads=(peak.mark, *job.pm.reduce_grads))
         forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
@@ -81,11 +87,11 @@ def measure_memory(
         job.optimizer.step()
         for hook in hooks:
             hook.remove()
-    state = state_bytes(job.pm.stored(), job.optimizer)
+    bytes_of_state = state_bytes(job.pm.stored(), job.optimizer)
     return Memory(
         of_every_rank(peak.peak_bytes),
         of_every_rank(peak.parts),
-        of_every_rank(state),
+        of_every_rank(bytes_of_state),
         of_every_rank(dispatches.num_launches) if is_seen else None,
         of_every_rank(dispatches.num_waits) if is_seen else None,
     )

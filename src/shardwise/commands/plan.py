@@ -1,0 +1,171 @@
+"""The command `shardwise plan`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.commands.command import OVERRIDE, Command
+from shardwise.commands.plan_request import question_of, sections_of, wanted_layout, write_run_file
+from shardwise.config import UserError, require
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwise.planner.candidates import Question, Subject
+    from shardwise.planner.exact import Choice
+    from shardwise.planner.search import Answer
+
+
+def run(args: Namespace) -> int:
+    """Print the layouts that fit and train fastest, or the arithmetic of one."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from shardwise.planner import plan_page
+    from shardwise.planner.cluster import cluster_of
+    from shardwise.planner.exact import usable_bytes
+    from shardwise.planner.search import search
+
+    require(args.top >= 1, f"--top is {args.top}; give at least 1")
+    for option in ("write", "html"):
+        check_can_write(option, getattr(args, option))
+    cluster = cluster_of(args.devices, args.nodes, args.link)
+    sections, fixed = sections_of(
+        args.run,
+        args.overrides,
+        sequence=args.sequence,
+        tokens=args.tokens_per_step,
+        lora=args.lora,
+        is_full=args.full,
+        precision=args.precision,
+    )
+    logging.set_verbosity_error()
+    question = question_of(sections, fixed, cluster, args.run)
+    if args.explain is not None:
+        question = replace(question, wanted=wanted_layout(args.explain))
+    answer = search(question, args.top)
+    console = Console()
+    if args.json:
+        from shardwise.records.record import dumps
+
+        print(dumps(plan_page.as_data(answer), indent=1))
+    elif args.explain is not None:
+        show_one(console, plan_page.explained(answer), question, answer.subject)
+    else:
+        show(console, answer)
+    if not answer.choices:
+        least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)
+        require(least is not None, "no layout of this run was found; give other --devices")
+        assert least is not None
+        raise UserError(
+            f"nothing fits on {cluster.num_devices} x {cluster.device.name}: the least that was "
+            f"found is {least.title} ({least.details}), which needs "
+            f"{least.memory.total / 2**30:.1f} of {usable_bytes(question) / 2**30:.1f} GiB; give "
+            "more --devices, a shorter --sequence, or --lora in place of --full"
+        )
+    if args.simulate:
+        simulate(console, answer)
+    if args.write is not None:
+        for path in write_run_file(Path(args.write), args.run, sections, answer):
+            print(f"wrote {path}")
+    if args.html is not None:
+        from shardwise.report.plan import page
+
+        Path(args.html).write_text(page(plan_page.as_data(answer)), encoding="utf-8")
+        print(f"wrote {args.html}")
+    return 0
+
+
+def show(console: Console, answer: Answer) -> None:
+    """Print the best layouts and the reasons."""
+    from shardwise.planner import plan_page
+
+    lines(console, plan_page.heading(answer.question, answer.subject))
+    if answer.choices:
+        console.print(plan_page.best_table(answer))
+        lines(console, plan_page.reasons(answer))
+        console.print(plan_page.changes_table(answer))
+    console.print(plan_page.simpler_table(answer))
+    lines(console, [*plan_page.refusal_lines(answer), plan_page.footer(answer)])
+
+
+def show_one(console: Console, choice: Choice, question: Question, subject: Subject) -> None:
+    """Print the arithmetic of one layout."""
+    from shardwise.planner import plan_page
+
+    lines(console, plan_page.heading(question, subject))
+    lines(console, [f"{choice.title}: {choice.details}"])
+    console.print(plan_page.memory_table(choice))
+    console.print(plan_page.time_table(choice))
+    lines(console, plan_page.arithmetic(choice, question, subject))
+
+
+def simulate(console: Console, answer: Answer) -> None:
+    """Print the peak of the first rank by simulation beside that by formulas."""
+    from shardwise.simulation.simulate import simulate
+    from shardwise.words import size
+
+    best = answer.best
+    simulated = simulate(best.cfg, answer.question.num_ranks, 0)
+    ratio = best.memory.total / simulated.peak_bytes - 1
+    text = (
+        f"simulated: {size(simulated.peak_bytes)} on rank 0 in {simulated.seconds:.0f} s; by "
+        f"formulas {size(best.memory.total)} on the fullest rank ({ratio:+.1%})"
+    )
+    lines(console, [text])
+
+
+def lines(console: Console, texts: Any) -> None:
+    """Print lines as they are."""
+    for text in texts:
+        console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def check_can_write(option: str, name: str | None) -> None:
+    """Raise UserError where a file cannot be written: it is written after the search."""
+    if name is None:
+        return
+    path = Path(name)
+    require(path.parent.is_dir(), f"--{option} {name}: no folder {path.parent}; make it first")
+    require(not path.is_dir(), f"--{option} {name} is a folder; name a file")
+    if option == "write":
+        require(not path.exists(), f"--write {name} exists; it is kept; give another FILE")
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "run",
+        metavar="MODEL|RUN.yaml",
+        help=f"a folder with config.json, a preset, a hub id, or a run file; arguments {OVERRIDE} "
+        "replace values, and a layout's key that they set is not searched",
+    )
+    parser.add_argument(
+        "--devices", required=True, metavar="NxNAME", help="those of a node, such as 8xH100-80GB"
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument("--link", metavar="RATE", help="between nodes, such as 400Gbps")
+    parser.add_argument("--sequence", metavar="TOKENS", help="tokens in a row, such as 32K")
+    parser.add_argument(
+        "--tokens-per-step", metavar="TOKENS", help="of a global batch, such as 1M (2^20)"
+    )
+    parser.add_argument("--lora", metavar="r=N", help="train adapters of this rank (default 16)")
+    parser.add_argument("--full", action="store_true", help="train all weights")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="of products")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show")
+    parser.add_argument("--explain", metavar="LAYOUT", help="only this one, such as fsdp2-tp:8-sp")
+    parser.add_argument("--simulate", action="store_true", help="check the memory by simulation")
+    parser.add_argument("--json", action="store_true", help="print all as data")
+    parser.add_argument("--write", metavar="FILE", help="write the best as a run file")
+    parser.add_argument("--html", metavar="FILE", help="draw all on one page")
+
+
+COMMAND = Command(
+    "plan",
+    "Say beforehand which layout to take. Print the memory, time and MFU of the best layouts of a "
+    "model on some devices, and why others are worse; needs no weights and no GPU.",
+    _add_arguments,
+    run,
+)

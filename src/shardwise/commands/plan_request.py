@@ -1,0 +1,211 @@
+"""From the options of `shardwise plan` to a question, and from its answer to a run file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config import Parallel, RunConfig, UserError, require
+from shardwise.keys import nearest
+from shardwise.layouts import NAMES
+from shardwise.presets import MODELS, preset_names
+from shardwise.presets.compose import FirstRun, compose, write_new
+from shardwise.ranges import RANGES
+from shardwise.run_file import apply_override, parse_config, read_yaml
+
+if TYPE_CHECKING:
+    from shardwise.planner.candidates import Question
+    from shardwise.planner.cluster import Cluster
+    from shardwise.planner.search import Answer
+
+FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+SEQUENCE_LENGTH = 8_192
+TOKENS_PER_STEP = 2**20
+RANK = 16
+"""What is planned for a model where nothing else is said."""
+
+
+def count(text: str, option: str) -> int:
+    """Return a number such as 32768, 32K or 1M (K is 1,024); UserError for any other text."""
+    match = re.fullmatch(r"(\d{1,12})([KMG]?)", text)
+    require(match is not None, f"{option} {text[:40]}: write a number such as 32768, 32K or 1M")
+    assert match is not None
+    number = int(match[1]) * FACTORS[match[2]]
+    require(number > 0, f"{option} is {text}; give at least 1")
+    return number
+
+
+def sections_of_model(name: str, lora: str | None) -> dict[str, Any]:
+    """Return the sections of a run file that trains a preset, a folder or a hub id."""
+    is_preset = name in preset_names()
+    path = str(MODELS / name) if is_preset else name
+    if not is_preset and not Path(name).is_dir() and name.count("/") != 1:
+        raise UserError(
+            f"{name[:80]}: no run file, folder or preset; {near(name, preset_names())}shardwise "
+            "init --list lists the presets"
+        )
+    return {
+        # LoRA freezes weights, which may then be bfloat16; full training updates float32 ones.
+        "model": {"path": path, "dtype": "bfloat16" if lora else "float32"},
+        "data": {"train": "corpus.jsonl", "sequence_length": SEQUENCE_LENGTH},
+        "training": {"output_dir": "runs/plan", "precision": "bfloat16"},
+        **({"lora": {"r": RANK, "alpha": 2 * RANK}} if lora else {}),
+    }
+
+
+def sections_of(
+    what: str,
+    overrides: Sequence[str],
+    sequence: str | None,
+    tokens: str | None,
+    lora: str | None,
+    is_full: bool,
+    precision: str | None,
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the sections of the run that is planned, and the keys that its search may not change.
+
+    `what`: a run file, or a model.
+    """
+    require(not (lora and is_full), "--lora and --full: give one of them")
+    is_run_file = Path(what).is_file()
+    if is_run_file:
+        sections = read_yaml(what, "a run file is a mapping of sections; shardwise init writes one")
+    else:
+        sections = sections_of_model(what, None if is_full else lora or f"r={RANK}")
+    if lora:
+        match = re.fullmatch(r"(?:r=)?(\d{1,6})", lora)
+        require(match is not None, f"--lora {lora[:40]}: write the rank as r=16")
+        assert match is not None
+        sections["lora"] = {**(sections.get("lora") or {}), "r": int(match[1])}
+    if is_full:
+        sections.pop("lora", None)
+    changes: dict[str, dict[str, Any]] = {"training": {"precision": precision}} if precision else {}
+    if sequence is not None:
+        changes["data"] = {"sequence_length": count(sequence, "--sequence")}
+    for section, keys in changes.items():
+        sections[section] = {**(sections.get(section) or {}), **keys}
+    if tokens is not None or not is_run_file:
+        number = TOKENS_PER_STEP if tokens is None else count(tokens, "--tokens-per-step")
+        _set_rows(sections, number)
+    for override in overrides:
+        apply_override(sections, override)
+    keys = {override.removeprefix("--").partition("=")[0] for override in overrides}
+    return sections, frozenset(key for key in keys if _is_searched(key))
+
+
+def _is_searched(key: str) -> bool:
+    from shardwise.planner.candidates import SEARCHED
+
+    section, _, name = key.partition(".")
+    return name in SEARCHED.get(section, ())
+
+
+def _set_rows(sections: dict[str, Any], num_tokens: int) -> None:
+    """Set the rows of a step so that they have so many tokens."""
+    length = (sections.get("data") or {}).get("sequence_length", 512)
+    most = RANGES["training.global_batch_size"][1]
+    if not isinstance(length, int) or length < 1:
+        return  # the parser of the run file says what is wrong
+    rows, rest = divmod(num_tokens, length)
+    if rest or not 1 <= rows <= most:
+        below = max(1, rows) * length
+        raise UserError(
+            f"--tokens-per-step {num_tokens:,} is not a number of rows of {length:,} tokens; give "
+            f"{below:,} or another multiple of --sequence"
+        )
+    training = sections.get("training") or {}
+    sections["training"] = {**training, "global_batch_size": rows, "micro_batch_size": 1}
+
+
+def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the parts of a layout such as `pp:4-hsdp:2x8-tp-sp`, with the sizes that it gives."""
+    parts: dict[str, tuple[int, ...]] = {}
+    for part in text.split("-"):
+        match = re.fullmatch(r"([a-z0-9]+)(?::(\d{1,7})(?:x(\d{1,7}))?)?", part)
+        require(match is not None, f"--explain {text[:80]}: write a layout as fsdp2:8-tp:8-sp")
+        assert match is not None
+        parts[match[1]] = tuple(int(size) for size in match.groups()[1:] if size)
+    name = "-".join(parts)
+    require(
+        name in NAMES,
+        f"--explain {text[:80]}: no layout is called {name[:80]}; {near(name, NAMES)}the order of "
+        "parts is pp, data, cp, ep, tp, sp",
+    )
+    sized = [part for part, size in parts.items() if len(size) > 1 and part != "hsdp"]
+    require(not sized, f"--explain {text[:80]}: only hsdp has two sizes, replicas x shards")
+    return parts
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """Return "did you mean ...? " where a known name is near."""
+    text = nearest(name, known)
+    return f"{text} " if text.startswith("did you mean") else ""
+
+
+def question_of(
+    sections: Mapping[str, Any], fixed: frozenset[str], cluster: Cluster, source: str
+) -> Question:
+    """Return the question which layout the run of these sections should have."""
+    from shardwise.planner.candidates import Question
+
+    return Question(_parsed(sections, source, fixed), cluster, fixed)
+
+
+def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> RunConfig:
+    """Return a run without the keys that a search sets, except fixed ones."""
+    from shardwise.planner.candidates import SEARCHED
+
+    kept = {
+        section: {
+            key: value
+            for key, value in (keys or {}).items()
+            if key not in SEARCHED.get(section, ()) or f"{section}.{key}" in fixed
+        }
+        if isinstance(keys, dict)
+        else keys
+        for section, keys in sections.items()
+    }
+    return parse_config(kept, source)
+
+
+def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answer) -> list[Path]:
+    """Write a run file with the best layout, and what it needs beside it; return what is new.
+
+    A model gets a small corpus as data, and a preset random weights and a tokenizer, as with
+    `shardwise init`. UserError where a file of other content is there.
+    """
+    best, cluster = answer.best, answer.question.cluster
+    chosen, default = deepcopy(sections), Parallel()
+    chosen["parallel"] = {
+        key: value
+        for key, value in vars(best.cfg.parallel).items()
+        if value != getattr(default, key)
+    }
+    chosen["training"] |= {
+        "micro_batch_size": best.cfg.training.micro_batch_size,
+        "checkpointing": best.cfg.training.checkpointing,
+    }
+    command = f"shardwise train {path} --nproc {cluster.per_node}"
+    if cluster.nodes > 1:
+        command = (
+            f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.per_node} -m shardwise "
+            f"train {path}"
+        )
+    head = (
+        f"{best.title} on {cluster.num_devices} x {cluster.device.name}, by shardwise plan: "
+        f"{best.memory.total / 2**30:.1f} GiB on the fullest rank, {best.time.total:.3g} s a step",
+        command,
+    )
+    if Path(what).is_file():
+        return write_new(FirstRun(path, chosen, command, head, {}))
+    first = compose(path, None, what, None, {})
+    chosen["model"] |= first.sections["model"] | {"dtype": chosen["model"]["dtype"]}
+    chosen["data"]["train"] = first.sections["data"]["train"]
+    chosen["training"]["output_dir"] = first.sections["training"]["output_dir"]
+    return write_new(
+        replace(first, sections=chosen, command=command, head=(*head, *first.head[1:]))
+    )

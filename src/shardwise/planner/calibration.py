@@ -1,0 +1,204 @@
+"""What `shardwise calibrate` has measured of a machine: its file, and seconds looked up in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.config import UserError, require
+from shardwise.metrics.hardware import environment
+from shardwise.planner.unit_work import Product, Rest
+
+SCHEMA_VERSION = 1
+FACTORS = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send": lambda n: 1.0,
+}
+"""Bus bandwidth over algorithm bandwidth among n ranks, as NVIDIA's nccl-tests define them
+(doc/PERFORMANCE.md)."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The seconds of one collective among `num_ranks`, on a tensor of `num_bytes` in all."""
+
+    kind: str
+    num_ranks: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.num_bytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second of the busiest link, which compares kinds and numbers of ranks."""
+        return self.algorithm_bandwidth * FACTORS[self.kind](self.num_ranks)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The speeds of a process while a number of processes are busy."""
+
+    sizes: tuple[int, ...]
+    """The rows, inner sizes and columns of the products that were measured."""
+    products: Mapping[str, Any]
+    """Seconds of products by pass: [rows, inner, columns], each over `sizes`."""
+    units: Mapping[str, Mapping[str, Sequence[float]]]
+    """Seconds per each number of `Rest`, by a unit's key and `forward` or `backward`."""
+    optimizer: Sequence[float]
+    """Seconds per tensor, and per element, of the norm, clipping and AdamW."""
+
+    def product_seconds(self, product: Product) -> float:
+        """Return the seconds of a product: FLOPs over a rate that is interpolated in logarithms.
+
+        Beyond the measured sizes the rate is that of the nearest one.
+        """
+        rates = self._rates[product.of]
+        places = [self._place(size) for size in product[1:4]]
+        rate = 0.0
+        for corner in itertools.product((0, 1), repeat=3):
+            share = math.prod(
+                weight if upper else 1 - weight
+                for upper, (_, weight) in zip(corner, places, strict=True)
+            )
+            if share:
+                index = tuple(low + up for up, (low, _) in zip(corner, places, strict=True))
+                rate += share * rates[index]
+        flops = 2.0 * product.rows * product.inner * product.columns
+        return product.times * flops / math.exp(rate)
+
+    def rest_seconds(self, key: str, direction: str, rest: Rest) -> float:
+        """Return the seconds of a unit beyond its products; `direction`: forward or backward.
+
+        A kind of layer that was not calibrated takes the mean prices of those that were.
+        """
+        if key in self.units:
+            prices = np.array(self.units[key][direction])
+        else:
+            mode = key.rpartition(", ")[2]
+            layers = [k for k in self.units if k.endswith(mode) and k.count(",") == 2]
+            prices = np.mean([self.units[k][direction] for k in layers], axis=0)
+        return float(prices @ np.array(rest))
+
+    @cached_property
+    def _rates(self) -> dict[str, Any]:
+        sizes = np.array(self.sizes, dtype=float)
+        flops = 2 * sizes[:, None, None] * sizes[None, :, None] * sizes[None, None, :]
+        return {of: np.log(flops / np.array(table)) for of, table in self.products.items()}
+
+    def _place(self, size: float) -> tuple[int, float]:
+        """Return the measured size below, and how far in logarithms it is to the next one."""
+        size = min(max(size, self.sizes[0]), self.sizes[-1])
+        low = min(bisect_right(self.sizes, size), len(self.sizes) - 1) - 1
+        step = math.log(self.sizes[low + 1] / self.sizes[low])
+        return low, math.log(size / self.sizes[low]) / step
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine, as it was measured."""
+
+    environment: Mapping[str, Any]
+    num_processes: int
+    memory_bytes: int
+    memory_bandwidth: float
+    """Bytes per second that a copy reads and writes, while all processes copy."""
+    speeds: Mapping[int, Speeds]
+    """By the number of processes that are busy."""
+    collectives: tuple[Collective, ...]
+
+    @property
+    def best_rate(self) -> float:
+        """FLOP/s of the fastest product, while all processes are busy."""
+        rates = self.speeds[self.num_processes]._rates.values()
+        return float(max(np.exp(table).max() for table in rates))
+
+    def of_busy(self, num_ranks: int) -> Speeds:
+        """Return the speeds while so many ranks, or as many as were measured, are busy."""
+        return self.speeds[max(n for n in self.speeds if n <= max(1, num_ranks))]
+
+    def message_seconds(self, kind: str, num_ranks: int, num_bytes: float) -> float:
+        """Return the seconds of a collective, interpolated between the sizes that were measured.
+
+        Below the smallest a message takes as long as that, above the largest it has its bandwidth.
+        UserError for more ranks than were measured.
+        """
+        rows = [c for c in self.collectives if c.kind == kind and c.num_ranks == num_ranks]
+        require(
+            bool(rows),
+            f"{kind} among {num_ranks} ranks was not measured on this machine; "
+            f"run shardwise calibrate --nproc {num_ranks}",
+        )
+        rows.sort(key=lambda row: row.num_bytes)
+        if num_bytes >= rows[-1].num_bytes:
+            return num_bytes / rows[-1].algorithm_bandwidth
+        sizes, seconds = [row.num_bytes for row in rows], [row.seconds for row in rows]
+        return float(np.interp(num_bytes, sizes, seconds))
+
+
+def default_path() -> Path:
+    """Return the file of this machine in the user's cache."""
+    cache = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
+    return Path(cache, "calibration.json")
+
+
+def calibration_here() -> Calibration:
+    """Return the calibration of this machine; UserError where there is none, or another's."""
+    path = default_path()
+    require(path.exists(), f"{path}: this machine was not measured; run shardwise calibrate")
+    return read(path)
+
+
+def write(calibration: Calibration, path: Path) -> None:
+    """Write the file, all or nothing."""
+    content = {"schema_version": SCHEMA_VERSION, **asdict(calibration)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+    os.replace(file.name, path)
+
+
+def read(path: Path) -> Calibration:
+    """Return the calibration in a file; UserError if it is damaged or of another machine."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        assert content.pop("schema_version") == SCHEMA_VERSION, "another version"
+        speeds = {int(number): _speeds(row) for number, row in content.pop("speeds").items()}
+        collectives = tuple(Collective(**row) for row in content.pop("collectives"))
+        calibration = Calibration(speeds=speeds, collectives=collectives, **content)
+        device = calibration.environment["device"]
+        assert calibration.num_processes in speeds, "its largest number of processes is missing"
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, AssertionError) as error:
+        what = f"{path}: not a complete calibration ({type(error).__name__}: {error})"
+        raise UserError(f"{what}; run shardwise calibrate again") from None
+    here = environment(torch.device("cpu"))["device"]
+    require(
+        device == here,
+        f"{path}: measured on {device}, this machine is {here}; run shardwise calibrate here",
+    )
+    return calibration
+
+
+def _speeds(row: dict[str, Any]) -> Speeds:
+    sizes = tuple(row["sizes"])
+    return Speeds(sizes, row["products"], row["units"], row["optimizer"])

@@ -1,0 +1,356 @@
+"""The layouts that a run may have on a cluster: every one that no rule refuses.
+
+A candidate is a small tuple, which becomes a run file only if `search.py` takes a closer look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from shardwise import rules
+from shardwise.assembly.costs import counted_costs
+from shardwise.assembly.describe import Description, describe
+from shardwise.config import Parallel, RunConfig, UserError
+from shardwise.layouts import Facts, ModelFacts, layout_of, parallel_of
+from shardwise.models.counts import ModelCounts, count_model
+from shardwise.models.facts import facts_of
+from shardwise.planner.cluster import Cluster
+from shardwise.schedule.costs import Cost
+
+SEARCHED = {
+    "parallel": (
+        *("data", "dp_replicate", "tp", "sequence_parallel", "pp", "schedule", "virtual_stages"),
+        *("split", "cp", "ep", "offload", "reshard_after_forward"),
+    ),
+    "training": ("micro_batch_size", "checkpointing"),
+}
+"""The keys that a search sets, by section."""
+SCHEDULES = (("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 4), ("zbv", 2))
+"""Schedules that are tried, each with its stages per rank. gpipe and looped-bfs have the bubble of
+1f1b and of interleaved-1f1b, and keep more activations."""
+RECOMPUTATION = ("none", "operators", "full")
+"""From the fastest and largest to the slowest and smallest."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run whose layout is open, and the devices that it may use."""
+
+    cfg: RunConfig
+    cluster: Cluster
+    fixed: frozenset[str] = frozenset()
+    """Keys that stay as the run file has them, such as `parallel.tp`."""
+    wanted: Mapping[str, tuple[int, ...]] | None = None
+    """The parts of the only layout in question, each with its sizes, () where they are open."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices, each of which has a rank."""
+        return self.cluster.num_devices
+
+    def values(self, key: str, offered: Any) -> Any:
+        """Return the values of a key that are tried: those offered, or the one that is fixed."""
+        section, _, name = key.partition(".")
+        return (getattr(getattr(self.cfg, section), name),) if key in self.fixed else offered
+
+
+class Division(NamedTuple):
+    """How devices are divided among the axes."""
+
+    pp: int
+    data: str
+    replicas: int
+    """Ranks that compute other rows with the same weights."""
+    shards: int
+    """Ranks that compute other rows and share weights, gradients or states."""
+    cp: int
+    ep: int
+    tp: int
+    is_sequence: bool
+
+    @property
+    def num_data(self) -> int:
+        """Ranks among which the rows are divided."""
+        return self.replicas * self.shards
+
+    def parallel(self, base: Parallel) -> Parallel:
+        """Return the section of a run file."""
+        return replace(
+            base,
+            data=self.data,
+            dp_replicate=self.replicas if self.data == "fsdp2" else 1,
+            **{axis: getattr(self, axis) for axis in ("pp", "cp", "ep", "tp")},
+            sequence_parallel=self.is_sequence,
+        )
+
+
+class Candidate(NamedTuple):
+    """A division of the devices, and how a rank works in it."""
+
+    division: Division
+    schedule: str
+    num_virtual: int
+    is_resharded: bool
+    offload: str
+    micro_batch_size: int
+    recomputation: Any
+
+    def run_file(self, question: Question) -> RunConfig:
+        """Return the run under this layout."""
+        cfg, is_pipeline = question.cfg, self.division.pp > 1
+        parallel = replace(
+            self.division.parallel(replace(cfg.parallel, memory_limit_gib=None)),
+            schedule=self.schedule,
+            virtual_stages=self.num_virtual if is_pipeline and self.num_virtual > 1 else None,
+            split=question.values("parallel.split", ["uniform" if is_pipeline else "balanced"])[0],
+            reshard_after_forward=self.is_resharded,
+            offload=self.offload,
+        )
+        training = replace(
+            cfg.training, micro_batch_size=self.micro_batch_size, checkpointing=self.recomputation
+        )
+        return replace(cfg, parallel=parallel, training=training)
+
+
+class Totals(NamedTuple):
+    """What a row of a batch costs in a whole model under one choice of recomputation."""
+
+    flops: float
+    kept: float
+    """Bytes that its forward keeps for its backward."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what is computed of it once for all candidates."""
+
+    run: Description
+    facts: ModelFacts
+    counts: ModelCounts
+    units: tuple[Cost, ...]
+    """Costs of one row, without recomputation; seconds are FLOPs."""
+    totals: Mapping[str, Totals]
+    """By the choice of recomputation."""
+
+    def total(self, name: str) -> float:
+        """Return the sum of a field of `Cost` over the units."""
+        return sum(getattr(unit, name) for unit in self.units)
+
+
+def subject_of(question: Question) -> Subject:
+    """Read a model on meta; UserError where no layout of it can be planned."""
+    cfg = question.cfg
+    training = replace(cfg.training, micro_batch_size=1, checkpointing="none", device="auto")
+    one = replace(cfg, parallel=Parallel(), training=training)
+    run = describe(one, 1)
+    facts = facts_of(run.hf, run.spec, run.family)
+    if not facts.is_listed:
+        raise UserError(
+            f"{cfg.model.path}: {facts.family} is not a family that shardwise knows, so that what "
+            "its layers keep is not known; plan one that `shardwise models` lists"
+        )
+    facts = replace(facts, indivisible=cache(facts.indivisible))
+    chosen = question.values("training.checkpointing", RECOMPUTATION)
+    costs, counts = {}, count_model(run.hf, run.spec)
+    for choice in ("none", *chosen):
+        recomputed = replace(one, training=replace(training, checkpointing=choice))
+        costs[str(choice)] = counted_costs(recomputed, run.hf, run.spec, counts)
+    totals = {
+        choice: Totals(sum(u.seconds for u in units), sum(u.activation_bytes for u in units))
+        for choice, units in costs.items()
+    }
+    return Subject(run, facts, counts, costs["none"], totals)
+
+
+@dataclass
+class Space:
+    """Every candidate of a question, and what the rules refuse on the way."""
+
+    question: Question
+    subject: Subject
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts, and sizes of axes such as `tp:3`, with the message of the rule."""
+
+    def __post_init__(self) -> None:
+        self._why_not = cache(self._why_no_layout)
+        self._is_allowed = cache(self._is_small_one_allowed)
+
+    def divisions(self) -> Iterator[Division]:
+        """Yield every division of the devices that no rule refuses by its parts."""
+        question = self.question
+        num_ranks, rows = question.num_ranks, question.cfg.training.global_batch_size
+        sizes = {axis: self._sizes(axis) for axis in ("pp", "cp", "tp", "ep")}
+        for pp, cp, tp, ep in product(*sizes.values()):
+            num_data = num_ranks // (pp * cp * tp)
+            if num_data * pp * cp * tp != num_ranks or rows % num_data or num_data * cp % ep:
+                continue
+            offered = (True, False) if tp > 1 else (False,)
+            for is_sequence in question.values("parallel.sequence_parallel", offered):
+                for data, replicas in self._data(num_data, cp):
+                    shards = num_data // replicas
+                    division = Division(pp, data, replicas, shards, cp, ep, tp, is_sequence)
+                    if self._is_open(division):
+                        yield division
+
+    def candidates(self, division: Division) -> Iterator[Candidate]:
+        """Yield every way in which ranks may work in a division."""
+        question, values = self.question, self.question.values
+        rows = question.cfg.training.global_batch_size // division.num_data
+        sizes = [2**power for power in range(rows.bit_length()) if rows % 2**power == 0]
+        schedules = SCHEDULES if division.pp > 1 else (("1f1b", 1),)
+        if "parallel.schedule" in question.fixed:
+            parallel = question.cfg.parallel
+            schedules = ((parallel.schedule, parallel.num_virtual),)
+        is_fsdp = division.data == "fsdp2"
+        is_alone = is_fsdp and division.pp == division.tp == 1
+        for (schedule, num_virtual), *choices in product(
+            schedules,
+            values("parallel.reshard_after_forward", (True, False) if is_fsdp else (True,)),
+            values("parallel.offload", ("none", "optimizer", "all") if is_alone else ("none",)),
+            values("training.micro_batch_size", sizes),
+            values("training.checkpointing", RECOMPUTATION),
+        ):
+            if division.pp * num_virtual <= self.subject.facts.num_layers:
+                yield Candidate(division, schedule, num_virtual, *choices)
+
+    def is_allowed(self, candidate: Candidate) -> bool:
+        """Return whether the rules allow a candidate's choices with two ranks along each axis."""
+        return self._is_allowed(candidate._replace(division=_small(candidate.division)))
+
+    def _is_small_one_allowed(self, candidate: Candidate) -> bool:
+        parallel = candidate.run_file(self.question).parallel
+        num_ranks = parallel.ranks_of_a_model * candidate.division.num_data
+        return self._message(parallel, num_ranks, candidate.recomputation) is None
+
+    def _sizes(self, axis: str) -> list[int]:
+        """Return the sizes of an axis that divide the devices and that no rule refuses alone."""
+        num_ranks, offered = self.question.num_ranks, []
+        is_dense = axis == "ep" and not self.subject.facts.num_experts
+        all_sizes = (1,) if is_dense else divisors(num_ranks)
+        for size in self.question.values(f"parallel.{axis}", all_sizes):
+            alone = Parallel(data="ddp" if axis == "ep" else "single")
+            if axis == "pp" and size > 1:
+                alone = replace(alone, schedule="gpipe")
+            message = self._message(replace(alone, **{axis: size}), size)
+            if message is None:
+                offered.append(size)
+            else:
+                self.refused[f"{axis}:{size}"] = message
+        return offered
+
+    def _data(self, num_data: int, cp: int) -> Iterator[tuple[str, int]]:
+        """Yield the data-parallel strategies over so many ranks, each with its replicas."""
+        question = self.question
+        simple = ("single",) if num_data == 1 else ("ddp", "zero1", "zero2")
+        sharded = ("fsdp2",) if num_data * cp > 1 else ()
+        for data in question.values("parallel.data", (*simple, *sharded)):
+            if data == "fsdp2":
+                for replicas in question.values("parallel.dp_replicate", divisors(num_data)):
+                    if replicas == 1 or replicas < num_data * cp:
+                        yield data, replicas
+            elif (data == "single") == (num_data == 1):
+                yield data, num_data
+
+    def _is_open(self, division: Division) -> bool:
+        """Return whether a division is in question, and no rule refuses a layout of its name."""
+        layout = layout_name(division)
+        if self.question.wanted is not None and not is_meant(division, self.question.wanted):
+            return False
+        message = self._why_not(layout)
+        if message is not None:
+            self.refused[layout] = message
+        return message is None
+
+    def _why_no_layout(self, layout: str) -> str | None:
+        """Return why a layout is refused with two ranks along each axis, None if it is not."""
+        parallel = parallel_of(layout)
+        data_ranks = 1 if parallel.data == "single" else 2 * parallel.dp_replicate
+        return self._message(parallel, parallel.ranks_of_a_model * data_ranks)
+
+    def _message(
+        self, parallel: Parallel, num_ranks: int, recomputation: Any = "none"
+    ) -> str | None:
+        """Return the first refusal of the run under a small layout, with rows for every rank."""
+        training = replace(
+            self.question.cfg.training,
+            micro_batch_size=1,
+            global_batch_size=8 * num_ranks,
+            checkpointing=recomputation,
+        )
+        probe = replace(self.question.cfg, parallel=parallel, training=training)
+        refused = rules.refusals(probe, Facts(num_ranks, self.subject.facts))
+        return next((message for _, message in refused), None)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors of a number, the smallest first."""
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+def layout_name(division: Division) -> str:
+    """Return the name of a division's layout, as `layouts.layout_of`."""
+    return _name(_small(division))
+
+
+def _small(division: Division) -> Division:
+    """Return a division of the same kind with at most two ranks along each axis."""
+    pp, data, replicas, shards, cp, ep, tp, is_sequence = division
+    sizes = [min(2, size) for size in (replicas, shards, cp, ep, tp)]
+    return Division(min(2, pp), data, *sizes, is_sequence)
+
+
+@cache
+def _name(division: Division) -> str:
+    return layout_of(division.parallel(Parallel()))
+
+
+def sizes_of(division: Division) -> dict[str, tuple[int, ...]]:
+    """Return the parts of a layout with their sizes, in the order of its name.
+
+    `hsdp` has two: replicas, and shards of each.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    for part in layout_name(division).split("-"):
+        if part in ("pp", "cp", "ep", "tp"):
+            sizes[part] = (getattr(division, part),)
+        elif part == "hsdp":
+            sizes[part] = (division.replicas, division.shards)
+        else:
+            sizes[part] = () if part in ("sp", "single") else (division.num_data,)
+    return sizes
+
+
+def title(division: Division) -> str:
+    """Return a layout with its sizes: `pp:4-hsdp:2x8-tp:8-sp`."""
+    parts = sizes_of(division).items()
+    return "-".join(f"{part}:{'x'.join(map(str, size))}" if size else part for part, size in parts)
+
+
+def is_meant(division: Division, wanted: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether a division has these parts, and these sizes where they are given."""
+    sizes = sizes_of(division)
+    return sizes.keys() == wanted.keys() and all(
+        not wanted[part] or wanted[part] == size for part, size in sizes.items()
+    )
+
+
+def division_of(cfg: RunConfig, num_ranks: int) -> Division:
+    """Return how a run divides its ranks."""
+    parallel = cfg.parallel
+    num_data = num_ranks // parallel.ranks_of_a_model
+    replicas = parallel.dp_replicate if parallel.data in ("fsdp1", "fsdp2") else num_data
+    return Division(
+        pp=parallel.pp,
+        data=parallel.data,
+        replicas=replicas,
+        shards=num_data // replicas,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        tp=parallel.tp,
+        is_sequence=parallel.sequence_parallel,
+    )

@@ -1,0 +1,125 @@
+"""Devices, links, and clusters of equal nodes: presets, or this machine as it was measured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config import UserError, require
+from shardwise.metrics.hardware import published_flops
+from shardwise.planner.calibration import Calibration, calibration_here
+
+HERE = "here"
+"""The name of this machine, as `shardwise calibrate` has measured it."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and what its datasheet says."""
+
+    name: str
+    memory_bytes: int
+    flops: dict[str, float]
+    """Dense FLOP/s by dtype."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    source: str
+    """The datasheet."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins ranks: bus bandwidth as nccl-tests define it, in bytes per second and rank."""
+
+    bandwidth: float
+    latency: float
+    """Seconds until a message begins to arrive."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal devices."""
+
+    device: Device
+    per_node: int
+    nodes: int
+    inside: Link
+    between: Link
+    calibration: Calibration | None = None
+    """What was measured here; None for a preset."""
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.per_node * self.nodes
+
+    def link_of(self, num_ranks: int) -> Link:
+        """Return the slowest link among so many neighbouring ranks."""
+        return self.inside if num_ranks <= self.per_node else self.between
+
+
+def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster:
+    """Return a cluster of nodes such as `8xH100-80GB`, or of `here`: this machine, as calibrated.
+
+    `link`: a network such as `400Gbps` joins nodes, any other link the devices of a node. UserError
+    for a name that is not known, or where this machine was not calibrated.
+    """
+    require(nodes >= 1, f"--nodes is {nodes}; give at least 1")
+    table = _table()
+    if link is not None and link not in table["links"]:
+        raise UserError(f"--link {link[:80]} is not known; give one of {', '.join(table['links'])}")
+    if devices == HERE:
+        return _here(nodes)
+    match = re.fullmatch(r"(?:([1-9]\d{0,4})x)?([\w-]+)", devices)
+    if match is None or match[2] not in table["devices"]:
+        raise UserError(
+            f"--devices {devices[:80]} is not known; give {HERE}, or a number and one of "
+            f"{', '.join(table['devices'])}, such as 8xH100-80GB"
+        )
+    row = table["devices"][match[2]]
+    inside, between = row["inside"], "400Gbps"
+    if link is not None and table["links"][link].get("network"):
+        between = link
+    elif link is not None:
+        inside = link
+    return Cluster(_device(match[2], row), int(match[1] or 1), nodes, _link(inside), _link(between))
+
+
+def efficiency(part: str) -> float:
+    """Return the share of a datasheet's figure that a run is assumed to reach."""
+    return _table()["efficiency"][part]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
+
+
+def _device(name: str, row: dict[str, Any]) -> Device:
+    flops = row.get("flops") or published_flops(row["torch_name"])
+    gib = int(row["gib"] * 2**30)
+    return Device(name, gib, flops, row["memory_bandwidth"], row["source"])
+
+
+def _link(name: str) -> Link:
+    row = _table()["links"][name]
+    return Link(row["bandwidth"] * efficiency("link"), row["latency"])
+
+
+def _here(nodes: int) -> Cluster:
+    require(nodes == 1, f"--nodes is {nodes}: --devices {HERE} is one machine; leave --nodes out")
+    calibration = calibration_here()
+    device = Device(
+        HERE,
+        calibration.memory_bytes,
+        {"float32": calibration.best_rate},
+        calibration.memory_bandwidth,
+        "measured by shardwise calibrate",
+    )
+    link = _link("loopback")
+    return Cluster(device, calibration.num_processes, 1, link, link, calibration)

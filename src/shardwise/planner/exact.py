@@ -1,0 +1,182 @@
+"""The memory and the time of a candidate, by `peak.py` and `step_time.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise import rules
+from shardwise.assembly.costs import choose_split
+from shardwise.config import RunConfig
+from shardwise.layouts import Facts, axis_sizes, num_microbatches
+from shardwise.metrics.flops import model_flops_per_token, utilization
+from shardwise.parallel.pipeline_parallel import pipeline_of
+from shardwise.planner.candidates import (
+    Candidate,
+    Question,
+    Subject,
+    division_of,
+    subject_of,
+    title,
+)
+from shardwise.planner.cluster import HERE
+from shardwise.planner.peak import Memory, memory_of_rank
+from shardwise.planner.step_time import StepTime, time_of_step
+
+USABLE = 0.95
+"""The share of a device's memory that a plan may use; the rest is for an allocator's fragments and
+the errors of formulas."""
+
+
+class Choice(NamedTuple):
+    """A candidate with its memory and time."""
+
+    candidate: Candidate
+    cfg: RunConfig
+    memory: Memory
+    """Of the fullest rank."""
+    time: StepTime
+    tokens_per_second: float
+    mfu: float
+    fits: bool
+
+    @property
+    def title(self) -> str:
+        """The layout with its sizes."""
+        return title(self.candidate.division)
+
+    @property
+    def details(self) -> str:
+        """How a rank works, in words."""
+        candidate, words = self.candidate, []
+        if candidate.division.pp > 1:
+            stages = f" x{candidate.num_virtual}" if candidate.num_virtual > 1 else ""
+            words.append(f"{candidate.schedule}{stages}")
+        words.append(f"micro-batch {candidate.micro_batch_size}")
+        if candidate.recomputation != "none":
+            words.append(f"recompute {candidate.recomputation}")
+        if not candidate.is_resharded:
+            words.append("keeps gathered weights")
+        if candidate.offload != "none":
+            words.append(f"offload {candidate.offload}")
+        return ", ".join(words)
+
+
+def usable_bytes(question: Question) -> int:
+    """Return the memory of a device that a plan may use."""
+    return int(USABLE * question.cluster.device.memory_bytes)
+
+
+class Exact:
+    """Memory and time of candidates, each computed once."""
+
+    def __init__(self, question: Question, subject: Subject) -> None:
+        self.question, self.subject = question, subject
+        self.choices: dict[Candidate, Choice | None] = {}
+        self.refused: dict[str, str] = {}
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """FLOPs that the model needs per token."""
+        return model_flops_per_token(self.subject.counts, self.question.cfg.data.sequence_length)
+
+    def of(self, candidate: Candidate) -> Choice | None:
+        """Return a candidate's choice; None where a rule refuses it."""
+        if candidate not in self.choices:
+            self.choices[candidate] = self._choice(candidate)
+        return self.choices[candidate]
+
+    def _choice(self, candidate: Candidate) -> Choice | None:
+        cfg = with_split(candidate.run_file(self.question), self.question, self.subject)
+        facts = Facts(self.question.num_ranks, self.subject.facts)
+        message = next((message for _, message in rules.refusals(cfg, facts)), None)
+        if message is not None:
+            self.refused[title(candidate.division)] = message
+            return None
+        return self.of_run(cfg, candidate)
+
+    def of_run(self, cfg: RunConfig, candidate: Candidate) -> Choice:
+        """Return the memory and time of a run that the rules allow."""
+        question, num_ranks = self.question, self.question.num_ranks
+        cluster, subject = question.cluster, self.subject
+        is_cpu = cluster.device.name in (HERE, "CPU-core")
+        priced = replace(cfg, training=replace(cfg.training, device="cpu" if is_cpu else "cuda"))
+        pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
+        run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
+        boundaries = boundaries_of(cfg, subject, num_ranks)
+        # Ranks of a pipeline differ: the first has most in flight, the last has the head.
+        first = dict.fromkeys(run.sizes, 0)
+        stages = sorted({0, min(1, cfg.parallel.pp - 1), cfg.parallel.pp - 1})
+        memories = [
+            memory_of_rank(priced, run, first | {"pp": stage}, boundaries) for stage in stages
+        ]
+        memory = max(memories, key=lambda memory: memory.total)
+        time = time_of_step(cfg, run, cluster, boundaries)
+        tokens = cfg.training.global_batch_size * cfg.data.sequence_length / time.total
+        mfu = utilization(self.flops_per_token, tokens, peak_of(question), num_ranks)
+        fits = memory.total <= usable_bytes(question)
+        return Choice(candidate, cfg, memory, time, tokens, mfu, fits)
+
+
+def peak_of(question: Question) -> float:
+    """Return the peak FLOP/s of a device in the dtype of the run's products."""
+    cfg, flops = question.cfg, question.cluster.device.flops
+    is_half = cfg.training.precision != "float32" or cfg.model.dtype == "bfloat16"
+    return flops["bfloat16" if is_half and "bfloat16" in flops else "float32"]
+
+
+def explain(question: Question) -> tuple[Choice, Subject]:
+    """Return a run as it stands, without a search; UserError where a rule refuses it."""
+    cfg, num_ranks = question.cfg, question.num_ranks
+    subject = subject_of(question)
+    rules.check(cfg, Facts(num_ranks, subject.facts))
+    parallel = cfg.parallel
+    candidate = Candidate(
+        division_of(cfg, num_ranks),
+        parallel.schedule,
+        parallel.num_virtual,
+        parallel.reshard_after_forward,
+        parallel.offload,
+        cfg.training.micro_batch_size,
+        cfg.training.checkpointing,
+    )
+    return Exact(question, subject).of_run(cfg, candidate), subject
+
+
+def with_split(cfg: RunConfig, question: Question, subject: Subject) -> RunConfig:
+    """Return a pipeline with the even split of its layers whose fullest stage computes least.
+
+    Either every stage has as many layers, or the ends have one less, for the embedding and head.
+    """
+    if cfg.parallel.pp == 1 or "parallel.split" in question.fixed:
+        return cfg
+    num_chunks, num_layers = cfg.parallel.pp * cfg.parallel.num_virtual, len(subject.units) - 2
+    each, rest = divmod(num_layers + 2, num_chunks)
+    numbers = [each + (chunk < rest) for chunk in range(num_chunks)]
+    numbers[0] -= 1
+    numbers[-1] -= 1
+    layers = max(unit.seconds for unit in subject.units[1:-1])
+    head = subject.units[-1].seconds
+    slowest = max(*numbers[:-1], numbers[-1] + head / layers)
+    uniform = -(-num_layers // num_chunks)
+    of_uniform = max(uniform, num_layers // num_chunks + head / layers)
+    if slowest >= of_uniform or 0 in numbers[1:-1]:
+        return cfg
+    return replace(cfg, parallel=replace(cfg.parallel, split=numbers))
+
+
+def boundaries_of(cfg: RunConfig, subject: Subject, num_ranks: int) -> tuple[int, ...] | None:
+    """Return the boundaries of a pipeline's split; None without a pipeline."""
+    if cfg.parallel.pp == 1:
+        return None
+    split, num_layers = cfg.parallel.split, len(subject.units) - 2
+    if split == "uniform":
+        num_chunks = cfg.parallel.pp * cfg.parallel.num_virtual
+        each, rest = divmod(num_layers, num_chunks)
+        split = [each + (chunk < rest) for chunk in range(num_chunks)]
+    if isinstance(split, str):
+        number = num_microbatches(cfg, num_ranks)
+        return choose_split(cfg, subject.units, number).boundaries
+    ends = [1 + sum(split[:chunk]) for chunk in range(1, len(split))]
+    return (0, *ends, num_layers + 2)

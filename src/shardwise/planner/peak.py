@@ -1,0 +1,393 @@
+"""The most memory that a rank needs in a step, as a sum of parts, by formulas.
+
+A step is a list of moments: each unit's forward and backward, each reduction of gradients, the
+clipping, and the update of the largest weight. The peak is the moment with the most bytes alive.
+What a unit keeps and computes is in `models/activations.py`, what data parallelism holds beside it
+in `holding.py`, and the weights, gradients and optimizer states between steps in `memory.py`.
+`tools/plan_grid.py` compares the peaks with measured ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from torch import nn
+
+from shardwise.assembly.describe import Description
+from shardwise.config import RunConfig
+from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
+from shardwise.models.activations import UnitMemory, unit_memory
+from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.parallel.reduce import BUCKET_ELEMENTS
+from shardwise.planner.holding import (
+    Ddp,
+    Fsdp1,
+    Fsdp2,
+    Fsdp2Stage,
+    Held,
+    Unit,
+    Whole,
+    Zero1,
+    Zero2,
+    buckets,
+)
+from shardwise.planner.memory import state_bytes
+from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
+from shardwise.schedule.simulate import kept_messages
+
+NORM_ELEMENTS = 2**16
+"""Elements of a gradient that are squared together for the norm, on a CPU."""
+CUDA_CONTEXT_BYTES = 512 * 2**20
+"""What a process takes of a GPU before its first tensor: the driver's context and the kernels that
+are loaded. About 300 MB for a small model since kernels are loaded when they are first used
+(pytorch/pytorch, issue 107667), and more with each library of kernels. *Unverified here.*"""
+NCCL_BYTES = 32 * 4 * 2**20
+"""What NCCL takes for a group of ranks: a buffer of 4 MiB (NCCL_BUFFSIZE) for each of at most 32
+channels (NCCL_MAX_NCHANNELS, the defaults in NVIDIA's documentation). *Unverified here.*"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes that are alive on a rank at the peak of a step."""
+
+    weights: int = 0
+    """The weights that the rank keeps between steps."""
+    gradients: int = 0
+    """Gradients, or the shards of them."""
+    optimizer: int = 0
+    """The states of the optimizer."""
+    activations: int = 0
+    """What forwards have kept for backwards."""
+    buffers: int = 0
+    """Gathered weights, buckets, summands and messages: what is there to be communicated."""
+    temporary: int = 0
+    """What a unit or the optimizer needs while it runs, the rows of the step, and constants."""
+    overhead: int = 0
+    """What the device's runtime and libraries take; 0 on a CPU."""
+    moment: str = ""
+    """When the peak is, such as "backward of the head"."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.activations + self.buffers + self.temporary + self.overhead
+
+    def plus(self, **sizes: int) -> Memory:
+        """Return this memory with more bytes of some parts."""
+        return replace(self, **{part: getattr(self, part) + size for part, size in sizes.items()})
+
+
+def memory_of_run(cfg: RunConfig, run: Description) -> Memory:
+    """Return the memory of the rank with the most.
+
+    Ranks of a pipeline differ. Along the other axes the first rank has most: the last ones have
+    fewer rows where a weight does not divide evenly.
+    """
+    boundaries = boundaries_of(cfg, run)
+    first = dict.fromkeys(run.sizes, 0)
+    ranks = [first | {"pp": stage} for stage in range(run.sizes["pp"])]
+    return max(
+        (memory_of_rank(cfg, run, rank, boundaries) for rank in ranks),
+        key=lambda memory: memory.total,
+    )
+
+
+def memory_of_rank(
+    cfg: RunConfig,
+    run: Description,
+    coordinates: Mapping[str, int],
+    boundaries: Sequence[int] | None = None,
+) -> Memory:
+    """Return the memory of the rank at these coordinates of the mesh, at the peak of a step.
+
+    It is that of any step after the first, which has no states of the optimizer yet. `boundaries`:
+    those of a pipeline's split (see `share_of`).
+    """
+    share = share_of(cfg, run, coordinates, boundaries)
+    rank = _Rank(cfg, run, share, coordinates)
+    return max(rank.moments(), key=lambda memory: memory.total)
+
+
+@lru_cache(maxsize=1)
+def _constant_bytes(hf: nn.Module) -> int:
+    return sum(buffer.nbytes for buffer in hf.buffers())
+
+
+class _Rank:
+    """A rank and the moments of its step."""
+
+    def __init__(
+        self, cfg: RunConfig, run: Description, share: Share, coordinates: Mapping[str, int]
+    ) -> None:
+        self.cfg, self.run, self.share, self.coordinates = cfg, run, share, coordinates
+        self.is_gloo = cfg.training.device != "cuda"
+        self.num_shards = num_strategy_ranks(cfg, run.sizes)
+        self.shard = coordinates[context_joins_of(cfg)] * run.sizes["cp"] + coordinates["cp"]
+        self.num_microbatches = num_microbatches(cfg, prod(run.sizes.values()))
+        tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+        width = run.spec.hidden_size * hidden_dtype(cfg).itemsize
+        between = run.sizes["tp"] if cfg.parallel.sequence_parallel else 1
+        self.hidden = tokens // cfg.parallel.cp * width // between
+        """The bytes of hidden states between layers, as large as their gradient."""
+        self.states = state_bytes(cfg, share, run.sizes, coordinates)
+        if not self.is_gloo:
+            # What is offloaded is in the host's memory.
+            offloaded = {
+                "none": (),
+                "optimizer": ("gradients", "optimizer"),
+                "all": tuple(self.states),
+            }
+            self.states |= dict.fromkeys(offloaded[cfg.parallel.offload], 0)
+        # Ids, labels, documents, and the places of targets: int64.
+        rows = 4 * 8 * tokens * self.num_microbatches
+        constants = _constant_bytes(run.hf)
+        self.base = Memory(
+            weights=self.states["weights"],
+            optimizer=self.states["optimizer"],
+            temporary=rows + constants,
+        )
+        if not self.is_gloo:
+            groups = sum(size > 1 for size in run.sizes.values())
+            self.base = self.base.plus(overhead=CUDA_CONTEXT_BYTES + groups * NCCL_BYTES)
+        self.memories: dict[object, UnitMemory] = {}
+        self.chunks = [self._units(chunk) for chunk in share.chunks]
+
+    def _units(self, chunk: Chunk) -> list[Unit]:
+        """Return the units of a chunk; those that are alike are computed once."""
+        model, stage = self.run.spec, chunk.spec
+        places = {f"{layer.name}.": 1 + i for i, layer in enumerate(model.layers)}
+        depth = model.layers[0].name.count(".") + 1
+        weights: dict[int, list[Weight]] = {}
+        last = len(model.layers) + 1
+        for weight in chunk.weights:
+            prefix = ".".join(weight.name.split(".")[:depth]) + "."
+            is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
+            place = places.get(prefix, last if is_end or not stage.first else 0)
+            weights.setdefault(place, []).append(weight)
+        first = places[f"{stage.layers[0].name}."] if stage.layers else last
+        numbers = [0] if stage.first else []
+        numbers += [first + i for i in range(len(stage.layers))]
+        numbers += [last] if stage.last else []
+        units, is_trained = [], False
+        for number in numbers:
+            of_unit = tuple(weights.get(number, ()))
+            layer = model.layers[number - 1] if 0 < number < last else None
+            kind = (layer.kind, layer.feed_forward) if layer else number
+            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit)
+            key = (kind, is_trained or chunk.needs_input_gradient, facts)
+            if key not in self.memories:
+                self.memories[key] = unit_memory(
+                    self.cfg, self.run.hf, model, number, self.coordinates["tp"]
+                )
+            ends = {0: "the embedding", last: "the head"}
+            name = layer.name if layer else ends[number]
+            units.append(Unit(name, self.memories[key], of_unit))
+            is_trained |= any(weight.is_trained for weight in of_unit)
+        return units
+
+    def moments(self) -> Iterator[Memory]:
+        """Yield every moment that may be the peak of a step."""
+        if self.run.pipeline is None:
+            yield from self._in_turn()
+        else:
+            yield from self._pipeline()
+        yield from self._after()
+
+    def _holding(self, units: Sequence[Unit], chunk: Chunk) -> Whole:
+        data, spec = self.cfg.parallel.data, chunk.spec
+        is_tied = spec.tied and spec.first and spec.last
+        name = f"{spec.embed}.weight"
+        tied = next((w for w in units[0].weights if w.name == name), None) if is_tied else None
+        common = self.cfg, units, self.num_shards, self.is_gloo, tied
+        if data in ("fsdp1", "fsdp2"):
+            kind = Fsdp1 if data == "fsdp1" else Fsdp2 if self.run.pipeline is None else Fsdp2Stage
+            rest = [*units[0].weights] if tied else []
+            if spec.last and (tied or data == "fsdp1"):
+                rest += units[-1].weights
+            return kind(*common, frozenset(rest))
+        if data in ("zero1", "zero2"):
+            return Zero1(*common) if data == "zero1" else Zero2(*common)
+        return Ddp(*common) if self._is_wrapped else Whole(*common)
+
+    @property
+    def _is_wrapped(self) -> bool:
+        """Whether ddp's wrapper reduces gradients in the backward (parallel/ddp.py)."""
+        parallel = self.cfg.parallel
+        return parallel.data == "ddp" and parallel.pp * parallel.tp * parallel.ep == 1
+
+    def _in_turn(self) -> Iterator[Memory]:
+        """Yield the moments of the first, a middle and the last micro-batch of a model in one
+        part.
+        """
+        (units,) = self.chunks
+        holding = self._holding(units, self.share.chunks[0])
+        last = self.num_microbatches - 1
+        for number in sorted({0, min(1, last), last}):
+            holding.begin(number == 0, number == last)
+            yield from self._forward(units, holding)
+            yield from self._backward(units, holding)
+        for held in holding.last_reduction():
+            yield self._moment(held, "gradients")
+
+    def _forward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Memory]:
+        kept = 0
+        for place, unit in enumerate(units):
+            for held in holding.forward(place):
+                # What a unit needs does not include its input.
+                alive = self.hidden if place else 0
+                alive += unit.memory.forward if held.runs else 0
+                yield self._moment(held, unit.name, kept, alive)
+            kept += unit.memory.kept
+
+    def _backward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Memory]:
+        kept = sum(unit.memory.kept for unit in units)
+        for place, unit in reversed(list(enumerate(units))):
+            # The gradient of its output. The loss's is a number.
+            output = 0 if unit.name == "the head" else self.hidden
+            for held in holding.backward(place):
+                yield self._moment(
+                    held, unit.name, kept, output + (unit.memory.backward if held.runs else 0)
+                )
+            kept -= unit.memory.kept
+            for held in holding.reduction(place):
+                yield self._moment(held, unit.name, kept, self.hidden)
+
+    def _moment(self, held: Held, name: str, kept: int = 0, temporary: int = 0) -> Memory:
+        moment = replace(self.base, moment=f"{held.moment} of {name}")
+        return moment.plus(
+            gradients=held.gradients, buffers=held.buffers, activations=kept, temporary=temporary
+        )
+
+    def _pipeline(self) -> Iterator[Memory]:
+        """Yield the moments of a rank's actions in the order of its schedule.
+
+        A micro-batch in flight keeps the activations of a chunk, and its output until its backward.
+        """
+        assert self.run.pipeline is not None
+        rank = self.coordinates["pp"]
+        chunks = self.run.pipeline.chunks_of(rank)
+        holdings = [*map(self._holding, self.chunks, self.share.chunks)]
+        kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
+        late = [sum(map(self._late, units)) for units in self.chunks]
+        forwards, backwards, in_flight = Counter[int](), Counter[int](), Counter[int]()
+        halved = Counter[int]()
+        seen: set[object] = set()
+        for action in self.run.pipeline.order(rank):
+            place = chunks.index(action.chunk)
+            units, holding = self.chunks[place], holdings[place]
+            if action.kind in "BI":
+                in_flight[place] -= 1
+            # A half of a backward frees nothing until the other half.
+            messages = self._messages(action.kind, forwards, backwards, in_flight)
+            activations = sum(number * kept[chunk] for chunk, number in in_flight.items())
+            activations += sum(number * late[chunk] for chunk, number in halved.items())
+            others = sum(h.total for h in holdings if h is not holding and not h.is_first)
+            state = action.kind, place, messages, activations, others, holding.is_first
+            if action.kind != "W" and state not in seen:
+                seen.add(state)
+                run = self._forward if action.kind == "F" else self._backward
+                for moment in run(units, holding):
+                    yield moment.plus(gradients=others, activations=activations, buffers=messages)
+            if action.kind == "F":
+                forwards[place] += 1
+                in_flight[place] += 1
+            if action.kind == "I":
+                in_flight[place] += 1
+                halved[place] += 1
+            if action.kind in "BI":
+                backwards[place] += 1
+            if action.kind == "W":
+                in_flight[place] -= 1
+                halved[place] -= 1
+            if action.kind in "BW":
+                holding.is_first = False
+        for holding in holdings:
+            others = sum(h.total for h in holdings if h is not holding)
+            for held in holding.last_reduction():
+                yield self._moment(held, "gradients").plus(gradients=others)
+
+    def _late(self, unit: Unit) -> int:
+        """Return the bytes that the first half of a backward leaves for the second, beside what is
+        kept: the gradient of what comes out of each product with a trained weight.
+        """
+        tokens = self.cfg.training.micro_batch_size * self.cfg.data.sequence_length
+        widths = [weight.shape[0] for weight in unit.trained if len(weight.shape) == 2]
+        dtype = autocast_dtype(self.cfg.training.precision) or hidden_dtype(self.cfg)
+        return tokens // self.cfg.parallel.cp * dtype.itemsize * sum(widths)
+
+    def _messages(
+        self, kind: str, forwards: Counter[int], backwards: Counter[int], in_flight: Counter[int]
+    ) -> int:
+        """Return the bytes of hidden states and their gradients that torch keeps around an action.
+
+        A chunk's output stays until its backward. gpipe and 1f1b drop what they have sent with the
+        next message of its kind. The other schedules keep all that they have sent.
+        """
+        assert self.run.pipeline is not None
+        keeps_all, number = kept_messages(self.run.pipeline) > 0, 0
+        for place, chunk in enumerate(self.share.chunks):
+            if not chunk.spec.last:
+                is_kept = keeps_all and chunk.sends
+                number += forwards[place] if is_kept else in_flight[place]
+            if chunk.receives and chunk.needs_input_gradient:
+                number += backwards[place] if keeps_all else min(1, backwards[place])
+            if kind == "F" and chunk.sends and not keeps_all:
+                number += min(1, backwards[place])
+        return number * self.hidden
+
+    def _after(self) -> Iterator[Memory]:
+        """Yield the moments after the last backward: sums of gradients, clipping, the update."""
+        yield from ()
+        base = self.base.plus(gradients=self.states["gradients"])
+        trained = self.share.trained
+        parallel = self.cfg.parallel
+        is_summed_over_cp = parallel.data == "single" and parallel.cp > 1
+        if is_summed_over_cp or (parallel.data == "ddp" and not self._is_wrapped):
+            yield self._summed(base, trained, "reduction of gradients")
+        partial = [weight for weight in trained if weight.has_partial_gradient]
+        yield self._summed(base, partial, "sum of gradients over tp")
+        if self.share.tied is not None:
+            size = self.share.tied.numel * self.share.tied.itemsize
+            yield replace(base.plus(buffers=size), moment="sum of the tied weight's gradients")
+        sizes = [(self._local_numel(weight), weight.itemsize) for weight in trained]
+        if not sizes:
+            return
+        squares = min(NORM_ELEMENTS, max(numel for numel, _ in sizes))
+        yield replace(base.plus(temporary=4 * squares), moment="clipping")
+        largest = max(numel * itemsize for numel, itemsize in sizes)
+        every = sum(numel * itemsize for numel, itemsize in sizes)
+        is_adamw = self.cfg.optimizer.name == "adamw"
+        # torch updates one weight after the other on a CPU, and all together on a GPU.
+        update = (2 if is_adamw else 1) * largest if self.is_gloo else every
+        if not self.is_gloo and self.cfg.parallel.offload != "none":
+            update = 0
+        yield replace(base.plus(temporary=update), moment="update of the largest weight")
+        if self.cfg.parallel.data in ("zero1", "zero2"):
+            for bucket in buckets(trained[::-1]):
+                size = sum(w.padded_numel * w.itemsize for w in bucket)
+                copy = size if self.is_gloo else 0
+                gathered = size // self.num_shards + size + copy
+                yield replace(base.plus(buffers=gathered), moment="gathering of updated weights")
+
+    def _local_numel(self, weight: Weight) -> int:
+        if self.cfg.parallel.data in ("single", "ddp"):
+            return weight.numel
+        shard = self.shard if weight.ep_dim is None else self.shard // self.cfg.parallel.ep
+        return weight.shard_numel(shard)
+
+    def _summed(self, base: Memory, weights: Iterable[Weight], moment: str) -> Memory:
+        """Return the moment with the most of `reduce.sum_gradients`, which joins gradients."""
+        most = joined = 0
+        for weight in weights:
+            joined += weight.numel
+            # Gradients in 16 bits are copied to float32 before they are joined.
+            copies = 4 if weight.itemsize == 4 else 8
+            most = max(most, joined * copies)
+            if joined >= BUCKET_ELEMENTS:
+                joined = 0
+        return replace(base.plus(buffers=most), moment=moment)

@@ -1,0 +1,296 @@
+"""What `shardwise plan` prints: the best layouts, why they are the best, and their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from shardwise.metrics.flops import model_flops_per_token
+from shardwise.planner.candidates import Question, Subject, layout_name
+from shardwise.planner.exact import Choice, usable_bytes
+from shardwise.planner.peak import Memory
+from shardwise.planner.search import Answer
+from shardwise.planner.step_time import StepTime
+from shardwise.words import counted, number, percent, size
+from shardwise.words import seconds as seconds_text
+
+MEMORY_PARTS = {
+    "weights": "what the rank keeps of them between steps",
+    "gradients": "of trained weights, at the peak",
+    "optimizer": "its states, of what the rank updates",
+    "activations": "what forwards keep for backwards",
+    "buffers": "gathered weights, buckets and messages",
+    "temporary": "what runs at the peak needs for itself",
+    "overhead": "of the device's runtime and libraries",
+}
+TIME_PARTS = {
+    "layers": "forwards and backwards of the layers",
+    "head": "the head and the loss",
+    "recomputation": "forwards that backwards run again",
+    "communication": "what no computation hides",
+    "bubble": "waiting for other stages of the pipeline",
+    "optimizer": "the update of the weights",
+    "data": "reading rows",
+}
+OVERHEADS = ("recomputation", "communication", "bubble", "optimizer", "data")
+"""Parts of a step in which no device computes what the model needs."""
+
+
+def memory_parts(memory: Memory) -> dict[str, int]:
+    """Return the bytes of each part of a rank's memory."""
+    return {part: getattr(memory, part) for part in MEMORY_PARTS}
+
+
+def time_parts(time: StepTime) -> dict[str, float]:
+    """Return the seconds of each part of a step."""
+    return {part: getattr(time, part) for part in TIME_PARTS}
+
+
+def heading(question: Question, subject: Subject) -> Iterator[str]:
+    """Yield lines on what is planned: the model, the step and the devices."""
+    cfg, cluster = question.cfg, question.cluster
+    counts = subject.counts
+    trained = f"LoRA r={cfg.lora.r}" if cfg.lora else "in full"
+    yield (
+        f"{subject.facts.family}, {counts.parameters / 1e9:.3g} B parameters, {trained}: "
+        f"{counts.trainable_parameters / 1e6:,.4g} M trained; weights in {cfg.model.dtype}, "
+        f"products in {cfg.training.precision}"
+    )
+    rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
+    yield f"a step: {counted(rows, 'row')} of {length:,} tokens, {rows * length:,} in all"
+    device = cluster.device
+    yield (
+        f"{cluster.num_devices:,} x {device.name} in {counted(cluster.nodes, 'node')}; "
+        f"{size(usable_bytes(question))} of {size(device.memory_bytes)} may be used"
+    )
+
+
+def best_table(answer: Answer) -> Table:
+    """Return a table of the best layouts, the fastest first."""
+    table = _table("layout", "how a rank works", ">memory", ">step", ">tokens/s", ">MFU")
+    for choice in answer.choices:
+        table.add_row(
+            choice.title,
+            choice.details,
+            size(choice.memory.total),
+            seconds_text(choice.time.total),
+            number(choice.tokens_per_second),
+            percent(choice.mfu, 1),
+        )
+    return table
+
+
+def reasons(answer: Answer) -> Iterator[str]:
+    """Yield sentences on the best choice: what limits it."""
+    best, limit = answer.best, answer.limit_bytes
+    share = best.memory.total / limit
+    memory = memory_parts(best.memory)
+    largest = max(memory, key=lambda part: memory[part])
+    word = "binds" if share > 0.85 else "does not bind"
+    yield (
+        f"memory {word}: {size(best.memory.total)} of {size(limit)} at the {best.memory.moment}, "
+        f"most of it {largest} ({size(memory[largest])})"
+    )
+    seconds = time_parts(best.time)
+    lost = max(OVERHEADS, key=lambda part: seconds[part])
+    share_lost = seconds[lost] / best.time.total
+    if share_lost < 0.05:
+        yield "computation binds: no other part takes 5 % of a step"
+    else:
+        yield f"{lost} is the largest loss: {share_lost:.0%} of a step"
+
+
+def changes_table(answer: Answer) -> Table:
+    """Return a table of the best layout with one thing changed."""
+    table = _table("the best with", ">memory", ">step", "")
+    for change, choice in answer.changes.items():
+        table.add_row(
+            change,
+            size(choice.memory.total),
+            seconds_text(choice.time.total),
+            verdict(choice, answer),
+        )
+    return table
+
+
+def simpler_table(answer: Answer) -> Table:
+    """Return a table of other layouts of few parts, each with the reason why it is not the best."""
+    table = _table("layout", ">memory", ">step", "why not")
+    titles = {choice.title for choice in answer.choices[:1]}
+    for choice in answer.simpler.values():
+        if choice.title not in titles:
+            table.add_row(
+                choice.title,
+                size(choice.memory.total),
+                seconds_text(choice.time.total),
+                verdict(choice, answer),
+            )
+    return table
+
+
+def verdict(choice: Choice, answer: Answer) -> str:
+    """Return why a choice is not the best: it does not fit, or what makes it slower."""
+    if not choice.fits:
+        return why_not_fitting(choice, answer.question)
+    if not answer.choices:
+        return "fits"
+    best = answer.best
+    ratio = choice.time.total / best.time.total
+    if ratio < 1.005:
+        return "as fast"
+    mine, others = time_parts(choice.time), time_parts(best.time)
+    worst = max(mine, key=lambda part: mine[part] - others[part])
+    text = f"{ratio:.2f} times as long: {worst} +{seconds_text(mine[worst] - others[worst])}"
+    division, cluster = choice.candidate.division, answer.question.cluster
+    if worst == "communication" and division.tp > cluster.per_node:
+        text += f" (links between nodes are too slow for tp:{division.tp})"
+    elif worst == "communication" and cluster.nodes > 1 and division.pp == 1:
+        text += " (between nodes)"
+    return text
+
+
+def why_not_fitting(choice: Choice, question: Question) -> str:
+    """Return why a choice does not fit, with the part that takes most."""
+    limit, memory = usable_bytes(question), choice.memory
+    text = f"does not fit: needs {size(memory.total)} of {size(limit)}"
+    states = memory.weights + memory.gradients + memory.optimizer
+    if choice.candidate.division.data == "fsdp2" and memory.total - states > limit:
+        parts = {part: getattr(memory, part) for part in ("activations", "buffers", "temporary")}
+        largest = max(parts, key=lambda part: parts[part])
+        what = "the largest layer" if largest == "buffers" else f"one micro-batch's {largest}"
+        return f"{text}; {what} does not fit beside any shards"
+    parts = memory_parts(memory)
+    largest = max(parts, key=lambda part: parts[part])
+    return f"{text}; {largest} alone {size(parts[largest])}"
+
+
+def refusal_lines(answer: Answer, most: int = 3) -> Iterator[str]:
+    """Yield the words of the rules that refuse layouts, each message once."""
+    messages = list(dict.fromkeys(answer.refused.values()))
+    for message in messages[:most]:
+        yield f"refused: {message}"
+    if len(messages) > most:
+        yield f"and {len(messages) - most} more refusals, which --json lists"
+
+
+def explained(answer: Answer) -> Choice:
+    """Return the best choice, or where none fits that which needs least memory."""
+    return (
+        answer.choices[0]
+        if answer.choices
+        else min(answer.computed, key=lambda choice: choice.memory.total)
+    )
+
+
+def footer(answer: Answer) -> str:
+    """Return a line on the search itself."""
+    return (
+        f"{answer.num_divisions:,} divisions of the devices, {len(answer.computed)} layouts "
+        f"computed exactly, in {answer.seconds:.1f} s"
+    )
+
+
+def memory_table(choice: Choice) -> Table:
+    """Return the arithmetic of the fullest rank's memory."""
+    table = _table("memory of the fullest rank", ">", ">share", "")
+    for part, num_bytes in memory_parts(choice.memory).items():
+        share = percent(num_bytes / choice.memory.total)
+        table.add_row(part, size(num_bytes), share, MEMORY_PARTS[part])
+    table.add_row("all", size(choice.memory.total), "", f"at the {choice.memory.moment}")
+    return table
+
+
+def time_table(choice: Choice) -> Table:
+    """Return the arithmetic of a step's time."""
+    table = _table("time of a step", ">", ">share", "")
+    for part, seconds in time_parts(choice.time).items():
+        share = percent(seconds / choice.time.total)
+        table.add_row(part, seconds_text(seconds), share, TIME_PARTS[part])
+    hidden = seconds_text(choice.time.hidden_communication)
+    table.add_row("all", seconds_text(choice.time.total), "", f"{hidden} of communication hidden")
+    return table
+
+
+def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator[str]:
+    """Yield sentences that derive the largest numbers of one layout."""
+    division, counts, cluster = choice.candidate.division, subject.counts, question.cluster
+    shards = division.shards * division.cp if division.data == "fsdp2" else 1
+    weights = subject.total("weight_bytes")
+    yield (
+        f"weights: {counts.parameters / 1e9:.3g} B parameters are {size(weights)}; over tp "
+        f"{division.tp} x pp {division.pp} x {shards} shards about "
+        f"{size(weights / (division.tp * division.pp * shards))} a rank"
+    )
+    cfg = choice.cfg
+    tokens = cfg.training.global_batch_size * cfg.data.sequence_length
+    length = cfg.data.sequence_length
+    flops = tokens * model_flops_per_token(counts, length)
+    yield (
+        f"computation: {flops / tokens / 1e9:.3g} GFLOPs a token x {tokens:,} tokens = "
+        f"{flops:.3g} FLOPs; over {cluster.num_devices:,} devices in "
+        f"{seconds_text(choice.time.total)} that is {percent(choice.mfu, 1)} of their peak (MFU)"
+    )
+    yield (
+        f"{number(choice.tokens_per_second)} tokens/s; "
+        f"{number(choice.tokens_per_second / cluster.num_devices)} a device"
+    )
+    limit = usable_bytes(question)
+    yield (
+        f"fits: {size(limit - choice.memory.total)} left of {size(limit)}"
+        if choice.fits
+        else why_not_fitting(choice, question)
+    )
+
+
+def as_data(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain data, for `--json` and the page."""
+    question, cluster = answer.question, answer.question.cluster
+    return {
+        "schema_version": 1,
+        "heading": [*heading(question, answer.subject)],
+        "cluster": {
+            "device": cluster.device.name,
+            "memory_bytes": cluster.device.memory_bytes,
+            "usable_bytes": answer.limit_bytes,
+            "per_node": cluster.per_node,
+            "nodes": cluster.nodes,
+        },
+        "reasons": [*reasons(answer)] if answer.choices else [],
+        "choices": [choice_data(choice, answer) for choice in answer.choices],
+        "changes": {name: choice_data(c, answer) for name, c in answer.changes.items()},
+        "simpler": [choice_data(choice, answer) for choice in answer.simpler.values()],
+        "computed": [choice_data(choice, answer) for choice in answer.computed],
+        "refused": answer.refused,
+        "num_divisions": answer.num_divisions,
+        "seconds": answer.seconds,
+    }
+
+
+def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
+    """Return a choice as plain data."""
+    return {
+        "layout": layout_name(choice.candidate.division),
+        "title": choice.title,
+        "details": choice.details,
+        "verdict": verdict(choice, answer),
+        "fits": choice.fits,
+        "memory": asdict(choice.memory) | {"total": choice.memory.total},
+        "time": asdict(choice.time) | {"total": choice.time.total},
+        "tokens_per_second": choice.tokens_per_second,
+        "mfu": choice.mfu,
+        "division": choice.candidate.division._asdict(),
+        "parallel": asdict(choice.cfg.parallel),
+    }
+
+
+def _table(*columns: str) -> Table:
+    """Return a table; a column whose name begins with > is set flush right."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns:
+        justify = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
+    return table

@@ -1,0 +1,248 @@
+"""Search the layouts of a run for those that fit and train fastest, and the reasons for them.
+
+Estimates put the candidates in order. Of the first of them memory and time are computed exactly,
+and from the best one the search goes on, one change at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from time import perf_counter
+
+from shardwise.config import UserError
+from shardwise.planner.candidates import (
+    RECOMPUTATION,
+    SCHEDULES,
+    Candidate,
+    Division,
+    Question,
+    Space,
+    Subject,
+    layout_name,
+    subject_of,
+)
+from shardwise.planner.estimate import Estimates
+from shardwise.planner.exact import Choice, Exact, usable_bytes
+
+NUM_EXACT = 40
+"""Candidates whose memory and time are computed exactly, unless too few of them fit."""
+MOST_EXACT = 200
+PER_DIVISION = 3
+"""Candidates of one division of the devices that are computed exactly at first."""
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
+"""From the simplest."""
+MOST_SIMPLER = 12
+"""Other layouts that are shown."""
+MOST_ROUNDS = 4
+"""Rounds of changes to the best choice."""
+
+
+@dataclass
+class Answer:
+    """What a search has found."""
+
+    question: Question
+    subject: Subject
+    choices: list[Choice] = field(default_factory=list)
+    """The fastest choice of each division that fits, best first."""
+    computed: list[Choice] = field(default_factory=list)
+    """Every choice that was computed exactly."""
+    simpler: dict[str, Choice] = field(default_factory=dict)
+    """Of other layouts, by name: the best choice, or the one that needs least if none fits."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts and sizes with the message of the rule that refuses them."""
+    changes: dict[str, Choice] = field(default_factory=dict)
+    """The best choice with one thing changed."""
+    num_divisions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Choice:
+        """The fastest choice that fits."""
+        return self.choices[0]
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory of a device that may be used."""
+        return usable_bytes(self.question)
+
+
+def search(question: Question, top: int = 5) -> Answer:
+    """Return the best layouts of a run on its devices, and why others are not among them.
+
+    UserError where the rules allow none. `Answer.choices` is empty where none fits.
+    """
+    start = perf_counter()
+    subject = subject_of(question)
+    space, estimates = Space(question, subject), Estimates(question, subject)
+    exact = Exact(question, subject)
+    divisions = sorted(space.divisions(), key=estimates.least_seconds)
+    _require_any(divisions, space)
+    _compute_first(exact, _promising(space, estimates, divisions), top)
+    choices = _best_of_each(exact)
+    answer = Answer(question, subject, num_divisions=len(divisions))
+    if choices:
+        best = _climb(exact, space, choices[0])
+        answer.changes = _changes(exact, space, best)
+    answer.simpler = _simpler(exact, space, estimates, divisions)
+    answer.choices = _best_of_each(exact)[:top]
+    answer.computed = [choice for choice in exact.choices.values() if choice is not None]
+    answer.refused = space.refused | exact.refused
+    answer.seconds = perf_counter() - start
+    return answer
+
+
+def _require_any(divisions: Sequence[Division], space: Space) -> None:
+    if divisions:
+        return
+    question = space.question
+    if question.wanted is not None or question.fixed:
+        sizes = {axis: getattr(question.cfg.parallel, axis) for axis in ("pp", "cp", "tp", "ep")}
+        names = [f"{axis}:{size}" for axis, size in sizes.items()]
+        names = ["-".join(question.wanted or ()), *names, *space.refused]
+        for name in names:
+            if name in space.refused:
+                raise UserError(space.refused[name])
+    rows, num_ranks = question.cfg.training.global_batch_size, question.num_ranks
+    raise UserError(
+        f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
+        "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "
+        "--devices"
+    )
+
+
+def _promising(
+    space: Space, estimates: Estimates, divisions: Sequence[Division]
+) -> list[Candidate]:
+    """Return the candidates with the lowest estimates among those that may fit.
+
+    Divisions come in the order of their lower bounds, so that most are never looked into.
+    """
+    limit = usable_bytes(space.question)
+    best: list[tuple[float, int, Candidate]] = []
+    number = 0
+    for division in divisions:
+        bound = estimates.least_seconds(division)
+        if len(best) == MOST_EXACT and bound > -best[0][0]:
+            break
+        if estimates.state_bytes(division, "all") > limit:
+            continue
+        may_fit = (c for c in space.candidates(division) if estimates.least_bytes(c) <= limit)
+        in_order = sorted(may_fit, key=estimates.seconds)
+        for candidate in islice(filter(space.is_allowed, in_order), PER_DIVISION):
+            number += 1
+            entry = (-estimates.seconds(candidate), number, candidate)
+            push = heapq.heappush if len(best) < MOST_EXACT else heapq.heappushpop
+            push(best, entry)
+    return [candidate for _, _, candidate in sorted(best, reverse=True)]
+
+
+def _compute_first(exact: Exact, candidates: Iterable[Candidate], top: int) -> None:
+    """Compute candidates in turn, until enough are computed and enough divisions fit."""
+    fitting = set()
+    for number, candidate in enumerate(candidates):
+        if number >= NUM_EXACT and len(fitting) >= top:
+            break
+        choice = exact.of(candidate)
+        if choice is not None and choice.fits:
+            fitting.add(candidate.division)
+
+
+def _best_of_each(exact: Exact) -> list[Choice]:
+    """Return the fastest choice of each division that fits, best first."""
+    best: dict[Division, Choice] = {}
+    for choice in exact.choices.values():
+        if choice is not None and choice.fits:
+            division = choice.candidate.division
+            if division not in best or _order(choice) < _order(best[division]):
+                best[division] = choice
+    return sorted(best.values(), key=_order)
+
+
+def _order(choice: Choice) -> tuple[float, int, int, bool, int]:
+    """Return by what choices are ordered: time in three digits, then how simple they are."""
+    division = choice.candidate.division
+    parts = layout_name(division).split("-")
+    return (
+        float(f"{choice.time.total:.2e}"),
+        len(parts) + (choice.candidate.offload != "none"),
+        next((STRATEGIES.index(part) for part in parts if part in STRATEGIES), len(STRATEGIES)),
+        choice.candidate.recomputation != "none",
+        choice.memory.total,
+    )
+
+
+def _climb(exact: Exact, space: Space, best: Choice) -> Choice:
+    """Follow single changes from a choice as long as they make it faster."""
+    for _ in range(MOST_ROUNDS):
+        options = [exact.of(candidate) for _, candidate in changed(space, best.candidate)]
+        fitting = [choice for choice in options if choice is not None and choice.fits]
+        faster = min([best, *fitting], key=_order)
+        if faster is best:
+            break
+        best = faster
+    return best
+
+
+def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Yield candidates that differ from one in a single key of the run file, and the change."""
+    question = space.question
+    if "training.checkpointing" not in question.fixed:
+        for choice in RECOMPUTATION:
+            if choice != candidate.recomputation:
+                yield f"checkpointing {choice}", candidate._replace(recomputation=choice)
+    rows = question.cfg.training.global_batch_size // candidate.division.num_data
+    size = candidate.micro_batch_size
+    if "training.micro_batch_size" not in question.fixed:
+        if rows % (2 * size) == 0:
+            yield f"micro-batch {2 * size}", candidate._replace(micro_batch_size=2 * size)
+        if size % 2 == 0:
+            yield f"micro-batch {size // 2}", candidate._replace(micro_batch_size=size // 2)
+    is_open = "parallel.reshard_after_forward" not in question.fixed
+    if candidate.division.data == "fsdp2" and is_open:
+        resharded = not candidate.is_resharded
+        word = "frees" if resharded else "keeps"
+        yield f"{word} gathered weights", candidate._replace(is_resharded=resharded)
+    if candidate.division.pp > 1 and "parallel.schedule" not in question.fixed:
+        most = space.subject.facts.num_layers // candidate.division.pp
+        for schedule, num_virtual in SCHEDULES:
+            other = candidate._replace(schedule=schedule, num_virtual=num_virtual)
+            if other != candidate and num_virtual <= most:
+                yield f"{schedule} x{num_virtual}", other
+
+
+def _changes(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
+    options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
+    return {change: choice for change, choice in options.items() if choice is not None}
+
+
+def _simpler(
+    exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
+) -> dict[str, Choice]:
+    """Return for each layout of few parts its best choice, or the one that needs least memory."""
+    by_name: dict[str, Division] = {}
+    for division in divisions:  # in the order of their lower bounds
+        by_name.setdefault(layout_name(division), division)
+    limit = usable_bytes(space.question)
+    answer = {}
+    for name in sorted(by_name, key=lambda name: len(name.split("-"))):
+        division = by_name[name]
+        num_parts = len([part for part in name.split("-") if part != "sp"])
+        is_other = num_parts <= 2 and division.ep == 1 and division.is_sequence == (division.tp > 1)
+        if not is_other or len(answer) == MOST_SIMPLER:
+            continue
+        candidates = [*filter(space.is_allowed, space.candidates(division))]
+        if not candidates:
+            continue
+        least = min(candidates, key=estimates.least_bytes)
+        fitting = [c for c in candidates if estimates.least_bytes(c) <= limit]
+        for candidate in (min(fitting, key=estimates.seconds, default=least), least):
+            choice = exact.of(candidate)
+            if choice is not None:
+                answer[name] = choice
+                if choice.fits:
+                    break
+    return answer

@@ -1,0 +1,267 @@
+"""The seconds of a training step, by part, on a cluster: a preset or this machine as calibrated.
+
+A unit's products are looked up by shape; the rest of it is priced by its kind. On a preset both are
+rooflines with stated efficiencies (docs/guides/calibrating.md). Messages are those of
+`communication.py`, over the slowest link of their axis. A pipeline goes through the simulator.
+
+What overlaps: on a GPU the sums of gradients (ddp, ZeRO) hide behind the backward of the last
+micro-batch, and what FSDP gathers and scatters behind the layers. Messages of tp and cp, and what
+follows the last backward, are waited for. On a CPU gloo's threads take the time of the one thread
+that computes, so nothing hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import torch
+
+from shardwise.assembly.costs import costs_of
+from shardwise.assembly.describe import Description
+from shardwise.config import RunConfig
+from shardwise.layouts import num_microbatches
+from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.planner.calibration import FACTORS
+from shardwise.planner.cluster import Cluster, efficiency
+from shardwise.planner.communication import messages_of_step, ranks_along
+from shardwise.planner.share import Share, boundaries_of, share_of
+from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.simulate import simulate
+
+AXES_OF_DATA = ("dp_replicate", "dp_shard", "dp_replicate_cp", "dp_shard_cp")
+ADAMW_BYTES = 7 * 4
+"""Bytes per element that AdamW moves: weight, gradient and two moments read, three written."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step by part, on the rank that all others wait for."""
+
+    layers: float = 0.0
+    """Forward and backward of the embedding and the layers."""
+    head: float = 0.0
+    """Final norm, head and loss, forward and backward."""
+    recomputation: float = 0.0
+    communication: float = 0.0
+    """Messages that nothing hides."""
+    bubble: float = 0.0
+    """A rank of a pipeline waits, for others or for messages between stages."""
+    optimizer: float = 0.0
+    data: float = 0.0
+    """0: rows are read ahead while a step runs."""
+    hidden_communication: float = 0.0
+    """Messages that run while a rank computes: no part of the total."""
+
+    @property
+    def total(self) -> float:
+        """The seconds of the step."""
+        work = self.layers + self.head + self.recomputation + self.optimizer + self.data
+        return work + self.communication + self.bubble
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """The seconds of one micro-batch in a unit."""
+
+    forward: float
+    backward: float
+    recomputed: float
+
+
+def time_of_step(
+    cfg: RunConfig, run: Description, cluster: Cluster, boundaries: Sequence[int] | None = None
+) -> StepTime:
+    """Return the seconds of a step of the run.
+
+    `boundaries`: of the pipeline's chunks; by default those that the run would choose.
+    """
+    num_ranks = prod(run.sizes.values())
+    m = num_microbatches(cfg, num_ranks)
+    if run.pipeline is not None and boundaries is None:
+        boundaries = boundaries_of(cfg, run)
+    units = _seconds_of_units(cfg, run, cluster)
+    if run.pipeline is None:
+        shares = [share_of(cfg, run, dict.fromkeys(run.sizes, 0))]
+        busiest, bubble = list(range(len(units))), 0.0
+    else:
+        assert boundaries is not None
+        places = [{**dict.fromkeys(run.sizes, 0), "pp": rank} for rank in range(cfg.parallel.pp)]
+        shares = [share_of(cfg, run, place, boundaries) for place in places]
+        busiest, bubble = _pipeline(cfg, run, cluster, units, boundaries)
+    totals = [_messages(cfg, run, cluster, share) for share in shares]
+    waited, data_messages = max(totals, key=sum)
+    forwards = m * sum(units[i].forward for i in busiest)
+    backwards = m * sum(units[i].backward for i in busiest)
+    can_hide = _hideable(cfg, cluster, forwards, backwards, m)
+    hidden = min(data_messages, can_hide)
+    head = [i for i in busiest if i == len(units) - 1]
+    return StepTime(
+        layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
+        head=m * sum(units[i].forward + units[i].backward for i in head),
+        recomputation=m * sum(units[i].recomputed for i in busiest),
+        communication=waited + data_messages - hidden,
+        bubble=bubble,
+        optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
+        hidden_communication=hidden,
+    )
+
+
+def _seconds_of_units(cfg: RunConfig, run: Description, cluster: Cluster) -> list[UnitSeconds]:
+    """Return the seconds of every unit; units of equal work are priced once."""
+    shapes = None
+    if cfg.parallel.tp > 1:
+        alone = replace(cfg, parallel=replace(cfg.parallel, pp=1, split="uniform"))
+        share = share_of(alone, replace(run, pipeline=None), dict.fromkeys(run.sizes, 0))
+        shapes = {weight.name: weight.shape for weight in share.weights}
+        if run.spec.tied:
+            shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
+    num_ranks = prod(run.sizes.values())
+    priced: dict[UnitWork, UnitSeconds] = {}
+    units = []
+    for work in work_of_units(cfg, run.hf, run.spec, shapes):
+        if work not in priced:
+            priced[work] = _seconds(cfg, cluster, num_ranks, work)
+        units.append(priced[work])
+    return units
+
+
+def _seconds(cfg: RunConfig, cluster: Cluster, num_ranks: int, work: UnitWork) -> UnitSeconds:
+    def products(of: Sequence[Product]) -> float:
+        return sum(_product(cfg, cluster, num_ranks, product) for product in of)
+
+    def rest(direction: str, amount: Rest) -> float:
+        if cluster.calibration is not None:
+            speeds = cluster.calibration.of_busy(num_ranks)
+            return speeds.rest_seconds(work.key, direction, amount)
+        device, itemsize = cluster.device, _product_dtype(cfg).itemsize
+        rate = _peak(cfg, cluster) * efficiency("core")
+        moved = 2 * amount.elements * itemsize + 2 * amount.trained * itemsize
+        bandwidth = device.memory_bandwidth * efficiency("memory")
+        return amount.core_flops / rate + moved / bandwidth
+
+    forward = products(work.forward) + rest("forward", work.rest_forward)
+    backward = 0.0
+    if work.has_backward:
+        backward = products(work.backward) + rest("backward", work.rest_backward)
+    return UnitSeconds(forward, backward, forward if work.is_rerun else 0.0)
+
+
+def _product_dtype(cfg: RunConfig) -> torch.dtype:
+    return autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
+
+
+def _peak(cfg: RunConfig, cluster: Cluster) -> float:
+    """Return the device's FLOP/s in the dtype of products, or those of float32."""
+    name = str(_product_dtype(cfg)).removeprefix("torch.")
+    return cluster.device.flops.get(name, cluster.device.flops["float32"])
+
+
+def _product(cfg: RunConfig, cluster: Cluster, num_ranks: int, product: Product) -> float:
+    if cluster.calibration is not None:
+        return cluster.calibration.of_busy(num_ranks).product_seconds(product)
+    rows, inner, columns = product.rows, product.inner, product.columns
+    flops = 2 * rows * inner * columns / (_peak(cfg, cluster) * efficiency("product"))
+    moved = _product_dtype(cfg).itemsize * (rows * inner + inner * columns + rows * columns)
+    traffic = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
+    return product.times * max(flops, traffic)
+
+
+def _message(cluster: Cluster, kind: str, num_ranks: int, span: int, num_bytes: float) -> float:
+    """Return the seconds of one message. `span`: neighbouring ranks among which its ranks lie."""
+    if cluster.calibration is not None:
+        return cluster.calibration.message_seconds(kind, num_ranks, num_bytes)
+    link = cluster.link_of(span)
+    return link.latency + num_bytes * FACTORS[kind](num_ranks) / link.bandwidth
+
+
+def _messages(
+    cfg: RunConfig, run: Description, cluster: Cluster, share: Share
+) -> tuple[float, float]:
+    """Return the seconds of messages that are waited for, and of those of data parallelism.
+
+    Messages between stages are the simulator's.
+    """
+    waited = data_messages = 0.0
+    for (kind, axis), (calls, num_bytes) in messages_of_step(cfg, run, share).items():
+        if kind == "send" and axis == "pp":
+            continue
+        num_ranks = ranks_along(axis, run.sizes)
+        span = _span(run, axis)
+        seconds = calls * _message(cluster, kind, num_ranks, span, num_bytes / calls)
+        if axis in AXES_OF_DATA and num_bytes / calls > 64:
+            data_messages += seconds
+        else:
+            waited += seconds
+    return waited, data_messages
+
+
+def _span(run: Description, axis: str) -> int:
+    """Return among how many neighbouring ranks an axis lies: its own and those inside it."""
+    inner = axis.removesuffix("_cp")
+    names = list(run.sizes)
+    return prod(run.sizes[name] for name in names[names.index(inner) :])
+
+
+def _hideable(cfg: RunConfig, cluster: Cluster, forwards: float, backwards: float, m: int) -> float:
+    """Return the seconds of computing behind which messages of data parallelism can hide."""
+    if "bfloat16" not in cluster.device.flops:  # a CPU
+        return 0.0
+    if cfg.parallel.data in ("fsdp1", "fsdp2"):
+        return forwards + backwards
+    if cfg.parallel.data == "ddp" and cfg.parallel.pp == cfg.parallel.tp == 1:
+        return backwards / m
+    return 0.0
+
+
+def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
+    """Return the seconds of the gradient norm, clipping and the update of a rank's shards."""
+    is_sharded = cfg.parallel.data not in ("single", "ddp")
+    numel = sum(w.shard_numel(0) if is_sharded else w.numel for w in share.trained)
+    if cluster.calibration is not None:
+        per_tensor, per_element = cluster.calibration.of_busy(prod(run.sizes.values())).optimizer
+        return per_tensor * len(share.trained) + per_element * numel
+    return numel * ADAMW_BYTES / (cluster.device.memory_bandwidth * efficiency("memory"))
+
+
+def _pipeline(
+    cfg: RunConfig,
+    run: Description,
+    cluster: Cluster,
+    units: list[UnitSeconds],
+    boundaries: Sequence[int],
+) -> tuple[list[int], float]:
+    """Return the units of the busiest rank, and the seconds of the step in which it waits."""
+    pipeline = run.pipeline
+    assert pipeline is not None
+    costs, _ = costs_of(cfg, run.hf, run.spec, None, prod(run.sizes.values()))
+    num_bytes = costs[1].output_bytes
+    message = _message(cluster, "send", 2, _span(run, "pp"), num_bytes)
+    chunks: list[Cost] = []
+    for low, high in pairwise(boundaries):
+        backward = sum(u.backward + u.recomputed for u in units[low:high])
+        chunk = costs[low]
+        for cost in costs[low + 1 : high]:
+            chunk += cost
+        # Halves of a backward take about as long as one another.
+        chunks.append(
+            replace(
+                chunk,
+                forward_seconds=sum(u.forward for u in units[low:high]),
+                input_seconds=backward / 2,
+                weight_seconds=backward / 2,
+                output_seconds=message,
+                backward=backward > 0,
+            )
+        )
+    timeline = simulate(pipeline, chunks)
+    busy = np.zeros(pipeline.num_ranks)
+    for event in timeline.events:
+        busy[event.rank] += event.end - event.start
+    rank = int(busy.argmax())
+    places = [i for c in pipeline.chunks_of(rank) for i in range(boundaries[c], boundaries[c + 1])]
+    return places, timeline.seconds - float(busy[rank])

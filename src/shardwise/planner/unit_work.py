@@ -1,0 +1,128 @@
+"""What one micro-batch does in each unit of a model: its products by shape, and all the rest.
+
+A product multiplies T tokens by a weight. The rest of a unit (a core, norms, activations, the loss,
+the launching of operators) is described by four numbers, whose prices a calibration measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedModel
+
+from shardwise.assembly.costs import with_gradients
+from shardwise.config import RunConfig
+from shardwise.metrics.flops import is_rerun
+from shardwise.models.counts import Unit, Weight, count_model
+from shardwise.models.spec import ModelSpec
+
+Pass = Literal["forward", "input", "weight"]
+
+
+class Product(NamedTuple):
+    """A matrix product [rows, inner] x [inner, columns], as often as `times`."""
+
+    of: Pass
+    """The output, the gradient of the input, or that of the weight."""
+    rows: float
+    inner: int
+    columns: int
+    times: float = 1.0
+
+
+class Rest(NamedTuple):
+    """What the time of a unit beyond its products is proportional to."""
+
+    calls: float
+    elements: float
+    """Numbers that go into and come out of its products: traffic of elementwise operators."""
+    core_flops: float
+    trained: float
+    """Elements of trained weights: gradients are zeroed or added up."""
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """One micro-batch in a unit (the embedding, a layer, head and loss) on one rank."""
+
+    key: str
+    """The kind of layer and of its feed-forward, or `embed` or `head`, and what is trained."""
+    forward: tuple[Product, ...]
+    backward: tuple[Product, ...]
+    rest_forward: Rest
+    rest_backward: Rest
+    has_backward: bool
+    is_rerun: bool
+    """Whether the backward runs the forward again."""
+
+
+def work_of_units(
+    cfg: RunConfig,
+    hf: PreTrainedModel,
+    spec: ModelSpec,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[UnitWork, ...]:
+    """Return the work of every unit, bottom up.
+
+    `shapes`: of weights as a rank of tensor parallelism has them; by default those of `hf`.
+    """
+    if shapes is None:
+        shapes = {name: tuple(p.shape) for name, p in hf.named_parameters()}
+    units = with_gradients(count_model(hf, spec), cfg.parallel.schedule).units
+    feed_forwards = ["", *(f", {layer.feed_forward}" for layer in spec.layers), ""]
+    mode = "lora" if cfg.lora else "full"
+    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
+    return tuple(
+        _work(cfg, unit, f"{unit.kind}{feed_forward}, {mode}", shapes, tokens)
+        for unit, feed_forward in zip(units, feed_forwards, strict=True)
+    )
+
+
+def _work(
+    cfg: RunConfig, unit: Unit, key: str, shapes: Mapping[str, tuple[int, ...]], tokens: int
+) -> UnitWork:
+    forward: list[Product] = []
+    backward: list[Product] = []
+    elements = 0.0
+    for weight in unit.weights:
+        shape = shapes[weight.name]
+        times, rows = 1.0, float(tokens)
+        if len(shape) == 3 and not weight.by_elements:  # a stack of experts
+            times, rows = float(shape[0]), max(1.0, tokens * weight.active)
+        if ".lora_" not in weight.name:
+            elements += times * rows * (shape[0] if weight.by_elements else sum(shape[-2:]))
+        if not weight.by_elements:
+            forward.append(Product("forward", rows, shape[-1], shape[-2], times))
+            backward += _backward(weight, shape, rows, times)
+    if unit.kind == "embed":
+        elements = float(
+            tokens * min(shape[-1] for name, shape in shapes.items() if unit.name in name)
+        )
+    # A token's core is on its complete row, and each rank of `tp` has its share of the heads.
+    length = cfg.data.sequence_length
+    share = tokens / cfg.parallel.tp
+    trained = float(unit.trainable_parameters) / cfg.parallel.tp
+    core_forward = share * sum(core.executed_forward(length) for core in unit.cores)
+    core_backward = 0.0
+    if unit.core_gradient:
+        core_backward = share * sum(core.executed_backward(length) for core in unit.cores)
+    return UnitWork(
+        key=key,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        rest_forward=Rest(1.0, elements, core_forward, 0.0),
+        rest_backward=Rest(1.0, elements, core_backward, trained),
+        has_backward=unit.backward,
+        is_rerun=is_rerun(unit, cfg.training.checkpointing),
+    )
+
+
+def _backward(weight: Weight, shape: tuple[int, ...], rows: float, times: float) -> list[Product]:
+    products = []
+    if weight.input_gradient:
+        products.append(Product("input", rows, shape[-2], shape[-1], times))
+    if weight.trainable:
+        products.append(Product("weight", float(shape[-2]), int(rows), shape[-1], times))
+    return products

@@ -1,0 +1,118 @@
+"""`shardwise plan` prints, writes and draws, and mistakes are one line each."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.run_file import load_config
+
+DEVICES = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_prints_the_best_and_the_reasons(capsys):
+    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES]) == 0
+    out = capsys.readouterr().out
+    assert "LoRA r=16" in out
+    assert "8 rows of 128 tokens, 1,024 in all" in out
+    assert re.search(r"ddp:2 +micro-batch", out)
+    assert "memory does not bind" in out
+    assert "layouts computed exactly" in out
+
+
+def test_what_it_writes_is_what_train_takes(folder, capsys):
+    arguments = ["plan", "tiny-qwen3_5", *DEVICES, "--full", "--explain", "fsdp2:2"]
+    assert cli.main([*arguments, "--write", "run.yaml", "--html", "page.html"]) == 0
+    cfg = load_config("run.yaml")
+    assert (cfg.parallel.data, cfg.lora, cfg.data.sequence_length) == ("fsdp2", None, 128)
+    assert cfg.training.global_batch_size == 8
+    assert Path(cfg.data.train).is_file()
+    capsys.readouterr()
+    assert cli.main(["train", "run.yaml", "--dry-run", "--devices", "2xRTX4090"]) == 0
+    out = capsys.readouterr().out
+    assert "fsdp2:2" in out
+    assert re.search(r"weights +[\d.]+ [KM]iB", out)
+    assert not (folder / "runs").exists()
+    html = (folder / "page.html").read_text(encoding="utf-8")
+    assert "fsdp2:2" in html
+    assert not re.search("https?:", html)
+
+
+def test_a_run_file_keeps_what_is_not_searched(folder):
+    assert cli.main(["init"]) == 0
+    run = ["plan", "run.yaml", "--training.global_batch_size=4", "--devices", "2xRTX4090"]
+    assert cli.main([*run, "--parallel.pp=2", "--write", "best.yaml"]) == 0
+    before, after = load_config("run.yaml"), load_config("best.yaml")
+    assert (after.data, after.optimizer) == (before.data, before.optimizer)
+    assert (after.training.global_batch_size, after.parallel.pp) == (4, 2)
+
+
+def test_all_as_data(capsys):
+    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, "--json", "--top", "2"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    best, _ = content["choices"]
+    assert best["title"] == "ddp:2"
+    parts = [num for part, num in best["memory"].items() if part not in ("total", "moment")]
+    assert sum(parts) == best["memory"]["total"]
+    parts = [s for part, s in best["time"].items() if part not in ("total", "hidden_communication")]
+    assert sum(parts) == pytest.approx(best["time"]["total"])
+
+
+def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
+    assert cli.main(["init"]) == 0
+    options = ["--dry-run", "--devices", "1xRTX4090", "--data.sequence_length=262144"]
+    assert cli.main(["train", "run.yaml", *options, "--training.loss=plain"]) == 3
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["tiny-qwen3_6", *DEVICES], "did you mean tiny-qwen3_5?"),
+        (["tiny-qwen3_5", "--devices", "8xT1000"], "8xT1000"),
+        (["tiny-qwen3_5", *DEVICES, "--tokens-per-step", "1000"], "give 896 or another multiple"),
+        (["tiny-qwen3_5", *DEVICES, "--sequence", "long"], "--sequence long: write a number"),
+        (["tiny-qwen3_5", *DEVICES, "--sequence", "0"], "--sequence is 0"),
+        (["tiny-qwen3_5", *DEVICES, "--lora", "r=x"], "write the rank as r=16"),
+        (["tiny-qwen3_5", *DEVICES, "--lora", "r=8", "--full"], "--lora and --full"),
+        (["tiny-qwen3_5", *DEVICES, "--top", "0"], "--top is 0"),
+        (["tiny-qwen3_5", *DEVICES, "--explain", "fsdp3"], "no layout is called fsdp3"),
+        (["tiny-qwen3_5", *DEVICES, "--explain", "tp:2x2"], "only hsdp has two sizes"),
+        (
+            ["tiny-qwen3_5", *DEVICES, "--explain=zero2-tp", "--devices=4xL40S"],
+            "zero2-tp is not offered",
+        ),
+        (["tiny-qwen3_5", *DEVICES, "--write", "none/run.yaml"], "no folder none"),
+        (["tiny-qwen3_5", *DEVICES, "--html", "."], "is a folder"),
+        (["tiny-qwen3_5", *DEVICES, "--parallel.tp=3"], "parallel.tp is 3"),
+        (["folder", *DEVICES], "folder"),
+        (["unknown", *DEVICES], "qwen2 is not a family that shardwise knows"),
+        (["quantised", *DEVICES], "the weights are quantised"),
+        (["llama-3.1-8b", "--devices", "1xRTX4090", "--full"], "nothing fits on 1 x RTX4090"),
+    ],
+    ids=lambda value: " ".join(value[:1] + value[7:]) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_with_a_way_out(arguments, fragment, folder, capsys):
+    for name in ("folder", "unknown", "quantised"):
+        (folder / name).mkdir()
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    qwen = {"model_type": "qwen2", **sizes, **heads}
+    (folder / "unknown" / "config.json").write_text(json.dumps(qwen))
+    llama = {"model_type": "llama", **sizes, **heads}
+    llama["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "quantised" / "config.json").write_text(json.dumps(llama))
+    assert cli.main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert fragment in error

@@ -1,0 +1,208 @@
+"""The cells of the grid of memory peaks, and what one of them measures on its ranks.
+
+Models are those of configs/models/tiny-*, made wider: 1 to 10 million parameters, as with fewer
+the constants of a process would decide. `tools/plan_grid.py` runs all cells.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.assembly.build import build
+from shardwise.assembly.describe import describe
+from shardwise.batches import Batch
+from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.interfaces import Mesh
+from shardwise.metrics.memory import PeakMemory
+from shardwise.parallel.mesh import build_mesh
+from shardwise.planner.memory import state_bytes
+from shardwise.planner.peak import Memory, boundaries_of, memory_of_run
+from shardwise.planner.share import share_of
+from shardwise.training.measure import measure_memory
+from shardwise.training.step import training_step
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+WIDER: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 688, "head_dim": 32},
+    "gpt2": {"n_embd": 256, "n_inner": 1024, "n_head": 8},
+    "qwen3_5": {
+        "intermediate_size": 688,
+        "head_dim": 32,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
+    "jamba": {"intermediate_size": 384, "mamba_dt_rank": 16},
+    "falcon_h1": {"intermediate_size": 688, "head_dim": 64, "mamba_d_ssm": 384, "mamba_d_head": 64},
+    "lfm2": {"intermediate_size": 688},
+    "kimi_linear": {"intermediate_size": 688, "linear_head_dim": 64, "moe_intermediate_size": 128},
+    "qwen3_moe": {"intermediate_size": 688, "head_dim": 32, "moe_intermediate_size": 128},
+}
+"""What differs from the tiny model of each family, beside width and vocabulary."""
+WIDTH, VOCABULARY = 256, 2048
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    **{data: {"data": data} for data in ("ddp", "zero1", "zero2", "fsdp1", "fsdp2")},
+    "tp": {"tp": 2},
+    "tp-sp": {"tp": 2, "sequence_parallel": True},
+    "cp": {"cp": 2},
+    "gpipe": {"pp": 2, "schedule": "gpipe"},
+    "1f1b": {"pp": 2},
+    "zbv": {"pp": 2, "schedule": "zbv"},
+    "interleaved": {"pp": 2, "schedule": "interleaved-1f1b"},
+    "hsdp": {"data": "fsdp2", "dp_replicate": 2},
+    "fsdp2-tp": {"data": "fsdp2", "tp": 2},
+    "1f1b-ddp": {"data": "ddp", "pp": 2},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of a few steps whose peak is measured."""
+
+    family: str
+    layout: str
+    mode: str  # lora | full
+    num_ranks: int
+    length: int
+    rows: int
+    """Rows of a micro-batch."""
+    microbatches: int
+    checkpointing: str
+    precision: str
+
+    @property
+    def id(self) -> str:
+        """Unique in the grid."""
+        return "-".join(map(str, asdict(self).values()))
+
+
+def cells() -> list[Cell]:
+    """Return the grid: families, layouts and modes in full, and the rest in turn."""
+    hybrids = ("llama", "qwen3_5", "falcon_h1", "kimi_linear")
+    of_layouts = {
+        1: [("single", family) for family in WIDER] * 4,
+        2: [*product(list(LAYOUTS)[1:13], hybrids[:3]), *product(("ddp", "fsdp2"), hybrids[3:])],
+        4: [*product(("fsdp2", *list(LAYOUTS)[13:]), hybrids[:2])],
+    }
+    rest = zip(
+        cycle((512, 128, 256)),
+        cycle((2, 1, 4, 2, 1)),
+        cycle((1, 2, 3, 2, 1, 1, 4)),
+        cycle(("none", "full", "none", "operators", "none")),
+        cycle(("float32", "float32", "bfloat16", "float32")),
+    )
+    grid = []
+    for num_ranks, places in of_layouts.items():
+        for (layout, family), mode in product(places, ("lora", "full")):
+            length, rows, microbatches, checkpointing, precision = next(rest)
+            if LAYOUTS[layout].get("pp"):
+                microbatches = 4
+            if layout in ("zbv", "interleaved") and family == "falcon_h1":
+                family = "lfm2"  # four stages need more than two layers
+            if layout == "zbv":  # a rule refuses to recompute layers
+                checkpointing = "none"
+            cell = Cell(
+                family,
+                layout,
+                mode,
+                num_ranks,
+                length,
+                rows,
+                microbatches,
+                checkpointing,
+                precision,
+            )
+            grid.append(cell)
+    return list(dict.fromkeys(grid))
+
+
+def config_of(cell: Cell, folder: Path) -> RunConfig:
+    """Return the run file of a cell; `folder` gets the model's config."""
+    model = folder / cell.family
+    if not model.exists():
+        tiny = json.loads((CONFIGS / f"tiny-{cell.family}" / "config.json").read_text())
+        width = {} if cell.family == "gpt2" else {"hidden_size": WIDTH}
+        model.mkdir(parents=True)
+        config = tiny | width | {"vocab_size": VOCABULARY} | WIDER[cell.family]
+        (model / "config.json").write_text(json.dumps(config))
+    parallel = Parallel(**LAYOUTS[cell.layout])
+    ways = cell.num_ranks // parallel.ranks_of_a_model
+    return RunConfig(
+        model=Model(str(model), init="random"),
+        lora=Lora(r=8) if cell.mode == "lora" else None,
+        data=Data(train="unused", sequence_length=cell.length),
+        parallel=parallel,
+        optimizer=Optimizer(),
+        training=Training(
+            output_dir="unused",
+            steps=3,
+            global_batch_size=ways * cell.rows * cell.microbatches,
+            micro_batch_size=cell.rows,
+            checkpointing=cell.checkpointing,  # ty: ignore[invalid-argument-type]
+            precision=cell.precision,  # ty: ignore[invalid-argument-type]
+            device="cpu",
+        ),
+    )
+
+
+def microbatches(cfg: RunConfig, mesh: Mesh) -> list[Batch]:
+    """Return the micro-batches of a rank: random tokens, every one with a target."""
+    shape = cfg.training.micro_batch_size, cfg.data.sequence_length
+    num = len(mesh.slots(cfg.training.global_batch_size)) // shape[0]
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(VOCABULARY, shape, generator=generator) for _ in range(num)]
+    slots = tuple(range(shape[0]))
+    return [Batch(ids, ids.clone(), torch.zeros_like(ids), slots, step=1) for ids in tokens]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The bytes of a rank of a cell."""
+
+    peak: int
+    parts: dict[str, int]
+    """What the peak consists of, without what other cells have left behind."""
+    states: dict[str, int]
+
+
+def measure(cell: Cell, folder: Path) -> Measured:
+    """Run two steps on this rank and measure the second one."""
+    with PeakMemory(torch.device("cpu")) as before:
+        pass
+    assert before.entry_bytes is not None
+    cfg = config_of(cell, folder)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    batches = microbatches(cfg, mesh)
+    training_step(job, batches, mesh, cfg.optimizer.max_grad_norm)
+    rank = dist.get_rank()
+    memory = measure_memory(job, batches, mesh, cfg)
+    parts = dict(memory.parts[rank])
+    parts["temporary"] -= before.entry_bytes
+    return Measured(sum(parts.values()), parts, memory.state_bytes[rank])
+
+
+def measure_each(cells: Sequence[Cell], folder: Path) -> list[Measured]:
+    """Measure cells of as many ranks in the same processes."""
+    return [measure(cell, folder) for cell in cells]
+
+
+def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
+    """Return the states of each rank, and the memory of the rank with the most."""
+    cfg = config_of(cell, folder)
+    run = describe(cfg, cell.num_ranks)
+    boundaries = boundaries_of(cfg, run)
+    states = []
+    for place in product(*map(range, run.sizes.values())):
+        coordinates = dict(zip(run.sizes, place, strict=True))
+        share = share_of(cfg, run, coordinates, boundaries)
+        states.append(state_bytes(cfg, share, run.sizes, coordinates))
+    return states, memory_of_run(cfg, run)

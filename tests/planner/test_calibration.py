@@ -1,0 +1,87 @@
+"""The file of a calibration, and what is looked up in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.config import UserError
+from shardwise.metrics.hardware import environment
+from shardwise.planner.calibration import Calibration, Collective, read, write
+from shardwise.planner.cluster import cluster_of
+from shardwise.planner.measure_machine import prices_of
+from shardwise.planner.unit_work import Product
+from tests.planner.test_step_time import speeds
+
+
+def made() -> Calibration:
+    facts = environment(torch.device("cpu"))
+    messages = (Collective("all-reduce", 4, 1000, 1e-6), Collective("all-reduce", 4, 3000, 2e-6))
+    return Calibration(facts, 4, 2**30, 1e10, {1: speeds(), 4: speeds()}, messages)
+
+
+def test_what_is_written_is_read_and_used_as_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    write(made(), tmp_path / "calibration.json")
+    cluster = cluster_of("here")
+    assert cluster.calibration == read(tmp_path / "calibration.json")
+    assert cluster.num_devices == 4
+    assert cluster.device.flops["float32"] == pytest.approx(1e9)
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    row = made().collectives[0]
+    assert row.algorithm_bandwidth == pytest.approx(1e9)
+    assert row.bus_bandwidth == pytest.approx(1.5e9)  # 2 (4 - 1) / 4
+    assert replace(row, kind="all-gather").bus_bandwidth == pytest.approx(0.75e9)
+    assert replace(row, kind="send").bus_bandwidth == pytest.approx(1e9)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"), [(10, 1e-6), (2000, 1.5e-6), (3000, 2e-6), (6000, 4e-6)]
+)
+def test_messages_between_and_beyond_the_measured_sizes(num_bytes, seconds):
+    assert made().message_seconds("all-reduce", 4, num_bytes) == pytest.approx(seconds)
+
+
+def test_more_ranks_than_were_measured_are_refused():
+    with pytest.raises(UserError, match="calibrate --nproc 8"):
+        made().message_seconds("all-reduce", 8, 1000)
+
+
+def test_a_rate_between_measured_shapes_is_interpolated_in_logarithms():
+    table = np.array(speeds().products["forward"])
+    table[:, :, 0] *= 4  # a fourth of the rate with one column
+    slower = replace(speeds(), products={"forward": table.tolist()})
+    between = Product("forward", 64, 64, 64)  # half way from 1 to 4096
+    rate = 2 * 64**3 / slower.product_seconds(between)
+    assert rate == pytest.approx(1e9 / 2)
+
+
+def test_prices_are_those_that_amounts_were_made_with_and_never_negative():
+    amounts = np.array([[1, 10, 5, 0], [1, 20, 7, 0], [1, 40, 30, 0], [1, 10, 50, 0]], dtype=float)
+    prices = prices_of(amounts, amounts @ np.array([3, 0.5, 0.1, 0]))
+    assert prices == pytest.approx([3, 0.5, 0.1, 0])
+    assert min(prices_of(amounts, -amounts[:, 1])) == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "version", "machine", "part"])
+def test_a_damaged_or_foreign_file_is_refused_in_one_line(tmp_path, damage):
+    path = tmp_path / "calibration.json"
+    write(made(), path)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if damage == "version":
+        content["schema_version"] = 99
+    elif damage == "machine":
+        content["environment"]["device"] = "another processor"
+    elif damage == "part":
+        del content["speeds"]
+    text = json.dumps(content)
+    path.write_text(text[:50] if damage == "cut" else text, encoding="utf-8")
+    with pytest.raises(UserError, match="run shardwise calibrate") as error:
+        read(path)
+    assert "\n" not in str(error.value)

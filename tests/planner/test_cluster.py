@@ -1,0 +1,56 @@
+"""Clusters by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.config import UserError
+from shardwise.planner.cluster import cluster_of
+
+
+def test_a_name_gives_the_datasheet_s_figures():
+    cluster = cluster_of("8xH100-80GB", 2, "200Gbps")
+    assert cluster.num_devices == 16
+    assert cluster.device.flops["bfloat16"] == pytest.approx(989.4e12)
+    assert cluster.device.memory_bandwidth == 3.35e12
+    assert "datasheet" in cluster.device.source
+    assert cluster.link_of(8) == cluster.inside
+    assert cluster.link_of(16) == cluster.between
+    assert cluster.between.bandwidth == pytest.approx(0.8 * 200e9 / 8)
+
+
+@pytest.mark.parametrize(
+    "name", ["A100-40GB", "A100-80GB", "H100-80GB", "H200", "B200", "L40S", "RTX4090", "CPU-core"]
+)
+def test_every_device_has_all_figures(name):
+    cluster = cluster_of(name)
+    assert cluster.num_devices == 1
+    assert cluster.device.memory_bytes > 2**30
+    assert cluster.device.flops["float32"] > 0
+    assert cluster.device.source
+
+
+def test_a_link_of_another_kind_joins_the_devices_of_a_node():
+    assert cluster_of("4xL40S", 1, "PCIe5").inside.bandwidth == pytest.approx(0.8 * 64e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "link", "way_out"),
+    [
+        ("8xH1000", 1, None, "8xH100-80GB"),
+        ("0xH200", 1, None, "8xH100-80GB"),
+        ("H200", 0, None, "at least 1"),
+        ("H200", 1, "pigeon", "400Gbps"),
+        ("here", 2, None, "leave --nodes out"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_a_way_out(name, nodes, link, way_out):
+    with pytest.raises(UserError, match=way_out) as error:
+        cluster_of(name, nodes, link)
+    assert "\n" not in str(error.value)
+
+
+def test_here_asks_for_a_calibration(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="run shardwise calibrate"):
+        cluster_of("here")

@@ -1,0 +1,145 @@
+"""The search: what it offers is allowed and fits, and more devices never need more memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from time import perf_counter
+
+import pytest
+
+from shardwise import rules
+from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
+from shardwise.layouts import Facts, layout_of
+from shardwise.planner.candidates import (
+    Question,
+    Space,
+    division_of,
+    layout_name,
+    subject_of,
+    title,
+)
+from shardwise.planner.cluster import cluster_of
+from shardwise.planner.estimate import Estimates
+from shardwise.planner.exact import explain
+from shardwise.planner.search import Answer, search
+from shardwise.presets import MODELS
+
+
+def question(
+    preset: str, devices: str, nodes: int = 1, rows: int = 16, lora: bool = True, length: int = 2048
+) -> Question:
+    cfg = RunConfig(
+        Model(str(MODELS / preset), dtype="bfloat16" if lora else "float32"),
+        Data("any", sequence_length=length),
+        Training("any", global_batch_size=rows, precision="bfloat16"),
+        lora=Lora() if lora else None,
+    )
+    return Question(cfg, cluster_of(devices, nodes, None))
+
+
+@cache
+def small() -> Answer:
+    return search(question("tiny-qwen3_5", "4xRTX4090"))
+
+
+def test_every_choice_is_allowed_fits_and_is_in_order():
+    answer = small()
+    assert len(answer.choices) == 5
+    seconds = [choice.time.total for choice in answer.choices]
+    assert [float(f"{s:.2e}") for s in seconds] == sorted(float(f"{s:.2e}") for s in seconds)
+    for choice in answer.choices:
+        assert choice.fits
+        assert choice.memory.total <= answer.limit_bytes
+        rules.check(choice.cfg, Facts(4, answer.subject.facts))
+        division = choice.candidate.division
+        assert layout_name(division) == layout_of(choice.cfg.parallel)
+        assert division_of(choice.cfg, 4) == division
+    assert len({choice.title for choice in answer.choices}) == 5
+
+
+def test_of_equal_choices_the_simplest_is_first():
+    assert small().best.title == "ddp:4"
+
+
+def test_what_the_rules_refuse_is_refused_in_their_words():
+    answer = small()
+    assert answer.refused["zero2-tp"].startswith("zero2-tp is not offered")
+    assert not any(layout.startswith("ep") for layout in answer.refused)
+
+
+def test_a_fixed_key_is_kept():
+    asked = question("tiny-qwen3_5", "4xRTX4090")
+    parallel = replace(asked.cfg.parallel, tp=2)
+    answer = search(
+        replace(
+            asked,
+            cfg=replace(asked.cfg, parallel=parallel),
+            fixed=frozenset(["parallel.tp", "training.checkpointing"]),
+        )
+    )
+    assert {choice.candidate.division.tp for choice in answer.computed} == {2}
+    assert {choice.cfg.training.checkpointing for choice in answer.computed} == {"none"}
+
+
+def test_a_fixed_size_that_no_rule_allows_is_refused():
+    asked = question("tiny-qwen3_5", "3xRTX4090", rows=15)
+    parallel = replace(asked.cfg.parallel, tp=3)
+    cfg = replace(asked.cfg, parallel=parallel)
+    with pytest.raises(UserError, match="cannot be sharded evenly"):
+        search(replace(asked, cfg=cfg, fixed=frozenset(["parallel.tp"])))
+
+
+def test_a_wanted_layout_is_the_only_one():
+    asked = question("tiny-qwen3_5", "8xRTX4090")
+    answer = search(replace(asked, wanted={"hsdp": (2, 2), "tp": (), "sp": ()}))
+    assert {title(choice.candidate.division) for choice in answer.computed} == {"hsdp:2x2-tp:2-sp"}
+
+
+def test_rows_that_no_layout_divides():
+    asked = question("tiny-qwen3_5", "5xRTX4090", rows=7, length=2047)
+    with pytest.raises(UserError, match="no layout divides 7 rows"):
+        search(asked)
+
+
+def test_a_run_as_it_stands_is_explained_and_checked():
+    asked = question("tiny-qwen3_5", "4xRTX4090")
+    cfg = replace(asked.cfg, parallel=replace(asked.cfg.parallel, data="fsdp2", tp=2))
+    choice, _ = explain(replace(asked, cfg=cfg))
+    assert (choice.title, choice.cfg) == ("fsdp2:2-tp:2", cfg)
+    with pytest.raises(UserError, match="data is single"):
+        explain(asked)
+
+
+def test_what_does_not_fit_on_one_device_is_sharded():
+    answer = search(question("llama-3.1-8b", "8xRTX4090", lora=False))
+    assert answer.best.memory.total <= answer.limit_bytes
+    assert not answer.simpler["ddp"].fits
+    assert answer.best.candidate.division.data == "fsdp2" or answer.best.cfg.parallel.tp > 1
+
+
+def test_a_large_cluster_is_ordered_quickly_and_bounds_are_bounds():
+    asked = question("llama-3.1-8b", "8xH100-80GB", nodes=2048, rows=2048, length=8192)
+    subject = subject_of(asked)
+    start = perf_counter()
+    space, estimates = Space(asked, subject), Estimates(asked, subject)
+    divisions = sorted(space.divisions(), key=estimates.least_seconds)
+    assert perf_counter() - start < 30  # 1 s on an idle core
+    assert len(divisions) > 500
+    for division in divisions[:: len(divisions) // 40]:
+        for candidate in list(space.candidates(division))[::7]:
+            bound = estimates.least_seconds(division)
+            assert bound <= estimates.seconds(candidate) * (1 + 1e-9)
+            states = estimates.state_bytes(division, candidate.offload)
+            assert states <= estimates.least_bytes(candidate)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_more_devices_never_need_more_memory(name):
+    """At one micro-batch size, and so at equal work of a rank."""
+    totals = []
+    for number in (2, 4, 8):
+        asked = question("tiny-qwen3_5", f"{number}xRTX4090")
+        cfg = replace(asked.cfg, parallel=replace(asked.cfg.parallel, data=name))
+        totals.append(explain(replace(asked, cfg=cfg))[0].memory.total)
+    assert totals == sorted(totals, reverse=True)

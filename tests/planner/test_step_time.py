@@ -1,0 +1,124 @@
+"""The seconds of a step: what each part is made of, and how layouts compare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from shardwise.assembly.describe import describe
+from shardwise.config import Lora, Parallel, RunConfig
+from shardwise.planner.calibration import Calibration, Collective, Speeds
+from shardwise.planner.cluster import cluster_of
+from shardwise.planner.step_time import StepTime, time_of_step
+from shardwise.planner.unit_work import work_of_units
+from tests.assembly.test_costs import build, config, tiny
+
+RATE = 1e9
+
+
+def speeds(seconds_of_rest: float = 0.0) -> Speeds:
+    """Products at one rate whatever their shape, and so many seconds per unit and pass beside."""
+    sizes = (1, 4096)
+    table = [[[2 * m * k * n / RATE for n in sizes] for k in sizes] for m in sizes]
+    kinds = ("embed", "gated_delta_net, dense", "full_attention, dense", "head")
+    prices = {"forward": [seconds_of_rest, 0, 0, 0], "backward": [seconds_of_rest, 0, 0, 0]}
+    units = {f"{kind}, {mode}": prices for kind, mode in product(kinds, ("full", "lora"))}
+    return Speeds(sizes, dict.fromkeys(("forward", "input", "weight"), table), units, [0.0, 1e-9])
+
+
+def calibrated(rest: float = 0.0):
+    messages = tuple(
+        Collective(kind, 2, num_bytes, 1e-3 + num_bytes / 1e9)
+        for kind in ("all-reduce", "all-gather", "reduce-scatter", "send")
+        for num_bytes in (1000, 100_000_000)
+    )
+    made = Calibration({"device": "x"}, 2, 2**30, 1e9, {1: speeds(rest), 2: speeds(rest)}, messages)
+    return replace(cluster_of("2xCPU-core"), calibration=made)
+
+
+def step_time(cfg: RunConfig, num_ranks: int, cluster) -> StepTime:
+    return time_of_step(cfg, describe(cfg, num_ranks), cluster)
+
+
+def single(**training) -> RunConfig:
+    training = {"global_batch_size": 4, **training}
+    return replace(config(tiny("qwen3_5"), None, training), parallel=Parallel())
+
+
+def test_a_step_is_its_products_by_shape_and_the_rest_of_its_units():
+    cfg = single()
+    works = work_of_units(cfg, *build(cfg))
+    flops = [
+        sum(2 * p.rows * p.inner * p.columns * p.times for p in w.forward + w.backward)
+        for w in works
+    ]
+    result, with_rest = (step_time(cfg, 1, calibrated(rest)) for rest in (0.0, 0.5))
+    assert result.layers == pytest.approx(2 * sum(flops[:-1]) / RATE)
+    assert result.head == pytest.approx(2 * flops[-1] / RATE)
+    assert with_rest.head - result.head == pytest.approx(2 * 2 * 0.5)
+    assert result.optimizer > 0
+    assert (result.communication, result.bubble, result.recomputation) == (0.0, 0.0, 0.0)
+    parts = (result.layers, result.head, result.optimizer)
+    assert result.total == pytest.approx(sum(parts))
+
+
+def test_recomputing_costs_the_forwards_of_the_layers():
+    plain, again = (
+        step_time(single(checkpointing=mode), 1, calibrated(0.5)) for mode in ("none", "full")
+    )
+    assert again.layers == plain.layers
+    num_layers = 4
+    assert again.recomputation > 2 * num_layers * 0.5
+
+
+def test_adapters_train_less_than_all_weights():
+    full = single()
+    adapters = replace(full, lora=Lora(targets="auto"))
+    of_full, of_adapters = (step_time(cfg, 1, calibrated()) for cfg in (full, adapters))
+    assert of_adapters.layers < of_full.layers
+    assert of_adapters.optimizer < of_full.optimizer / 5
+
+
+@pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp2"])
+def test_on_a_cpu_every_message_is_waited_for_and_on_a_gpu_some_hide(data):
+    cfg = replace(single(), parallel=Parallel(data=data))
+    on_cpu = step_time(cfg, 2, calibrated())
+    assert on_cpu.hidden_communication == 0.0
+    assert on_cpu.communication > 1e-3
+    on_gpu = step_time(cfg, 2, cluster_of("2xH100-80GB"))
+    assert (on_gpu.hidden_communication > 0) == (data != "zero1")
+
+
+def test_tensor_parallel_ranks_share_products_and_wait_for_messages():
+    alone = step_time(single(), 1, calibrated())
+    shared = step_time(replace(single(), parallel=Parallel(tp=2)), 2, calibrated())
+    assert shared.communication > 0
+    assert 0.4 * alone.layers < shared.layers < 0.8 * alone.layers
+
+
+def test_a_pipeline_s_step_is_the_simulator_s():
+    cfg = config(tiny("qwen3_5"), None, {"global_batch_size": 8})
+    alone = step_time(replace(cfg, parallel=Parallel()), 1, calibrated(0.1))
+    halves = step_time(cfg, 2, calibrated(0.1))
+    assert halves.bubble > 0
+    work = halves.layers + halves.head
+    assert work < alone.layers + alone.head < 2 * (work + halves.bubble)
+
+
+def test_a_preset_is_a_roofline_of_its_datasheet():
+    cfg = single()
+    slow, fast = (step_time(cfg, 1, cluster_of(name)) for name in ("CPU-core", "H100-80GB"))
+    assert slow.total > 20 * fast.total > 0
+
+
+def test_between_measured_sizes_a_rate_is_interpolated_and_beyond_them_it_is_the_nearest():
+    table = np.array(speeds().products["forward"]) / np.array([1, 4])
+    slower_if_narrow = replace(speeds(), products={"forward": table.tolist()})
+    times = [
+        slower_if_narrow.product_seconds(work)
+        for work in work_of_units(single(), *build(single()))[1].forward
+    ]
+    assert all(seconds > 0 for seconds in times)

@@ -1,0 +1,107 @@
+"""A simulated step has the peak of the real one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.assembly.build import build
+from shardwise.config import RunConfig, UserError
+from shardwise.metrics.memory import PeakMemory
+from shardwise.parallel.mesh import build_mesh
+from shardwise.simulation.simulate import full_batches, simulate
+from shardwise.training.measure import measure_memory
+from shardwise.training.step import training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, run_config
+
+
+def config(cell: Cell) -> RunConfig:
+    cfg = run_config(cell, optimizer="adamw")
+    rows = 4 * cell.nproc
+    return replace(
+        cfg,
+        data=replace(cfg.data, sequence_length=64),
+        training=replace(cfg.training, micro_batch_size=2, global_batch_size=rows),
+    )
+
+
+def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
+    """The real peak of this rank's second step, and its parts."""
+    with PeakMemory(torch.device("cpu")) as inherited:
+        pass
+    assert inherited.entry_bytes is not None
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    batches = full_batches(cfg, mesh, job)
+    training_step(job, [batch.to(mesh.device) for batch in batches], mesh, 1.0)
+    memory, rank = measure_memory(job, batches, mesh, cfg), dist.get_rank()
+    return memory.peak_bytes[rank] - inherited.entry_bytes, memory.parts[rank]
+
+
+@pytest.mark.parametrize(
+    ("cell", "most"),
+    [
+        (Cell("llama", "single", "lora", 1, variant="checkpointing"), 1e-4),
+        # Some kernels of torch take memory of their own on a CPU.
+        (Cell("qwen3_5_text", "single", "lora", 1), 0.02),
+        # gloo's buffers come and go in threads of its own: see PeakMemory.
+        (Cell("llama", "fsdp2", "lora", 2), 0.03),
+        (Cell("llama", "zero2", "full", 2), 1e-4),
+        (Cell("llama", "ddp", "lora", 2), 1e-4),
+        (Cell("llama", "pp", "lora", 2, schedule="1f1b"), 1e-3),
+        (Cell("llama", "tp", "lora", 2), 1e-4),
+    ],
+    ids=lambda cell: cell.id if isinstance(cell, Cell) else None,
+)
+def test_the_peak_of_a_step(cell, most):
+    cfg, rank = config(cell), cell.nproc - 1
+    peak_bytes, parts = run_ranks(cell.nproc, measure, cfg)[rank]
+    simulated = simulate(cfg, cell.nproc, rank)
+    assert simulated.peak_bytes == pytest.approx(peak_bytes, rel=most)
+    assert sum(simulated.parts.values()) == simulated.peak_bytes
+    for part in ("weights", "gradients", "optimizer", "activations"):
+        assert simulated.parts[part] == pytest.approx(parts[part], rel=most), part
+
+
+def test_a_simulation_says_when_the_peak_is_and_leaves_the_caller_as_it_was():
+    cell = Cell("llama", "single", "lora", 1, variant="checkpointing")
+    simulated = simulate(config(cell), 1, 0)
+    # Of a checkpointed model it is where the backward has computed a layer again.
+    assert simulated.moment.startswith("recomputed forward of model.layers.")
+    assert simulated.seconds > 0
+    assert not dist.is_initialized()
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_experts_are_spread_over_ranks_and_chosen_evenly():
+    cfg = config(Cell("qwen3_moe", "fsdp2-ep", "lora", 2))
+    assert simulate(cfg, 2, 0).peak_bytes == simulate(cfg, 2, 1).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        ({"training.compile": "aot_eager"}, "training.compile"),
+        ({"parallel.data": "fsdp1"}, "fsdp1"),
+        ({"parallel.data": "fsdp2", "parallel.offload": "all"}, "parallel.offload"),
+    ],
+)
+def test_what_cannot_be_simulated(change, fragment):
+    cfg = config(Cell("llama", "single", "lora", 1))
+    for key, value in change.items():
+        section, name = key.split(".")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+    with pytest.raises(UserError, match=f"{fragment}.*; go by the formulas"):
+        simulate(cfg, 2, 0)
+
+
+def test_a_rank_that_is_not_there_and_a_run_that_may_not_begin():
+    cfg = config(Cell("llama", "single", "lora", 1))
+    with pytest.raises(UserError, match="no rank 1"):
+        simulate(cfg, 1, 1)
+    with pytest.raises(UserError, match="tp"):
+        simulate(replace(cfg, parallel=replace(cfg.parallel, tp=3)), 3, 0)

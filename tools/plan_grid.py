@@ -1,0 +1,135 @@
+"""Memory peaks that the planner predicts, beside measured ones, over a grid of small runs.
+
+    python -m tools.plan_grid [--out results/plan/grid.json] [--keep-measured]
+
+Every cell of tests/planner/grid.py takes two steps on its ranks, forked processes with gloo. The
+second one is measured: the exact bytes of the rank with the most. `error` is predicted over
+measured, less 1. No cell is used to fit anything: the formulas have no fitted number. With
+`--keep-measured` the rows of the file stay as they are measured, and only predictions are made
+again.
+A figure beside the file draws predicted over measured peaks.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tests.distributed import run_ranks
+from tests.planner.grid import Cell, cells, measure_each, predict
+
+from shardwise.benchmark.paired import Results, command_line, table, write_json
+from shardwise.drawing.svg import colour, drawing, png_of
+from shardwise.metrics.hardware import environment
+
+TOGETHER = 4
+"""Cells that share processes: their start takes as long as a cell."""
+
+
+def main() -> None:
+    parser = command_line(__doc__, Path(__file__).parents[1] / "results" / "plan" / "grid.json")
+    parser.add_argument("--keep-measured", action="store_true")
+    options = parser.parse_args()
+    grid = {cell.id: cell for cell in cells()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.keep_measured:
+            content = json.loads(options.out.read_text(encoding="utf-8"))
+            rows, equal = content["rows"], content["environment"]
+        else:
+            equal = environment()
+            rows = measured_rows(Results(options.out, {"environment": equal}), grid, folder)
+        for case, row in rows.items():
+            row |= compared(grid[case], row, folder)
+    measured = [cell for cell in grid.values() if cell.id in rows]
+    summary = summary_of(measured, rows)
+    content = {"complete": len(measured) == len(grid), "summary": summary, "environment": equal}
+    write_json(options.out, content | {"rows": rows})
+    options.out.with_suffix(".png").write_bytes(figure_of(measured, rows))
+    columns = ("cells", "median", "worst", "worst_cell")
+    print(table(("group", *columns), [(g, *(r[c] for c in columns)) for g, r in summary.items()]))
+
+
+def measured_rows(results: Results, grid: dict[str, Cell], folder: Path) -> dict[str, Any]:
+    """Measure the cells that the file lacks, and return the rows of all."""
+    left = [cell for cell in grid.values() if cell.id not in results.rows]
+    for num_ranks, alike in groupby(left, key=lambda cell: cell.num_ranks):
+        of_number = list(alike)
+        for start in range(0, len(of_number), TOGETHER):
+            group = of_number[start : start + TOGETHER]
+            measured = zip(*run_ranks(num_ranks, measure_each, group, folder), strict=True)
+            for cell, ranks in zip(group, measured, strict=True):
+                results.add(cell.id, partial(row_of, ranks))
+    return results.rows
+
+
+def row_of(ranks: Sequence[Any]) -> dict[str, Any]:
+    """Return what a cell's ranks measured: the states of all, and the peak of the one with most."""
+    most = max(ranks, key=lambda rank: rank.peak)
+    return {"peak": most.peak, "parts": most.parts, "states": [rank.states for rank in ranks]}
+
+
+def compared(cell: Cell, row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what the planner predicts of a cell, and how far it is from the measured bytes."""
+    states, memory = predict(cell, folder)
+    return {
+        "predicted": asdict(memory) | {"total": memory.total},
+        "states_equal": states == row["states"],
+        "error": round(memory.total / row["peak"] - 1, 5),
+    }
+
+
+def summary_of(grid: Sequence[Cell], rows: dict[str, Any]) -> dict[str, Any]:
+    """Return median and worst error by group: all cells of one process, of several, each layout."""
+    groups = defaultdict(list)
+    for cell in grid:
+        number = "one process" if cell.num_ranks == 1 else "distributed"
+        for group in (number, cell.layout, f"{cell.mode}, {number}"):
+            groups[group].append((abs(rows[cell.id]["error"]), cell.id))
+    return {
+        group: {
+            "cells": len(errors),
+            "median": round(statistics.median(error for error, _ in errors), 5),
+            "worst": max(errors)[0],
+            "worst_cell": max(errors)[1],
+            "states_equal": all(rows[case]["states_equal"] for _, case in errors),
+        }
+        for group, errors in groups.items()
+    }
+
+
+def figure_of(grid: Sequence[Cell], rows: dict[str, Any]) -> bytes:
+    """Return the figure as PNG."""
+    with drawing():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5, 4), layout="constrained")
+        axes = figure.subplots()
+        for place, (label, is_single) in enumerate([("one process", True), ("2, 4 ranks", False)]):
+            of_kind = [rows[cell.id] for cell in grid if (cell.num_ranks == 1) == is_single]
+            measured = [row["peak"] / 2**20 for row in of_kind]
+            predicted = [row["predicted"]["total"] / 2**20 for row in of_kind]
+            axes.scatter(measured, predicted, s=8, color=colour(f"c{place + 1}"), label=label)
+        ends = [
+            min(row["peak"] for row in rows.values()),
+            max(row["peak"] for row in rows.values()),
+        ]
+        axes.plot([end / 2**20 for end in ends], [end / 2**20 for end in ends], linewidth=0.7)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set(title="Peak of the rank with the most", xlabel="measured MiB")
+        axes.set(ylabel="predicted MiB")
+        axes.legend()
+        return png_of(figure)
+
+
+if __name__ == "__main__":
+    main()

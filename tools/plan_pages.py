@@ -1,0 +1,150 @@
+"""Write the tables of the planner's guides: `python tools/plan_pages.py [--check]`.
+
+docs/guides/what-do-i-need.md has the best layout of models on devices, and
+docs/guides/published-layouts.md the arithmetic of published ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
+from shardwise.planner.candidates import Question
+from shardwise.planner.cluster import cluster_of
+from shardwise.planner.exact import explain
+from shardwise.planner.plan_page import OVERHEADS, time_parts, why_not_fitting
+from shardwise.planner.search import search
+from shardwise.presets import MODELS
+from shardwise.words import percent, seconds, size
+
+DOCS = Path(__file__).parents[1] / "docs" / "guides"
+PUBLISHED = MODELS.parent / "published.yaml"
+START, END = "<!-- tools/plan_pages.py -->", "<!-- end -->"
+CASES = (
+    ("fits on one device", "qwen3_5-0.8b", "1xRTX4090", 1, None),
+    ("one node, slow links", "qwen3_5-9b", "8xRTX4090", 1, None),
+    ("one node, fast links", "qwen3_5-9b", "8xH100-80GB", 1, None),
+    ("does not fit on one device", "llama-3.1-70b", "8xH100-80GB", 1, None),
+    ("several nodes, fast links", "llama-3.1-70b", "8xH100-80GB", 4, "400Gbps"),
+    ("several nodes, slow links", "llama-3.1-70b", "8xH100-80GB", 4, "25Gbps"),
+    ("the largest layers are too much", "llama-3.1-405b", "8xH100-80GB", 64, "400Gbps"),
+)
+"""What the case shows, preset, devices of a node, nodes, link between them."""
+ROWS, LENGTH = 512, 8_192
+
+
+def question(
+    preset: str, devices: str, nodes: int, link: str | None, lora: bool, **changes: Any
+) -> Question:
+    """Return what is asked of the planner: LoRA on bfloat16 weights, or all float32 weights."""
+    cfg = RunConfig(
+        Model(str(MODELS / preset), dtype="bfloat16" if lora else "float32"),
+        Data("any", sequence_length=LENGTH),
+        Training("any", global_batch_size=ROWS, precision="bfloat16"),
+        lora=Lora(r=16, alpha=32) if lora else None,
+    )
+    return Question(replace(cfg, **changes), cluster_of(devices, nodes, link))
+
+
+def needs() -> Iterator[str]:
+    """Yield the table of the best layouts."""
+    yield "| case | model | devices | LoRA r=16 | in full |"
+    yield "|---|---|---|---|---|"
+    for case, preset, devices, nodes, link in CASES:
+        where = devices if nodes == 1 else f"{nodes} x {devices}, {link}"
+        cells = [_best(question(preset, devices, nodes, link, lora)) for lora in (True, False)]
+        yield f"| {case} | {preset} | {where} | {' | '.join(cells)} |"
+
+
+def _best(asked: Question) -> str:
+    answer = search(asked)
+    if not answer.choices:
+        least = min(answer.computed, key=lambda choice: choice.memory.total)
+        return f"nothing fits: `{least.title}` needs {size(least.memory.total)}"
+    best = answer.best
+    parts = time_parts(best.time)
+    lost = max(OVERHEADS, key=lambda part: parts[part])
+    ddp = answer.simpler.get("ddp")
+    why = f"; `ddp` {why_not_fitting(ddp, asked)}" if ddp and not ddp.fits else ""
+    return (
+        f"`{best.title}`, {best.details}: {size(best.memory.total)}, MFU {percent(best.mfu)}, "
+        f"{percent(parts[lost] / best.time.total)} {lost}{why}"
+    )
+
+
+def published(names: Container[str] | None = None) -> Iterator[str]:
+    """Yield the table of published layouts, by default of all."""
+    yield "| run | layout | memory of a device | step | MFU | most time lost to | why |"
+    yield "|---|---|---:|---:|---:|---|---|"
+    for name, run in yaml.safe_load(PUBLISHED.read_text(encoding="utf-8")).items():
+        if names is not None and name not in names:
+            continue
+        training = Training(
+            "any",
+            global_batch_size=run["rows"],
+            precision="bfloat16",
+            micro_batch_size=run.get("micro_batch_size", 1),
+            checkpointing=run.get("checkpointing", "none"),
+        )
+        asked = question(
+            run["preset"],
+            run["devices"],
+            run["nodes"],
+            run.get("link"),
+            lora=False,
+            model=Model(str(MODELS / run["preset"]), dtype=run.get("dtype", "bfloat16")),
+            data=Data("any", sequence_length=run["sequence_length"]),
+            training=training,
+            parallel=Parallel(**{"split": "uniform"} | run["parallel"])
+            if "pp" in run["parallel"]
+            else Parallel(**run["parallel"]),
+        )
+        try:
+            choice, _ = explain(asked)
+        except UserError as error:
+            yield f"| {name} | | | | | | refused: {error} |"
+            continue
+        parts = time_parts(choice.time)
+        lost = max(OVERHEADS, key=lambda part: parts[part])
+        fits = "" if choice.fits else " (does not fit)"
+        yield (
+            f"| {name} | `{choice.title}` | {size(choice.memory.total)}{fits} | "
+            f"{seconds(choice.time.total)} | {percent(choice.mfu)} | {lost} "
+            f"({percent(parts[lost] / choice.time.total)}) | {run['why']}; {run['note']} |"
+        )
+
+
+def with_table(text: str, lines: Iterator[str]) -> str:
+    """Return a page with other lines between its two marks."""
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    return "\n".join([before + START, *lines, END + after])
+
+
+PAGES = {"what-do-i-need.md": needs, "published-layouts.md": published}
+
+
+def main() -> int:
+    """Write the pages, or with --check return 1 where one is not what the planner says."""
+    stale = []
+    for name, table in PAGES.items():
+        path = DOCS / name
+        text = path.read_text(encoding="utf-8")
+        new = with_table(text, table())
+        if new != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"changed: {', '.join(stale)}")
+    return int("--check" in sys.argv and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""How far the predicted step times are from measured ones, on a machine that was calibrated.
+
+    python tools/plan_times.py [--rounds 2] [--runs runs/plan-times] [--out results/plan]
+
+Calibrates with two processes, then trains every case in rounds, in turns. A case's measured seconds
+are the median of its steps in all rounds. The calibration has seen none of the models: its
+layers have other widths, depths, vocabularies and rows. Nothing is fitted to these runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+from shardwise.assembly.describe import describe
+from shardwise.benchmark.paired import command_line, turns, write_json
+from shardwise.config import RunConfig
+from shardwise.launch.local import launch, start_processes
+from shardwise.metrics.hardware import environment
+from shardwise.planner.calibration import default_path
+from shardwise.planner.cluster import cluster_of
+from shardwise.planner.measure_machine import calibrate
+from shardwise.planner.step_time import time_of_step
+from shardwise.run_file import parse_config
+
+ROOT = Path(__file__).parents[1]
+STEPS, WARM_UP = 6, 2
+COMMON = {"num_hidden_layers": 4, "vocab_size": 4096, "hidden_size": 256}
+MODELS = {
+    "gated delta": (
+        "demo-hybrid",
+        {
+            **COMMON,
+            "intermediate_size": 896,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "head_dim": 64,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+    "mamba2": ("tiny-bamba", {**COMMON, "intermediate_size": 896, "mamba_d_head": 64}),
+    "dense": ("tiny-qwen3", {**COMMON, "intermediate_size": 896, "head_dim": 64}),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "ddp": (2, {"data": "ddp"}),
+    "zero1": (2, {"data": "zero1"}),
+    "fsdp2": (2, {"data": "fsdp2"}),
+    "tp": (2, {"tp": 2}),
+    "pp": (2, {"pp": 2, "schedule": "1f1b"}),
+    "cp": (2, {"cp": 2}),
+}
+
+
+def main() -> None:
+    parser = command_line(__doc__, ROOT / "results" / "plan")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--runs", type=Path, default=Path("runs/plan-times"))
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    options = parser.parse_args()
+    if torch.get_num_threads() != 1:
+        sys.exit("set OMP_NUM_THREADS=1: two cores can time two processes of one thread each")
+    options.runs.mkdir(parents=True, exist_ok=True)
+    os.environ["SHARDWISE_CACHE"] = str(options.runs.absolute() / "cache")
+    if not default_path().exists():
+        assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
+    cases = list(cases_of(options.runs, options.layouts.split(",")))
+    measured: dict[str, list[float]] = {name: [] for name, *_ in cases}
+    for number, (name, nproc, cfg) in turns(cases, options.rounds):
+        print(f"round {number}: {name}", flush=True)
+        shutil.rmtree(cfg.training.output_dir, ignore_errors=True)
+        assert launch(cfg, nproc) == 0, name
+        lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        seconds = [step["seconds"] for step in steps if "seconds" in step]
+        measured[name] += seconds[WARM_UP:]
+    rows = [row_of(name, nproc, cfg, measured[name]) for name, nproc, cfg in cases]
+    errors = sorted(abs(row["error"]) for row in rows)
+    summary = {"cases": len(rows), "median": statistics.median(errors), "worst": errors[-1]}
+    content = {"environment": environment(torch.device("cpu")), "error": summary, "rows": rows}
+    write_json(options.out / "times.json", content)
+    draw(rows, options.out / "times.svg")
+    print(json.dumps(summary))
+
+
+def cases_of(runs: Path, layouts: list[str]) -> Any:
+    """Yield the name, number of processes and run of every case."""
+    for model, layout, mode, rows in itertools.product(MODELS, layouts, ("full", "lora"), (1, 2)):
+        base, sizes = MODELS[model]
+        folder = runs.absolute() / "models" / model.replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.loads((ROOT / "configs/models" / base / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | sizes))
+        nproc, parallel = LAYOUTS[layout]
+        name = f"{model}, {layout}, {mode}, {rows} rows"
+        data = {
+            "train": str(ROOT / "runs/corpus/python"),
+            "sequence_length": 256,
+            "packing": "concat",
+        }
+        run = {
+            "model": {
+                "path": str(folder),
+                "tokenizer": str(ROOT / "runs/corpus/tokenizer"),
+                "init": "random",
+            },
+            "data": data,
+            "training": {
+                "output_dir": str(runs / name.replace(", ", "-").replace(" ", "-")),
+                "steps": STEPS,
+                "global_batch_size": 8,
+                "micro_batch_size": rows,
+                "device": "cpu",
+            },
+            "parallel": parallel,
+            "measure": {"warmup_steps": WARM_UP, "memory": False},
+        }
+        if mode == "lora":
+            run["lora"] = {"r": 8, "targets": "auto"}
+        yield name, nproc, parse_config(run, name)
+
+
+def row_of(name: str, nproc: int, cfg: RunConfig, seconds: list[float]) -> dict[str, Any]:
+    """Return a case's measured and predicted seconds."""
+    predicted = time_of_step(cfg, describe(cfg, nproc), cluster_of("here"))
+    middle = statistics.median(seconds)
+    return {
+        "case": name,
+        "measured": round(middle, 5),
+        "predicted": round(predicted.total, 5),
+        "error": round(predicted.total / middle - 1, 4),
+        "parts": {part: round(value, 5) for part, value in asdict(predicted).items()},
+    }
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write a scatter plot of predicted over measured seconds, a colour per layout."""
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 6))
+    for layout in dict.fromkeys(row["case"].split(", ")[1] for row in rows):
+        of_layout = [row for row in rows if row["case"].split(", ")[1] == layout]
+        measured = [row["measured"] for row in of_layout]
+        axes.scatter(measured, [row["predicted"] for row in of_layout], label=layout, s=18)
+    ends = [min(row["measured"] for row in rows), max(row["measured"] for row in rows)]
+    axes.plot(ends, ends, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured s/step", ylabel="predicted s/step")
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()
