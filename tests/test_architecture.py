@@ -96,7 +96,7 @@ EVERYONE = {
 }
 MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words": 3_150,
-    "cli commands library __main__ __init__": 1_450,
+    "cli commands library __main__ __init__": 1_500,
     "presets": 300,
     "assembly training checkpoint process launch": 5_900,
     "models": 9_560,
@@ -188,7 +188,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 3_800
+    assert lines <= 4_000
 
 
 def every_source() -> list[Path]:

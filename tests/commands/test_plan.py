@@ -96,7 +96,7 @@ def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
         (["tiny-qwen3_5", *DEVICES, "--html", "."], "is a folder"),
         (["tiny-qwen3_5", *DEVICES, "--parallel.tp=3"], "parallel.tp is 3"),
         (["folder", *DEVICES], "folder"),
-        (["unknown", *DEVICES], "qwen2 is not a family that shardwise knows"),
+        (["unknown", *DEVICES, "--full"], "qwen2 is not a family that shardwise knows"),
         (["quantised", *DEVICES], "the weights are quantised"),
         (["llama-3.1-8b", "--devices", "1xRTX4090", "--full"], "nothing fits on 1 x RTX4090"),
     ],

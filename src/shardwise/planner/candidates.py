@@ -174,6 +174,8 @@ class Space:
     subject: Subject
     refused: dict[str, str] = field(default_factory=dict)
     """Layouts, and sizes of axes such as `tp:3`, with the message of the rule."""
+    offloads: tuple[str, ...] = ("none",)
+    """What may stay on the CPU. A search offers more only where nothing fits without."""
 
     def __post_init__(self) -> None:
         self._why_not = cache(self._why_no_layout)
@@ -210,7 +212,7 @@ class Space:
         for (schedule, num_virtual), *choices in product(
             schedules,
             values("parallel.reshard_after_forward", (True, False) if is_fsdp else (True,)),
-            values("parallel.offload", ("none", "optimizer", "all") if is_alone else ("none",)),
+            values("parallel.offload", self.offloads if is_alone else ("none",)),
             values("training.micro_batch_size", sizes),
             values("training.checkpointing", RECOMPUTATION),
         ):

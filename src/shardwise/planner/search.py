@@ -82,6 +82,9 @@ def search(question: Question, top: int = 5) -> Answer:
     divisions = sorted(space.divisions(), key=estimates.least_seconds)
     _require_any(divisions, space)
     _compute_first(exact, _promising(space, estimates, divisions), top)
+    if not _best_of_each(exact):
+        space.offloads = ("none", "optimizer", "all")
+        _compute_first(exact, _promising(space, estimates, divisions), top)
     choices = _best_of_each(exact)
     answer = Answer(question, subject, num_divisions=len(divisions))
     if choices:
@@ -128,7 +131,7 @@ def _promising(
         bound = estimates.least_seconds(division)
         if len(best) == MOST_EXACT and bound > -best[0][0]:
             break
-        if estimates.state_bytes(division, "all") > limit:
+        if estimates.state_bytes(division, space.offloads[-1]) > limit:
             continue
         may_fit = (c for c in space.candidates(division) if estimates.least_bytes(c) <= limit)
         in_order = sorted(may_fit, key=estimates.seconds)

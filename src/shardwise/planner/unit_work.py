@@ -69,7 +69,7 @@ def work_of_units(
     `shapes`: of weights as a rank of tensor parallelism has them; by default those of `hf`.
     """
     if shapes is None:
-        shapes = {name: tuple(p.shape) for name, p in hf.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in hf.named_parameters(remove_duplicate=False)}
     units = with_gradients(count_model(hf, spec), cfg.parallel.schedule).units
     feed_forwards = ["", *(f", {layer.feed_forward}" for layer in spec.layers), ""]
     mode = "lora" if cfg.lora else "full"
