@@ -279,8 +279,8 @@ def _collectives() -> Iterator[Collective]:
         into = torch.zeros_like(shards)
         kinds: dict[str, Callable[[], Any]] = {
             "all-reduce": partial(dist.all_reduce, complete),
-            "all-gather": partial(dist.all_gather_into_tensor, into, part),
-            "reduce-scatter": partial(dist.reduce_scatter_tensor, part, shards),
+            "all-gather": partial(dist.all_gather_single, into, part),
+            "reduce-scatter": partial(dist.reduce_scatter_single, part, shards),
             "all-to-all": partial(dist.all_to_all_single, into, shards),
             "broadcast": partial(dist.broadcast, complete, 0),
             "reduce": partial(dist.reduce, complete, 0),
