@@ -144,11 +144,13 @@ def _seconds(cfg: RunConfig, cluster: Cluster, num_ranks: int, work: UnitWork) -
         bandwidth = device.memory_bandwidth * efficiency("memory")
         return amount.core_flops / rate + moved / bandwidth
 
-    forward = products(work.forward) + rest("forward", work.rest_forward)
+    around = rest("forward", work.rest_forward)
+    forward = products(work.forward) + around
     backward = 0.0
     if work.has_backward:
         backward = products(work.backward) + rest("backward", work.rest_backward)
-    return UnitSeconds(forward, backward, forward if work.is_rerun else 0.0)
+    again = {"nothing": 0.0, "rest": around, "all": forward}
+    return UnitSeconds(forward, backward, again[work.reruns])
 
 
 def _product_dtype(cfg: RunConfig) -> torch.dtype:

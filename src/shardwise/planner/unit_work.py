@@ -54,8 +54,8 @@ class UnitWork:
     rest_forward: Rest
     rest_backward: Rest
     has_backward: bool
-    is_rerun: bool
-    """Whether the backward runs the forward again."""
+    reruns: Literal["nothing", "rest", "all"]
+    """What the backward runs again of the forward: `rest` has no products."""
 
 
 def work_of_units(
@@ -108,15 +108,26 @@ def _work(
     core_backward = 0.0
     if unit.core_gradient:
         core_backward = share * sum(core.executed_backward(length) for core in unit.cores)
+    trained_forward = 0.0
+    if unit.kind == "head" and cfg.training.loss != "plain":
+        # The chunked loss takes the gradients in its forward; its backward only scales them.
+        forward, backward, trained_forward = forward + backward, [], trained
     return UnitWork(
         key=key,
         forward=tuple(forward),
         backward=tuple(backward),
-        rest_forward=Rest(1.0, elements, core_forward, 0.0),
+        rest_forward=Rest(1.0, elements, core_forward, trained_forward),
         rest_backward=Rest(1.0, elements, core_backward, trained),
         has_backward=unit.backward,
-        is_rerun=is_rerun(unit, cfg.training.checkpointing),
+        reruns=_reruns(cfg, unit),
     )
+
+
+def _reruns(cfg: RunConfig, unit: Unit) -> Literal["nothing", "rest", "all"]:
+    mode = cfg.training.checkpointing
+    if mode == "operators":
+        return "rest" if is_rerun(unit, "full") else "nothing"
+    return "all" if is_rerun(unit, mode) else "nothing"
 
 
 def _backward(weight: Weight, shape: tuple[int, ...], rows: float, times: float) -> list[Product]:

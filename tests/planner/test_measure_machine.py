@@ -1,0 +1,56 @@
+"""A calibration that two ranks measure, with few small sizes."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise import cli
+from shardwise.parallel.mesh import build_mesh
+from shardwise.planner import measure_machine
+from shardwise.planner.calibration import FACTORS, read
+from shardwise.planner.calibration_view import collectives_table, summary
+from tests.assembly.test_costs import config, tiny
+from tests.distributed import PATIENCE, run_ranks
+
+
+def measure_on_rank(path: Path, folder: Path) -> None:
+    mesh = build_mesh(config(tiny("llama"), pp=1, data="ddp"), torch.device("cpu"))
+    measure_machine._on_rank(path, folder, config(tiny("llama")), mesh)
+
+
+def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
+    references = {"qwen3_5_text": measure_machine.REFERENCES["qwen3_5_text"]}
+    monkeypatch.setattr(measure_machine, "REFERENCES", references)
+    monkeypatch.setattr(measure_machine, "SIZES", (8, 16))
+    monkeypatch.setattr(measure_machine, "POINTS", ((32, 32), (64, 64)))
+    monkeypatch.setattr(measure_machine, "MESSAGE_BYTES", (64, 256))
+    monkeypatch.setattr(measure_machine, "ROUNDS", 1)
+    path = tmp_path / "cache" / "calibration.json"
+    run_ranks(2, measure_on_rank, path, tmp_path)
+    made = read(path)
+    assert made.num_processes == 2
+    assert set(made.speeds) == {1, 2}
+    kinds = ("embed", "gated_delta_net, dense", "full_attention, dense", "head")
+    for speeds in made.speeds.values():
+        assert set(speeds.units) == {
+            f"{kind}, {mode}" for kind, mode in product(kinds, ("full", "lora"))
+        }
+        layer = speeds.units["gated_delta_net, dense, full"]
+        assert all(min(layer[way]) >= 0 < max(layer[way]) for way in ("forward", "backward"))
+        assert 0 < speeds.optimizer[0] + speeds.optimizer[1] < PATIENCE
+    assert {c.kind for c in made.collectives} == set(FACTORS)
+    assert all(0 < c.seconds < PATIENCE for c in made.collectives)
+    assert len(collectives_table(made).rows) == 2 * len(FACTORS)
+    assert any("GFLOP/s" in line for line in summary(made))
+
+
+@pytest.mark.parametrize("nproc", ["0", "100000"])
+def test_a_wrong_number_of_processes_ends_with_2(nproc, capsys):
+    assert cli.main(["calibrate", "--nproc", nproc]) == 2
+    error = capsys.readouterr().err
+    assert "as many as this machine has cores" in error
+    assert error.count("\n") == 1
