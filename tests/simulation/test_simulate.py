@@ -63,8 +63,8 @@ def test_the_peak_of_a_step(cell, most):
     simulated = simulate(cfg, cell.nproc, rank)
     assert simulated.peak_bytes == pytest.approx(peak_bytes, rel=most)
     assert sum(simulated.parts.values()) == simulated.peak_bytes
-    for part in ("weights", "gradients", "optimizer", "activations"):
-        assert simulated.parts[part] == pytest.approx(parts[part], rel=most), part
+    for part in ("weights", "gradients", "optimizer"):
+        assert simulated.parts[part] == parts[part]
 
 
 def test_a_simulation_says_when_the_peak_is_and_leaves_the_caller_as_it_was():
