@@ -92,7 +92,13 @@ def summary_of(grid: Sequence[Cell], rows: dict[str, Any]) -> dict[str, Any]:
     groups = defaultdict(list)
     for cell in grid:
         number = "one process" if cell.num_ranks == 1 else "distributed"
-        for group in (number, cell.layout, f"{cell.mode}, {number}"):
+        names = (
+            number,
+            cell.layout,
+            f"{cell.mode}, {number}",
+            f"checkpointing {cell.checkpointing}",
+        )
+        for group in dict.fromkeys(names):
             groups[group].append((abs(rows[cell.id]["error"]), cell.id))
     return {
         group: {
