@@ -92,7 +92,13 @@ def summary_of(grid: Sequence[Cell], rows: dict[str, Any]) -> dict[str, Any]:
     groups = defaultdict(list)
     for cell in grid:
         number = "one process" if cell.num_ranks == 1 else "distributed"
-        for group in (number, cell.layout, f"{cell.mode}, {number}"):
+        names = (
+            number,
+            cell.layout,
+            f"{cell.mode}, {number}",
+            f"checkpointing {cell.checkpointing}",
+        )
+        for group in dict.fromkeys(names):
             groups[group].append((abs(rows[cell.id]["error"]), cell.id))
     return {
         group: {
@@ -125,6 +131,8 @@ def figure_of(grid: Sequence[Cell], rows: dict[str, Any]) -> bytes:
         axes.plot([end / 2**20 for end in ends], [end / 2**20 for end in ends], linewidth=0.7)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:.0f}")
         axes.set(title="Peak of the rank with the most", xlabel="measured MiB")
         axes.set(ylabel="predicted MiB")
         axes.legend()

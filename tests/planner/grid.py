@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
-from shardwise.assembly.describe import describe
+from shardwise.assembly.describe import Description, describe
 from shardwise.batches import Batch
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import Mesh
+from shardwise.layouts import axis_sizes
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner.memory import state_bytes
 from shardwise.planner.peak import Memory, boundaries_of, memory_of_run
 from shardwise.planner.share import share_of
@@ -198,7 +201,9 @@ def measure_each(cells: Sequence[Cell], folder: Path) -> list[Measured]:
 def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
     """Return the states of each rank, and the memory of the rank with the most."""
     cfg = config_of(cell, folder)
-    run = describe(cfg, cell.num_ranks)
+    alone = _described(cell.family, cell.mode, folder)
+    pipeline = pipeline_of(cfg, cell.num_ranks) if cfg.parallel.pp > 1 else None
+    run = replace(alone, sizes=axis_sizes(cfg, cell.num_ranks), pipeline=pipeline)
     boundaries = boundaries_of(cfg, run)
     states = []
     for place in product(*map(range, run.sizes.values())):
@@ -206,3 +211,10 @@ def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
         share = share_of(cfg, run, coordinates, boundaries)
         states.append(state_bytes(cfg, share, run.sizes, coordinates))
     return states, memory_of_run(cfg, run)
+
+
+@cache
+def _described(family: str, mode: str, folder: Path) -> Description:
+    """Return the description of a model, which is the same in all layouts except for its mesh."""
+    cell = Cell(family, "single", mode, 1, 128, 1, 1, "none", "float32")
+    return describe(config_of(cell, folder), 1)

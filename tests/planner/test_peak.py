@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.models.activations import UnitMemory
-from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import peak
 from shardwise.planner.peak import Memory, memory_of_run
 from tests.distributed import run_ranks
-from tests.planner.grid import Cell, Measured, cells, config_of, measure, predict
-from tests.planner.measured_units import MeasuredUnits
+from tests.planner.grid import Cell, cells, measure_each, predict
 
 ONE = [
     Cell("llama", "single", "lora", 1, 256, 2, 1, "none", "float32"),
@@ -41,30 +38,18 @@ TWO = [
 ]
 
 
-def both(cells: list[Cell], folder: Path) -> list[tuple[Measured, Any]]:
-    """On each rank: what every cell takes, and what is predicted from its measured units."""
-    results = []
-    for cell in cells:
-        measured = measure(cell, folder)
-        mesh = build_mesh(config_of(cell, folder), torch.device("cpu"))
-        peak.unit_memory = MeasuredUnits(mesh)  # this process ends with the measurement
-        results.append((measured, predict(cell, folder)))
-    return results
-
-
 @pytest.mark.parametrize(
     ("cells", "median", "worst"), [(ONE, 0.02, 0.04), (TWO, 0.04, 0.08)], ids=["one", "two"]
 )
 def test_peak_and_states_of_cells(cells, median, worst, tmp_path):
-    ranks = run_ranks(cells[0].num_ranks, both, cells, tmp_path)
+    ranks = run_ranks(cells[0].num_ranks, measure_each, cells, tmp_path)
     errors = []
-    for of_cell in zip(*ranks, strict=True):
-        _, (states, memory) = of_cell[0]
-        assert [measured.states for measured, _ in of_cell] == states
-        errors.append(memory.total / max(measured.peak for measured, _ in of_cell) - 1)
-    print(errors)
-    assert statistics.median(map(abs, errors)) <= median
-    assert max(map(abs, errors)) <= worst
+    for cell, measured in zip(cells, zip(*ranks, strict=True), strict=True):
+        states, memory = predict(cell, tmp_path)
+        assert [one.states for one in measured] == states
+        errors.append(memory.total / max(one.peak for one in measured) - 1)
+    assert statistics.median(map(abs, errors)) <= median, errors
+    assert max(map(abs, errors)) <= worst, errors
 
 
 def test_the_grid_has_enough_cells():

@@ -137,12 +137,8 @@ class _Rank:
         self.states = state_bytes(cfg, share, run.sizes, coordinates)
         if not self.is_gloo:
             # What is offloaded is in the host's memory.
-            offloaded = {
-                "none": (),
-                "optimizer": ("gradients", "optimizer"),
-                "all": tuple(self.states),
-            }
-            self.states |= dict.fromkeys(offloaded[cfg.parallel.offload], 0)
+            offloaded = {"optimizer": ("gradients", "optimizer"), "all": tuple(self.states)}
+            self.states |= dict.fromkeys(offloaded.get(cfg.parallel.offload, ()), 0)
         # Ids, labels, documents, and the places of targets: int64.
         rows = 4 * 8 * tokens * self.num_microbatches
         constants = _constant_bytes(run.hf)
@@ -342,7 +338,6 @@ class _Rank:
 
     def _after(self) -> Iterator[Memory]:
         """Yield the moments after the last backward: sums of gradients, clipping, the update."""
-        yield from ()
         base = self.base.plus(gradients=self.states["gradients"])
         trained = self.share.trained
         parallel = self.cfg.parallel
@@ -363,9 +358,9 @@ class _Rank:
         every = sum(numel * itemsize for numel, itemsize in sizes)
         is_adamw = self.cfg.optimizer.name == "adamw"
         # torch updates one weight after the other on a CPU, and all together on a GPU.
-        update = (2 if is_adamw else 1) * largest if self.is_gloo else every
-        if not self.is_gloo and self.cfg.parallel.offload != "none":
-            update = 0
+        update = (2 if is_adamw else 1) * largest
+        if not self.is_gloo:
+            update = every if parallel.offload == "none" else 0
         yield replace(base.plus(temporary=update), moment="update of the largest weight")
         if self.cfg.parallel.data in ("zero1", "zero2"):
             for bucket in buckets(trained[::-1]):
