@@ -1,0 +1,158 @@
+"""Two ways in which ranks of `parallel.cp` can get the state before their tokens.
+
+    python tools/exchange_of_states.py [--ranks 2 4 8] [--rounds 9]
+
+Each rank has the affine map of its tokens, as wide as in one layer of a published model. `gather`
+is what a run does: all ranks gather all maps, and each applies those before its own. `scan` takes
+log2 n rounds (Hillis and Steele, 1986): in the round of distance d a rank sends the map of the last
+d ranks' tokens to the rank d places further, which composes it with its own. The two take turns on
+gloo ranks of one thread each, and must give equal states. `wall`: seconds until the last rank has
+its state. `speed`: those of `gather` over those of another way. `sent_bytes`: what leaves a rank at
+the most. `flops`: what products of maps, and of maps with states, take on the rank with the most;
+an elementwise product of x numbers is x. The backward is the same from the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
+from shardwise.kernels import (
+    gated_delta_rule,
+    kimi_delta_attention,
+    selective_scan,
+    state_space_duality,
+)
+from shardwise.kernels.recurrence import Recurrence, Summary
+from shardwise.metrics.hardware import environment
+from shardwise.parallel.neighbours import ContextNeighbours
+
+
+class Kind(NamedTuple):
+    """A recurrent layer of a published model, by the shapes of its maps for one row."""
+
+    model: str
+    core: Recurrence
+    transition: tuple[int, ...]
+    state: tuple[int, ...]
+
+
+MATRIX, DELTA, KIMI = (1, 32, 128, 128), gated_delta_rule.RECURRENCE, kimi_delta_attention
+KINDS = {
+    "gated_delta_net": Kind("qwen3-next-80b-a3b", DELTA, MATRIX, MATRIX),
+    "kda": Kind("kimi-linear-48b-a3b", KIMI.RECURRENCE, MATRIX, MATRIX),
+    "mamba2": Kind(
+        "nemotron-3-nano-30b-a3b", state_space_duality.RECURRENCE, (1, 64, 1, 1), (1, 64, 64, 128)
+    ),
+    "mamba": Kind("jamba-mini", selective_scan.RECURRENCE, (1, 8192, 16), (1, 8192, 16)),
+}
+
+
+def main() -> None:
+    out = Path(__file__).parents[1] / "results" / "context" / "exchange.json"
+    parser = command_line(__doc__, out)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = {"rounds": options.rounds, "models": {name: KINDS[name].model for name in KINDS}}
+    results = Results(options.out, {"environment": environment(), "sizes": sizes})
+    for name in KINDS:
+        for size in options.ranks:
+            results.add(f"{name}, cp {size}", partial(on_ranks, name, size, options.rounds))
+    results.write()
+
+
+def on_ranks(name: str, size: int, rounds: int) -> dict[str, Any]:
+    """Return what both ways cost on so many processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = size, name, rounds, folder
+        multiprocessing.start_processes(compare, arguments, size, start_method="fork")
+        return json.loads((Path(folder) / "row.json").read_text(encoding="utf-8"))
+
+
+def compare(rank: int, size: int, name: str, rounds: int, folder: str) -> None:
+    """Compare the two ways on one of the ranks; the first one writes the row."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+    kind, generator = KINDS[name], torch.Generator().manual_seed(rank)
+    transition = torch.rand(kind.transition, generator=generator)
+    if kind.transition == MATRIX:
+        transition = (transition - 0.5) * MATRIX[-1] ** -0.5  # so products of maps stay near 1
+    summary = Summary(transition, torch.randn(kind.state, generator=generator))
+    documents = torch.zeros(1, size, dtype=torch.long)
+    neighbours = ContextNeighbours(dist.group.WORLD, documents, isolated=False)
+    ways = {"gather": neighbours.state_before, "scan": partial(scanned, neighbours)}
+    states: dict[str, torch.Tensor] = {}
+
+    def run(way: str, number: int) -> dict[str, float]:
+        flops = [0]
+        dist.barrier()
+        core = kind.core._replace(pass_on=partial(counted, kind.core, flops))
+        states[way], seconds = timed(lambda: ways[way](core, summary))
+        worst = torch.tensor([seconds["wall"], flops[0]], dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return {"wall": worst[0].item(), "flops": worst[1].item()}
+
+    taken = take_turns({way: partial(run, way) for way in ways}, rounds, warm_up=2)
+    torch.testing.assert_close(states["scan"], states["gather"], rtol=1e-5, atol=1e-5)
+    map_bytes = sum(x.nbytes for x in summary)
+    if rank == 0:
+        theirs = taken["wall"]["gather"]
+        row = {
+            "seconds": {way: spread(seconds) for way, seconds in taken["wall"].items()},
+            "speed": ratios(theirs, taken["wall"]["scan"]),
+            "sent_bytes": {
+                "gather": (size - 1) * map_bytes,
+                "scan": (size - 1).bit_length() * map_bytes,
+            },
+            "flops": {way: int(flops[0]) for way, flops in taken["flops"].items()},
+        }
+        (Path(folder) / "row.json").write_text(json.dumps(row), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def scanned(neighbours: ContextNeighbours, core: Recurrence, own: Summary) -> torch.Tensor:
+    """Return the state before this rank's tokens, from maps that are composed in log2 n rounds."""
+    before: Summary | None = None
+    upto, distance = own, 1  # `upto`: the map of the last ranks' tokens, this rank's included
+    while distance < neighbours.size:
+        flat = torch.cat([x.flatten() for x in upto])
+        parts = neighbours.shift(flat, distance).split([x.numel() for x in upto])
+        earlier = Summary(*(part.view_as(x) for part, x in zip(parts, upto)))
+        is_last = 2 * distance >= neighbours.size
+        if neighbours.rank >= distance:
+            before = earlier if before is None else composed(core, before, earlier, is_last)
+            if not is_last:
+                upto = composed(core, own, before)
+        distance *= 2
+    return torch.zeros_like(own.after) if before is None else before.after
+
+
+def composed(core: Recurrence, later: Summary, first: Summary, state_only: bool = False) -> Summary:
+    """Return the map that is `first` and then `later`; its transition is left if `state_only`."""
+    after = core.pass_on(later.transition, first.after) + later.after
+    if state_only:
+        return Summary(later.transition, after)
+    return Summary(core.pass_on(later.transition, first.transition), after)
+
+
+def counted(
+    core: Recurrence, flops: list[int], transition: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """Apply a map, and add up what that takes."""
+    is_matrix = tuple(transition.shape) == MATRIX
+    flops[0] += state.numel() * (2 * transition.shape[-1] if is_matrix else 1)
+    return core.pass_on(transition, state)
+
+
+if __name__ == "__main__":
+    main()
