@@ -99,7 +99,7 @@ MOST_LINES = {
     "cli commands library __main__ __init__": 1_500,
     "presets": 300,
     "assembly training checkpoint process launch": 5_900,
-    "models": 9_560,
+    "models": 9_700,
     "parallel": 3_300,
     "data": 3_760,
     "kernels": 6_900,
@@ -188,7 +188,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 4_000
+    assert lines <= 4_250
 
 
 def every_source() -> list[Path]:
