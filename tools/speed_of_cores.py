@@ -150,8 +150,8 @@ def our_step(cfg: RunConfig) -> tuple[Step, StateBytes]:
     return step, lambda: sum(state_bytes(job.pm.stored(), job.optimizer).values())
 
 
-def trainer_step(cfg: RunConfig) -> tuple[Step, StateBytes]:
-    """Return a step of Trainer with PEFT, and what it keeps between steps."""
+def trainer_of(cfg: RunConfig) -> tuple[Trainer, Any, torch.optim.Optimizer]:
+    """Return Trainer, a model with PEFT's adapters and the weights of a run, and its optimizer."""
     hf = load.load_whole(cfg.model, load.read_config(cfg.model), cfg.training.seed)
     names = load.build_meta(cfg.model, hf.config)
     lora.inject(names, cfg.lora, spec_of(hf.config, names))
@@ -162,13 +162,18 @@ def trainer_step(cfg: RunConfig) -> tuple[Step, StateBytes]:
             hf.get_parameter(name).copy_(value)
     arguments = TrainingArguments(cfg.model.path, use_cpu=True, learning_rate=1e-3)
     trainer = Trainer(adapted, arguments)
+    return trainer, adapted, trainer.create_optimizer()
+
+
+def trainer_step(cfg: RunConfig) -> tuple[Step, StateBytes]:
+    """Return a step of Trainer with PEFT, and what it keeps between steps."""
+    trainer, adapted, optimizer = trainer_of(cfg)
     trainer.current_gradient_accumulation_steps = 1  # its loop sets it
-    optimizer = trainer.create_optimizer()
 
     def step(batch: Batch) -> float:
         rows = {"input_ids": batch.input_ids, "labels": batch.input_ids}  # transformers shifts
         loss = trainer.training_step(adapted, rows)
-        trainer.accelerator.clip_grad_norm_(adapted.parameters(), arguments.max_grad_norm)
+        trainer.accelerator.clip_grad_norm_(adapted.parameters(), trainer.args.max_grad_norm)
         optimizer.step()
         adapted.zero_grad()
         return loss.item()

@@ -13,6 +13,7 @@ from functools import lru_cache
 from math import prod
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.assembly.costs import choose_split, costs_of, with_gradients
 from shardwise.assembly.describe import Description
@@ -189,27 +190,41 @@ def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
     return choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
 
 
-# A search asks for many layouts of one model. Both take most of the time for one.
+# A search asks for many layouts of one model, of which these take most of the time.
 _counts = lru_cache(maxsize=1)(count_model)
-
-
-@lru_cache(maxsize=8)
-def _complete(hf: nn.Module, num_shards: int) -> tuple[Weight, ...]:
-    return tuple(
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, num_shards)
-        for name, p in hf.named_parameters()
-    )
 
 
 def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
     """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
-    hf, spec, num_ranks = run.hf, run.spec, cfg.parallel.tp
-    weights = list(_complete(hf, num_strategy_ranks(cfg, run.sizes)))
-    if cfg.parallel.ep > 1:
-        expert_cuts = expert_cuts_of(hf, spec, cfg.parallel.ep)
-        weights = [_of_experts(cfg, weight, expert_cuts.get(weight.name)) for weight in weights]
+    parallel, num_shards = cfg.parallel, num_strategy_ranks(cfg, run.sizes)
+    held = _cut_weights(
+        run.hf, run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
+    )
+    return [
+        replace(weight, num_shards=num_shards // (1 if weight.ep_dim is None else parallel.ep))
+        for weight in held
+    ]
+
+
+@lru_cache(maxsize=64)
+def _cut_weights(
+    hf: PreTrainedModel,
+    spec: ModelSpec,
+    num_ranks: int,
+    num_expert_ranks: int,
+    sequence_parallel: bool,
+    rank: int,
+) -> tuple[Weight, ...]:
+    """Return all weights as rank `rank` of `tp` and any of `ep` hold them, each with one copy."""
+    weights = [
+        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, num_shards=1)
+        for name, p in hf.named_parameters()
+    ]
+    if num_expert_ranks > 1:
+        expert_cuts = expert_cuts_of(hf, spec, num_expert_ranks)
+        weights = [_of_experts(weight, expert_cuts.get(weight.name)) for weight in weights]
     if num_ranks == 1:
-        return weights
+        return tuple(weights)
     cuts = cuts_of(hf, spec, num_ranks)
     splits = {
         f"{layer.name}.{path}.": split
@@ -218,7 +233,7 @@ def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
     }
     # With sequence parallelism a rank has its share of the tokens between blocks.
     between = [layer.name for layer in spec.layers] + [spec.norm]
-    shared_tokens = tuple(f"{path}." for path in between if cfg.parallel.sequence_parallel)
+    shared_tokens = tuple(f"{path}." for path in between if sequence_parallel)
 
     def of_rank(weight: Weight) -> Weight:
         if weight.name.startswith((f"{spec.embed}.", f"{spec.head}.")):
@@ -232,16 +247,15 @@ def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
         is_inside = block is not None and splits[block] is not None
         return replace(weight, has_partial_gradient=is_between or is_inside)
 
-    return [of_rank(weight) for weight in weights]
+    return tuple(of_rank(weight) for weight in weights)
 
 
-def _of_experts(cfg: RunConfig, weight: Weight, cut: Cut | None) -> Weight:
+def _of_experts(weight: Weight, cut: Cut | None) -> Weight:
     """Return a weight of which a rank of `ep` has some experts, if it belongs to experts."""
     if cut is None:
         return weight
     shape = _with_size(weight.shape, cut.dim, cut.rows.local_size)
-    num_copies = weight.num_shards // cfg.parallel.ep
-    return replace(weight, shape=shape, ep_dim=cut.dim, num_shards=num_copies)
+    return replace(weight, shape=shape, ep_dim=cut.dim)
 
 
 def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
@@ -313,8 +327,8 @@ def _blocks(
     reruns_layer = is_rerun(unit, "full" if mode == "operators" else mode)
     product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
     kinds = [block.kind for block in layer.blocks]
-    norm_after = f"{layer.name}.{layer.norms.after}."
-    ends_with_norm = any(name.startswith(norm_after) for name, _ in run.hf.named_parameters())
+    names = [name for name, _ in run.hf.get_submodule(layer.name).named_parameters()]
+    ends_with_norm = any(name.startswith(f"{layer.norms.after}.") for name in names)
     for kind, (path, split) in zip(kinds, splits.items(), strict=True):
         output_dtype = hidden_dtype(cfg) if kind.experts else product_dtype
         prefix = f"{layer.name}.{path}."
