@@ -53,7 +53,8 @@ def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
         (Cell("llama", "zero2", "full", 2), 1e-4),
         (Cell("llama", "ddp", "lora", 2), 1e-4),
         (Cell("llama", "pp", "lora", 2, schedule="1f1b"), 1e-3),
-        (Cell("llama", "tp", "lora", 2), 1e-4),
+        # Messages of a few numbers stay in gloo's threads: two real steps differ by 512 bytes.
+        (Cell("llama", "tp", "lora", 2), 1e-3),
     ],
     ids=lambda cell: cell.id if isinstance(cell, Cell) else None,
 )

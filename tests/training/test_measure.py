@@ -22,11 +22,11 @@ def _measure(cell: Cell) -> Memory:
     return memory
 
 
-GRADIENTS = {"ddp": 2, "zero1": 2}
+GRADIENTS = {"ddp": 2}
 """How often the peak holds the gradients of `state_bytes`, where that is not once.
 
 ddp: the last micro-batch fills buckets, and the gradients of those before it are beside them.
-zero1: unsharded gradients are twice the shard of one of two ranks.
+zero1 has freed the complete gradients when it has their shards.
 """
 
 

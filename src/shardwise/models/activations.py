@@ -204,8 +204,10 @@ def _weights(
             dim, size = cuts[name]
             shape[dim] = size
         local[p] = Parameter(tuple(shape), p.itemsize, p.requires_grad)
-        if not is_adapter(name) and ".original_module." not in name:
-            parameters[hf_name(name)] = local[p]
+        # Under a name of its own, as PEFT may have wrapped the module itself.
+        full = f"module.{name}"
+        if not is_adapter(name) and ".original_module." not in full:
+            parameters[hf_name(full).removeprefix("module.")] = local[p]
     adapters = {}
     for path, adapter in adapter_layers(module).items():
         factors: list[Any] = [*adapter.lora_A.values(), *adapter.lora_B.values()]

@@ -16,6 +16,7 @@ from shardwise.models.counts import Unit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import experts_of, num_experts
 from shardwise.models.names import hf_name
+from shardwise.models.patches.experts import widths_of
 from shardwise.models.spec import LayerSpec
 from shardwise.models.tensor_cuts import unwrapped
 
@@ -70,11 +71,9 @@ def mixtures_of(
     # `operators` saves what comes out of products, but nothing of a collective.
     mode = "full" if cfg.training.checkpointing == "operators" else cfg.training.checkpointing
     for path, experts in experts_of(run.hf, replace(run.spec, layers=(layer,))):
-        module = unwrapped(experts)
-        first = module.gate_up_proj if module.has_gate else module.up_proj
-        ins, outs = (1, 2) if module.is_transposed else (2, 1)
+        num_in, num_out, itemsize = widths_of(unwrapped(experts))
         # A linear may lead from hidden states into narrower experts.
-        is_narrower = first.shape[ins] != run.spec.hidden_size
+        is_narrower = num_in != run.spec.hidden_size
         product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
         row_dtype = product_dtype if is_narrower else hidden_dtype(cfg)
         products = [weight for weight in unit.weights if weight.name.startswith(f"{path}.")]
@@ -84,9 +83,9 @@ def mixtures_of(
             path=hf_name(path),
             num_experts=num_experts(experts),
             top_k=run.hf.config.num_experts_per_tok,
-            row_bytes=first.shape[ins] * row_dtype.itemsize,
+            row_bytes=num_in * row_dtype.itemsize,
             # Autocast leaves experts' products in the dtype of their weights.
-            output_bytes=module.down_proj.shape[outs] * module.down_proj.itemsize,
+            output_bytes=num_out * itemsize,
             has_backward=needs_input_gradient or is_trained,
             needs_input_gradient=needs_input_gradient,
             is_rerun=is_rerun(unit, mode),

@@ -220,7 +220,7 @@ def _kinds(planned: Plan, chunk: int) -> str:
     low, high = planned.chosen.boundaries[chunk : chunk + 2]
     layers = planned.spec.layers[max(low - 1, 0) : high - 1]
     numbers = Counter(
-        f"{layer.kind} + moe" if layer.feed_forward == "moe" else layer.kind for layer in layers
+        f"{layer.kind} + {layer.feed_forward}" if layer.experts else layer.kind for layer in layers
     )
     return "\n".join(f"{number} x {kind}" for kind, number in numbers.items()) or "-"
 

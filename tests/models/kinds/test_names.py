@@ -29,6 +29,8 @@ ALLOWED = {
     },
     # It replaces the forward of transformers' classes of stacked experts, with their names.
     "models/patches/experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},
+    # It measures layers of each kind in small models of these families.
+    "planner/measure_machine.py": {*("qwen3_5_text", "bamba", "qwen3", "full_attention")},
     # The norm of all gradients.
     "proof/harness.py": {"norm"},
     "proof/prove.py": {"norm"},

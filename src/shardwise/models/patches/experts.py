@@ -69,6 +69,15 @@ def is_routed(module: nn.Module) -> bool:
     return "has_gate" in vars(module)  # transformers' decorator of such classes sets it
 
 
+def widths_of(experts: Any) -> tuple[int, int, int]:
+    """Return the features that go into each of the stacked experts and come out of it, and the
+    bytes of an element of its last weight.
+    """
+    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    ins, outs = (1, 2) if experts.is_transposed else (2, 1)
+    return first.shape[ins], experts.down_proj.shape[outs], experts.down_proj.itemsize
+
+
 class RoutedExperts:
     """The forward of a module of stacked experts, with PEFT's adapters on its stacks by name."""
 
