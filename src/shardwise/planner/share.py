@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -160,7 +161,7 @@ def share_of(
     `boundaries` are those of a pipeline's split: chunk c has the units boundaries[c] to
     boundaries[c + 1] - 1.
     """
-    weights, counts = _weights(cfg, run, coordinates["tp"]), _counts(run.hf, run.spec)
+    weights, counts = _weights(cfg, run, coordinates["tp"]), counts_of(run.hf, run.spec)
     if run.pipeline is None:
         model = _chunk(cfg, run, counts, weights, 0, len(counts.units))
         return Share((model,), tied=None, context_rank=coordinates["cp"])
@@ -175,7 +176,7 @@ def share_of(
         sends = not chunk.spec.last and pipeline.rank_of(index + 1) != rank
         chunks.append(replace(chunk, receives=receives, sends=sends))
         taken = set(chunk.weights)
-        weights = [weight for weight in weights if weight not in taken]
+        weights = tuple(weight for weight in weights if weight not in taken)
     return Share(tuple(chunks), _tied(run.spec, chunks), coordinates["cp"])
 
 
@@ -186,24 +187,30 @@ def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
     """
     if run.pipeline is None:
         return None
-    units, _ = costs_of(cfg, run.hf, run.spec, None, prod(run.sizes.values()))
+    counts = counts_of(run.hf, run.spec)
+    units, _ = costs_of(cfg, run.hf, run.spec, counts, prod(run.sizes.values()))
     return choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
 
 
 # A search asks for many layouts of one model, of which these take most of the time.
-_counts = lru_cache(maxsize=1)(count_model)
+counts_of = lru_cache(maxsize=1)(count_model)
 
 
-def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
+def _weights(cfg: RunConfig, run: Description, rank: int) -> tuple[Weight, ...]:
     """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
     parallel, num_shards = cfg.parallel, num_strategy_ranks(cfg, run.sizes)
-    held = _cut_weights(
-        run.hf, run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
+    cut = run.hf, run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
+    return _sharded(num_shards, *cut)
+
+
+@lru_cache(maxsize=8)
+def _sharded(num_shards: int, *cut: Any) -> tuple[Weight, ...]:
+    """Return the weights of a cut, shared by so many ranks: of experts, by those of one part."""
+    _, _, _, num_expert_ranks, _, _ = cut
+    return tuple(
+        replace(weight, num_shards=num_shards // (1 if weight.ep_dim is None else num_expert_ranks))
+        for weight in _cut_weights(*cut)
     )
-    return [
-        replace(weight, num_shards=num_shards // (1 if weight.ep_dim is None else parallel.ep))
-        for weight in held
-    ]
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,6 @@ from math import prod
 import numpy as np
 import torch
 
-from shardwise.assembly.costs import costs_of
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
@@ -90,8 +89,10 @@ def time_of_step(
         busiest, bubble = list(range(len(units))), 0.0
     else:
         assert boundaries is not None
-        places = [{**dict.fromkeys(run.sizes, 0), "pp": rank} for rank in range(cfg.parallel.pp)]
-        shares = [share_of(cfg, run, place, boundaries) for place in places]
+        shares = [
+            share_of(cfg, run, {**dict.fromkeys(run.sizes, 0), "pp": rank}, boundaries)
+            for rank in _unlike_ranks(run, boundaries)
+        ]
         busiest, bubble = _pipeline(cfg, run, cluster, units, boundaries)
     totals = [_messages(cfg, run, cluster, share) for share in shares]
     waited, data_messages = max(totals, key=sum)
@@ -109,6 +110,17 @@ def time_of_step(
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
         hidden_communication=hidden,
     )
+
+
+def _unlike_ranks(run: Description, boundaries: Sequence[int]) -> list[int]:
+    """Return one rank of the pipeline of each sort: those of a sort have chunks of like layers."""
+    assert run.pipeline is not None
+    kinds = ["embedding", *(f"{x.kind} {x.feed_forward}" for x in run.spec.layers), "head"]
+    sorts: dict[tuple[tuple[str, ...], ...], int] = {}
+    for rank in range(run.pipeline.num_ranks):
+        places = [boundaries[c : c + 2] for c in run.pipeline.chunks_of(rank)]
+        sorts.setdefault(tuple(tuple(kinds[low:high]) for low, high in places), rank)
+    return list(sorts.values())
 
 
 def _seconds_of_units(cfg: RunConfig, run: Description, cluster: Cluster) -> list[UnitSeconds]:
@@ -240,22 +252,21 @@ def _pipeline(
     """Return the units of the busiest rank, and the seconds of the step in which it waits."""
     pipeline = run.pipeline
     assert pipeline is not None
-    costs, _ = costs_of(cfg, run.hf, run.spec, None, prod(run.sizes.values()))
-    num_bytes = costs[1].output_bytes
+    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
+    num_bytes = tokens * run.spec.hidden_size * hidden_dtype(cfg).itemsize
     message = _message(cluster, "send", 2, _span(run, "pp"), num_bytes)
     chunks: list[Cost] = []
     for low, high in pairwise(boundaries):
         backward = sum(u.backward + u.recomputed for u in units[low:high])
-        chunk = costs[low]
-        for cost in costs[low + 1 : high]:
-            chunk += cost
         # Halves of a backward take about as long as one another.
         chunks.append(
-            replace(
-                chunk,
+            Cost(
+                name=f"units {low} to {high - 1}",
                 forward_seconds=sum(u.forward for u in units[low:high]),
                 input_seconds=backward / 2,
                 weight_seconds=backward / 2,
+                activation_bytes=0,
+                output_bytes=num_bytes,
                 output_seconds=message,
                 backward=backward > 0,
             )

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from shardwise.assembly.costs import with_gradients
 from shardwise.config import RunConfig
 from shardwise.metrics.flops import is_rerun
-from shardwise.models.counts import Unit, Weight, count_model
+from shardwise.models.counts import Unit, Weight
 from shardwise.models.spec import ModelSpec
+from shardwise.planner.share import counts_of
 
 Pass = Literal["forward", "input", "weight"]
 
@@ -70,7 +71,7 @@ def work_of_units(
     """
     if shapes is None:
         shapes = {name: tuple(p.shape) for name, p in hf.named_parameters(remove_duplicate=False)}
-    units = with_gradients(count_model(hf, spec), cfg.parallel.schedule).units
+    units = with_gradients(counts_of(hf, spec), cfg.parallel.schedule).units
     feed_forwards = ["", *(f", {layer.feed_forward}" for layer in spec.layers), ""]
     mode = "lora" if cfg.lora else "full"
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
