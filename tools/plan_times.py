@@ -2,9 +2,10 @@
 
     python tools/plan_times.py [--rounds 2] [--runs runs/plan-times] [--out results/plan]
 
-Calibrates with two processes, then trains every case in rounds, in turns. A case's measured seconds
-are the median of its steps in all rounds. The calibration has seen none of the models: its
-layers have other widths, depths, vocabularies and rows. Nothing is fitted to these runs.
+Each round calibrates with two processes, then trains every case. A case's measured seconds are the
+median of its steps in a round, and the median over rounds. The calibration has seen none of the
+models: its layers have other widths, depths, vocabularies and rows. Nothing is fitted to these
+runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import matplotlib
 import torch
 
 from shardwise.assembly.describe import describe
-from shardwise.benchmark.paired import command_line, turns, write_json
+from shardwise.benchmark.paired import command_line, write_json
 from shardwise.config import RunConfig
 from shardwise.launch.local import launch, start_processes
 from shardwise.metrics.hardware import environment
@@ -72,24 +73,25 @@ def main() -> None:
         sys.exit("set OMP_NUM_THREADS=1: two cores can time two processes of one thread each")
     options.runs.mkdir(parents=True, exist_ok=True)
     os.environ["SHARDWISE_CACHE"] = str(options.runs.absolute() / "cache")
-    if not default_path().exists():
-        assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
     cases = list(cases_of(options.runs, options.layouts.split(",")))
-    measured: dict[str, list[float]] = {name: [] for name, *_ in cases}
-    for number, (name, nproc, cfg) in turns(cases, options.rounds):
-        print(f"round {number}: {name}", flush=True)
-        shutil.rmtree(cfg.training.output_dir, ignore_errors=True)
-        assert launch(cfg, nproc) == 0, name
-        lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line) for line in lines]
-        seconds = [step["seconds"] for step in steps if "seconds" in step]
-        measured[name] += seconds[WARM_UP:]
-    rows = [row_of(name, nproc, cfg, measured[name]) for name, nproc, cfg in cases]
-    errors = sorted(abs(row["error"]) for row in rows)
-    summary = {"cases": len(rows), "median": statistics.median(errors), "worst": errors[-1]}
-    content = {"environment": environment(torch.device("cpu")), "error": summary, "rows": rows}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in cases}
+    for number in range(options.rounds):
+        # A machine that others share is not as fast in every quarter of an hour.
+        assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
+        for name, nproc, cfg in cases[:: 1 if number % 2 == 0 else -1]:
+            print(f"round {number}: {name}", flush=True)
+            shutil.rmtree(cfg.training.output_dir, ignore_errors=True)
+            assert launch(cfg, nproc) == 0, name
+            lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
+            steps = [json.loads(line) for line in lines]
+            seconds = [step["seconds"] for step in steps if "seconds" in step]
+            rows[name].append(row_of(name, nproc, cfg, seconds[WARM_UP:]))
+    middles = [middle_of(of_case) for of_case in rows.values()]
+    errors = sorted(abs(row["error"]) for row in middles)
+    summary = {"cases": len(middles), "median": statistics.median(errors), "worst": errors[-1]}
+    content = {"environment": environment(torch.device("cpu")), "error": summary, "rows": middles}
     write_json(options.out / "times.json", content)
-    draw(rows, options.out / "times.svg")
+    draw(middles, options.out / "times.svg")
     print(json.dumps(summary))
 
 
@@ -141,6 +143,15 @@ def row_of(name: str, nproc: int, cfg: RunConfig, seconds: list[float]) -> dict[
         "error": round(predicted.total / middle - 1, 4),
         "parts": {part: round(value, 5) for part, value in asdict(predicted).items()},
     }
+
+
+def middle_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a case's medians over rounds, with the parts that its last round predicted."""
+    measured, predicted = (
+        statistics.median(r[key] for r in rounds) for key in ("measured", "predicted")
+    )
+    error = {"error": round(predicted / measured - 1, 4)}
+    return rounds[-1] | {"measured": measured, "predicted": predicted} | error
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

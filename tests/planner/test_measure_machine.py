@@ -29,6 +29,8 @@ def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_machine, "POINTS", ((32, 32), (64, 64)))
     monkeypatch.setattr(measure_machine, "MESSAGE_BYTES", (64, 256))
     monkeypatch.setattr(measure_machine, "ROUNDS", 1)
+    monkeypatch.setattr(measure_machine, "COMPUTING", 1e-4)
+    monkeypatch.setattr(measure_machine, "STRETCHES", 5)
     path = tmp_path / "cache" / "calibration.json"
     run_ranks(2, measure_on_rank, path, tmp_path)
     made = read(path)
@@ -44,6 +46,7 @@ def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
         assert 0 < speeds.optimizer[0] + speeds.optimizer[1] < PATIENCE
     assert {c.kind for c in made.collectives} == set(FACTORS)
     assert all(0 < c.seconds < PATIENCE for c in made.collectives)
+    assert 0 <= made.jitter < PATIENCE
     assert len(collectives_table(made).rows) == 2 * len(FACTORS)
     assert any("GFLOP/s" in line for line in summary(made))
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
-from shardwise.planner.calibration import Calibration, Collective, Speeds
+from shardwise.planner.calibration import FACTORS, Calibration, Collective, Speeds
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.step_time import StepTime, time_of_step
 from shardwise.planner.unit_work import work_of_units
@@ -29,13 +29,14 @@ def speeds(seconds_of_rest: float = 0.0) -> Speeds:
     return Speeds(sizes, dict.fromkeys(("forward", "input", "weight"), table), units, [0.0, 1e-9])
 
 
-def calibrated(rest: float = 0.0):
+def calibrated(rest: float = 0.0, jitter: float = 0.0):
     messages = tuple(
         Collective(kind, 2, num_bytes, 1e-3 + num_bytes / 1e9)
-        for kind in ("all-reduce", "all-gather", "reduce-scatter", "send")
+        for kind in FACTORS
         for num_bytes in (1000, 100_000_000)
     )
-    made = Calibration({"device": "x"}, 2, 2**30, 1e9, {1: speeds(rest), 2: speeds(rest)}, messages)
+    busy = {1: speeds(rest), 2: speeds(rest)}
+    made = Calibration({"device": "x"}, 2, 2**30, 1e9, busy, messages, jitter)
     return replace(cluster_of("2xCPU-core"), calibration=made)
 
 
@@ -90,6 +91,24 @@ def test_on_a_cpu_every_message_is_waited_for_and_on_a_gpu_some_hide(data):
     assert on_cpu.communication > 1e-3
     on_gpu = step_time(cfg, 2, cluster_of("2xH100-80GB"))
     assert (on_gpu.hidden_communication > 0) == (data != "zero1")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_wait_for_one_another_the_longer_they_compute(num_ranks):
+    cfg = replace(single(), parallel=Parallel(data="ddp" if num_ranks == 2 else "single"))
+    calm, jittery = (step_time(cfg, num_ranks, calibrated(jitter=x)) for x in (0.0, 0.1))
+    waits = 0.1 * (calm.layers + calm.head) if num_ranks == 2 else 0.0
+    assert jittery.communication - calm.communication == pytest.approx(waits)
+
+
+def test_attention_under_cp_runs_once_for_the_keys_of_each_rank():
+    alone, halves = (
+        work_of_units(cfg, *build(cfg))
+        for cfg in (single(), replace(single(), parallel=Parallel(cp=2)))
+    )
+    calls = [(one.key, half.rest_forward.calls) for one, half in zip(alone, halves, strict=True)]
+    assert {calls_ for key, calls_ in calls if "full_attention" in key} == {2.0}
+    assert {calls_ for key, calls_ in calls if "full_attention" not in key} == {1.0}
 
 
 def test_tensor_parallel_ranks_share_products_and_wait_for_messages():

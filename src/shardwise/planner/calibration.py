@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,23 +22,26 @@ from shardwise.config import UserError, require
 from shardwise.metrics.hardware import environment
 from shardwise.planner.unit_work import Product, Rest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FACTORS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
+    "all-gather of weights": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
+    "reduce-scatter of weights": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "reduce": lambda n: 1.0,
     "send": lambda n: 1.0,
+    "exchange": lambda n: 1.0,
 }
 """Bus bandwidth over algorithm bandwidth among n ranks, as NVIDIA's nccl-tests define them
-(doc/PERFORMANCE.md)."""
+(doc/PERFORMANCE.md). Those "of weights" have the copies of FSDP and ZeRO in their seconds."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The seconds of one collective among `num_ranks`, on a tensor of `num_bytes` in all."""
+    """What a collective among `num_ranks`, on a tensor of `num_bytes` in all, adds to a step."""
 
     kind: str
     num_ranks: int
@@ -126,6 +130,8 @@ class Calibration:
     speeds: Mapping[int, Speeds]
     """By the number of processes that are busy."""
     collectives: tuple[Collective, ...]
+    jitter: float
+    """Seconds that a rank waits for others per second of computing."""
 
     @property
     def best_rate(self) -> float:
@@ -138,22 +144,51 @@ class Calibration:
         return self.speeds[max(n for n in self.speeds if n <= max(1, num_ranks))]
 
     def message_seconds(self, kind: str, num_ranks: int, num_bytes: float) -> float:
-        """Return the seconds of a collective, interpolated between the sizes that were measured.
+        """Return the seconds of a collective: a latency, and bytes over a bandwidth.
 
-        Below the smallest a message takes as long as that, above the largest it has its bandwidth.
         UserError for more ranks than were measured.
         """
-        rows = [c for c in self.collectives if c.kind == kind and c.num_ranks == num_ranks]
         require(
-            bool(rows),
+            (kind, num_ranks) in self._lines,
             f"{kind} among {num_ranks} ranks was not measured on this machine; "
             f"run shardwise calibrate --nproc {num_ranks}",
         )
-        rows.sort(key=lambda row: row.num_bytes)
-        if num_bytes >= rows[-1].num_bytes:
-            return num_bytes / rows[-1].algorithm_bandwidth
-        sizes, seconds = [row.num_bytes for row in rows], [row.seconds for row in rows]
-        return float(np.interp(num_bytes, sizes, seconds))
+        latency, per_byte = self._lines[kind, num_ranks]
+        return latency + per_byte * num_bytes
+
+    @cached_property
+    def _lines(self) -> dict[tuple[str, int], list[float]]:
+        """The latency and seconds per byte of each kind, which are least percent off."""
+        rows: dict[tuple[str, int], list[Collective]] = defaultdict(list)
+        for row in self.collectives:
+            rows[row.kind, row.num_ranks].append(row)
+        lines = {}
+        for key, of_key in rows.items():
+            amounts = np.array([(1.0, row.num_bytes) for row in of_key])
+            seconds = np.array([[row.seconds] for row in of_key])
+            lines[key] = prices_of(amounts / seconds, np.ones(len(of_key)))
+        return lines
+
+
+def prices_of(amounts: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Return the prices, none negative, by which amounts [points, kinds] best give the seconds.
+
+    Squares of errors are summed. With so few kinds every set of them is tried.
+    """
+    num_kinds = amounts.shape[1]
+    best, best_error = np.zeros(num_kinds), float((seconds**2).sum())
+    for size in range(1, num_kinds + 1):
+        for kinds in map(list, itertools.combinations(range(num_kinds), size)):
+            scale = np.abs(amounts[:, kinds]).max(axis=0)
+            if not scale.all():
+                continue
+            scaled, *_ = np.linalg.lstsq(amounts[:, kinds] / scale, seconds, rcond=None)
+            prices = np.zeros(num_kinds)
+            prices[kinds] = scaled / scale
+            error = float(((amounts @ prices - seconds) ** 2).sum())
+            if (scaled >= 0).all() and error < best_error:
+                best, best_error = prices, error
+    return best.tolist()
 
 
 def default_path() -> Path:

@@ -22,6 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardwise.assembly.describe import describe
 from shardwise.assembly.optimizer import make_optimizer
@@ -30,14 +33,14 @@ from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, 
 from shardwise.interfaces import Mesh
 from shardwise.metrics.hardware import environment
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.planner.calibration import Calibration, Collective, Speeds, write
+from shardwise.planner.calibration import Calibration, Collective, Speeds, prices_of, write
 from shardwise.planner.profile import Start, make_bench
 from shardwise.planner.unit_work import UnitWork, work_of_units
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
 
 SIZES = (8, 64, 256, 1024)
-MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**23)
+MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
 VOCABULARY = 1024
 REFERENCES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
@@ -53,8 +56,6 @@ REFERENCES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "mamba_n_heads": 8,
         "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_chunk_size": 64,
     },
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
@@ -62,6 +63,11 @@ REFERENCES: dict[str, dict[str, Any]] = {
 POINTS = ((128, 128), (128, 512), (320, 128), (320, 512))
 """Hidden sizes of these models, and tokens."""
 ROUNDS = 5
+COMPUTING = 0.005
+"""Seconds of computing between two messages: about a layer of a small model."""
+STRETCHES = 20
+TENSORS_OF_LAYER = 24
+"""About eight linears with their adapters."""
 
 
 def calibrate(num_processes: int, path: Path, start: Start) -> int:
@@ -91,11 +97,12 @@ def _on_rank(path: Path, folder: Path, _: RunConfig, mesh: Mesh) -> None:
     if num_ranks > 1:
         speeds[num_ranks] = _speeds(mesh, own)
     bandwidth = statistics.mean(of_every_rank(_copy_bandwidth()))
-    collectives = tuple(_collectives())
+    collectives, jitter = tuple(_collectives()), _jitter()
     if rank == 0:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
         facts = environment(mesh.device)
-        write(Calibration(facts, num_ranks, memory, bandwidth, speeds, collectives), path)
+        measured = Calibration(facts, num_ranks, memory, bandwidth, speeds, collectives, jitter)
+        write(measured, path)
     dist.barrier()
 
 
@@ -176,27 +183,6 @@ def _units(mesh: Mesh, folder: Path, speeds: Speeds) -> dict[str, dict[str, list
     return dict(units)
 
 
-def prices_of(amounts: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Return the prices, none negative, by which amounts [points, kinds] best give the seconds.
-
-    Squares of errors are summed. With so few kinds every set of them is tried.
-    """
-    num_kinds = amounts.shape[1]
-    best, best_error = np.zeros(num_kinds), float((seconds**2).sum())
-    for size in range(1, num_kinds + 1):
-        for kinds in map(list, itertools.combinations(range(num_kinds), size)):
-            scale = np.abs(amounts[:, kinds]).max(axis=0)
-            if not scale.all():
-                continue
-            scaled, *_ = np.linalg.lstsq(amounts[:, kinds] / scale, seconds, rcond=None)
-            prices = np.zeros(num_kinds)
-            prices[kinds] = scaled / scale
-            error = float(((amounts @ prices - seconds) ** 2).sum())
-            if (scaled >= 0).all() and error < best_error:
-                best, best_error = prices, error
-    return best.tolist()
-
-
 def _reference(
     folder: Path, model_type: str, sizes: dict[str, Any], width: int, tokens: int, lora: Lora | None
 ) -> RunConfig:
@@ -218,6 +204,8 @@ def _reference(
         **sizes,
     }
     if model_type == "bamba":
+        # States and chunks that follow width and tokens tell the core's FLOPs from its elements.
+        config |= {"mamba_d_state": width // 4, "mamba_chunk_size": tokens // 4}
         config["mamba_d_head"] = 2 * width // sizes["mamba_n_heads"]
     if "linear_num_key_heads" in sizes:
         config |= {"linear_key_head_dim": head, "linear_value_head_dim": head}
@@ -267,47 +255,122 @@ def _copy_bandwidth() -> float:
     return 2 * source.nbytes / median_seconds(partial(target.copy_, source))
 
 
+class Rhythm:
+    """Measures messages as they fall in training: between stretches of computing.
+
+    A message right after another one costs less: the ranks come together, and caches hold its data.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._x, self._w = torch.randn(256, 512), torch.randn(512, 512)
+        self._products = max(
+            1, round(seconds / median_seconds(partial(torch.mm, self._x, self._w)))
+        )
+        # Ranks that counted differently would wait for one another.
+        self._products = min(of_every_rank(self._products))
+        self.seconds = self._seconds_each(lambda: None, STRETCHES)
+
+    def message_seconds(self, message: Callable[[], Any], stretches: int) -> float:
+        """Return what one message adds to a stretch of computing, on the rank that it costs most.
+
+        Every rank must call this, with the same kind of message.
+        """
+        added = [
+            self._seconds_each(message, stretches) - self._seconds_each(lambda: None, stretches)
+            for _ in range(ROUNDS)
+        ]
+        return max(of_every_rank(max(1e-6, statistics.median(added))))
+
+    def _seconds_each(self, message: Callable[[], Any], stretches: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(stretches):
+            for _ in range(self._products):
+                torch.mm(self._x, self._w)
+            message()
+        beat()
+        return (time.perf_counter() - start) / stretches
+
+
 def _collectives() -> Iterator[Collective]:
     """Yield the seconds of every collective, among all ranks, over sizes of whole tensors."""
     n, rank = dist.get_world_size(), dist.get_rank()
     if n == 1:
         return
+    rhythm = Rhythm(COMPUTING)
     for num_bytes in MESSAGE_BYTES:
-        complete = torch.ones(num_bytes // 4)
-        part = torch.ones(num_bytes // 4 // n)
-        shards = torch.ones(n * len(part))
+        complete = torch.zeros(num_bytes // 4)
+        shards = torch.zeros(num_bytes // 4 // n * n)
+        part = shards[: len(shards) // n]
         into = torch.zeros_like(shards)
         kinds: dict[str, Callable[[], Any]] = {
-            "all-reduce": partial(dist.all_reduce, complete),
+            "all-reduce": partial(_sum, complete),
             "all-gather": partial(dist.all_gather_single, into, part),
-            "reduce-scatter": partial(dist.reduce_scatter_single, part, shards),
+            "all-gather of weights": partial(_gather, _sharded_layer(num_bytes)),
+            "reduce-scatter": partial(dist.reduce_scatter_single, part.clone(), shards),
+            "reduce-scatter of weights": partial(_scatter_layer, shards, n),
             "all-to-all": partial(dist.all_to_all_single, into, shards),
             "broadcast": partial(dist.broadcast, complete, 0),
             "reduce": partial(dist.reduce, complete, 0),
-            "send": partial(_send_or_receive, complete, rank),
+            "send": partial(_transfer, complete, rank, is_two_way=False),
+            "exchange": partial(_transfer, complete, rank, is_two_way=True),
         }
-        for kind, work in kinds.items():
-
-            def together(work: Callable[[], Any] = work) -> float:
-                dist.barrier()
-                start = time.perf_counter()
-                work()
-                return time.perf_counter() - start
-
-            together()
-            # A short message is disturbed by more than its own length.
-            times = 8 * ROUNDS if num_bytes < 2**20 else 2 * ROUNDS
-            seconds = statistics.median(together() for _ in range(times))
-            slowest = max(of_every_rank(seconds)[:2] if kind == "send" else of_every_rank(seconds))
-            yield Collective(kind, n, num_bytes, slowest)
-            complete.fill_(1.0)
-            shards.fill_(1.0)
-            beat()
+        stretches = STRETCHES if num_bytes < 2**23 else STRETCHES // 5
+        for kind, message in kinds.items():
+            yield Collective(kind, n, num_bytes, rhythm.message_seconds(message, stretches))
 
 
-def _send_or_receive(tensor: torch.Tensor, rank: int) -> None:
-    """Send from rank 0 to rank 1, as pipelines do; other ranks do nothing."""
-    if rank < 2:
-        operation = dist.isend if rank == 0 else dist.irecv
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, 1 - rank)]):
-            work.wait()
+def _jitter() -> float:
+    """Return the seconds that a rank waits for others per second of computing.
+
+    Ranks with equal work do not end together: the longer they compute, the longer one waits.
+    """
+    if dist.get_world_size() == 1:
+        return 0.0
+    tiny = torch.zeros(8)
+    short, long = (Rhythm(seconds) for seconds in (COMPUTING, 8 * COMPUTING))
+    waits = [rhythm.message_seconds(partial(_sum, tiny), STRETCHES) for rhythm in (short, long)]
+    return max(0.0, (waits[1] - waits[0]) / (long.seconds - short.seconds))
+
+
+def _sum(tensor: torch.Tensor) -> None:
+    """Add up a copy, as tensor parallelism does, which needs both."""
+    dist.all_reduce(tensor.clone())
+
+
+def _sharded_layer(num_bytes: int) -> FSDPModule:
+    """Return a layer of FSDP whose weights have so many bytes, in as many tensors as with LoRA."""
+    size = max(1, num_bytes // 4 // TENSORS_OF_LAYER)
+    tensors = [
+        nn.Parameter(torch.zeros(size), requires_grad=False) for _ in range(TENSORS_OF_LAYER)
+    ]
+    layer = nn.ParameterList(tensors)
+    return fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _gather(layer: FSDPModule) -> None:
+    """Do what FSDP does with a layer: copy, gather and copy its shards, and free the weights."""
+    layer.unshard()
+    layer.reshard()
+
+
+def _scatter_layer(gradients: torch.Tensor, num_ranks: int) -> None:
+    """Do what FSDP does with a layer's gradients: they are copied and reduced into a new shard."""
+    copied = gradients.clone()
+    dist.reduce_scatter_single(copied.new_empty(len(copied) // num_ranks), copied)
+
+
+def _transfer(tensor: torch.Tensor, rank: int, is_two_way: bool) -> None:
+    """Send from rank 0 to rank 1, as pipelines do, or both ways, as context parallelism does.
+
+    Other ranks do nothing.
+    """
+    if rank > 1:
+        return
+    transfers = []
+    if rank == 0 or is_two_way:
+        transfers.append(dist.P2POp(dist.isend, tensor, 1 - rank))
+    if rank == 1 or is_two_way:
+        transfers.append(dist.P2POp(dist.irecv, torch.empty_like(tensor), 1 - rank))
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()

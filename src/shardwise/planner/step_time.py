@@ -100,12 +100,14 @@ def time_of_step(
     backwards = m * sum(units[i].backward for i in busiest)
     can_hide = _hideable(cfg, cluster, forwards, backwards, m)
     hidden = min(data_messages, can_hide)
+    calibration = cluster.calibration
+    jitter = calibration.jitter if calibration and num_ranks > 1 else 0.0
     head = [i for i in busiest if i == len(units) - 1]
     return StepTime(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),
         recomputation=m * sum(units[i].recomputed for i in busiest),
-        communication=waited + data_messages - hidden,
+        communication=waited + data_messages - hidden + jitter * (forwards + backwards),
         bubble=bubble,
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
         hidden_communication=hidden,
@@ -186,7 +188,10 @@ def _product(cfg: RunConfig, cluster: Cluster, num_ranks: int, product: Product)
 
 
 def _message(cluster: Cluster, kind: str, num_ranks: int, span: int, num_bytes: float) -> float:
-    """Return the seconds of one message. `span`: neighbouring ranks among which its ranks lie."""
+    """Return the seconds of one message: a kind of `FACTORS`.
+
+    `span`: neighbouring ranks among which its ranks lie.
+    """
     if cluster.calibration is not None:
         return cluster.calibration.message_seconds(kind, num_ranks, num_bytes)
     link = cluster.link_of(span)
@@ -206,7 +211,12 @@ def _messages(
             continue
         num_ranks = ranks_along(axis, run.sizes)
         span = _span(run, axis)
-        seconds = calls * _message(cluster, kind, num_ranks, span, num_bytes / calls)
+        priced = kind
+        if axis in AXES_OF_DATA and kind in ("all-gather", "reduce-scatter"):
+            priced = f"{kind} of weights"
+        elif axis == "cp" and kind == "send":
+            priced = "exchange"
+        seconds = calls * _message(cluster, priced, num_ranks, span, num_bytes / calls)
         if axis in AXES_OF_DATA and num_bytes / calls > 64:
             data_messages += seconds
         else:

@@ -16,6 +16,7 @@ from shardwise.assembly.costs import with_gradients
 from shardwise.config import RunConfig
 from shardwise.metrics.flops import is_rerun
 from shardwise.models.counts import Unit, Weight
+from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.spec import ModelSpec
 from shardwise.planner.share import counts_of
 
@@ -113,12 +114,15 @@ def _work(
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, backward, trained_forward = forward + backward, [], trained
+    calls = 1.0
+    if any(isinstance(core, Attention | SlidingAttention) for core in unit.cores):
+        calls = float(cfg.parallel.cp)  # once for the keys of each rank
     return UnitWork(
         key=key,
         forward=tuple(forward),
         backward=tuple(backward),
-        rest_forward=Rest(1.0, elements, core_forward, trained_forward),
-        rest_backward=Rest(1.0, elements, core_backward, trained),
+        rest_forward=Rest(calls, elements, core_forward, trained_forward),
+        rest_backward=Rest(calls, elements, core_backward, trained),
         has_backward=unit.backward,
         reruns=_reruns(cfg, unit),
     )
