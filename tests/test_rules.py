@@ -187,11 +187,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"cp": 2}, "data": {"sequence_length": 31}},
         2,
     ),
-    "cp with training.precision": (
-        "llama",
-        {"parallel": {"cp": 2}, "training": {"precision": "float16"}},
-        2,
-    ),
     "cp with model.sdpa_backend": (
         "llama",
         {"parallel": {"cp": 2}, "model": {"sdpa_backend": "math"}},

@@ -2,14 +2,13 @@
 
     python tools/exchange_of_states.py [--ranks 2 4 8] [--rounds 9]
 
-Each rank has the affine map of its tokens, as wide as in one layer of a published model. `gather`
-is what a run does: all ranks gather all maps, and each applies those before its own. `scan` takes
-log2 n rounds (Hillis and Steele, 1986): in the round of distance d a rank sends the map of the last
-d ranks' tokens to the rank d places further, which composes it with its own. The two take turns on
-gloo ranks of one thread each, and must give equal states. `wall`: seconds until the last rank has
-its state. `speed`: those of `gather` over those of another way. `sent_bytes`: what leaves a rank at
-the most. `flops`: what products of maps, and of maps with states, take on the rank with the most;
-an elementwise product of x numbers is x. The backward is the same from the other end.
+Each rank has the affine map of its tokens, as wide as in one layer of a published model. With
+`gather` all ranks gather all maps, and each applies those before its own. `scan` is what a run does
+(parallel/neighbours.py). The two take turns on gloo ranks of one thread each, and must give equal
+states. `seconds`: until the last rank has its state. `speed`: those of `gather` over those of the
+scan. `sent_bytes`: what leaves a rank at the most. `flops`: what products of maps, and of maps with
+states, take on the rank with the most; an elementwise product of x numbers is x. The backward is
+the same from the other end.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ from shardwise.kernels import (
 from shardwise.kernels.recurrence import Recurrence, Summary
 from shardwise.metrics.hardware import environment
 from shardwise.parallel.neighbours import ContextNeighbours
+from shardwise.parallel.reduce import all_gather
+from shardwise.schedule.context import sent_by_recurrence
 
 
 class Kind(NamedTuple):
@@ -89,7 +90,7 @@ def compare(rank: int, size: int, name: str, rounds: int, folder: str) -> None:
     summary = Summary(transition, torch.randn(kind.state, generator=generator))
     documents = torch.zeros(1, size, dtype=torch.long)
     neighbours = ContextNeighbours(dist.group.WORLD, documents, isolated=False)
-    ways = {"gather": neighbours.state_before, "scan": partial(scanned, neighbours)}
+    ways = {"gather": partial(gathered, neighbours), "scan": neighbours.state_before}
     states: dict[str, torch.Tensor] = {}
 
     def run(way: str, number: int) -> dict[str, float]:
@@ -103,15 +104,19 @@ def compare(rank: int, size: int, name: str, rounds: int, folder: str) -> None:
 
     taken = take_turns({way: partial(run, way) for way in ways}, rounds, warm_up=2)
     torch.testing.assert_close(states["scan"], states["gather"], rtol=1e-5, atol=1e-5)
-    map_bytes = sum(x.nbytes for x in summary)
+    transition, after = summary
+    by_scan = [
+        sent_by_recurrence(transition.numel(), after.numel(), after.itemsize, rank, size)[0]
+        for rank in range(size)
+    ]
     if rank == 0:
         theirs = taken["wall"]["gather"]
         row = {
             "seconds": {way: spread(seconds) for way, seconds in taken["wall"].items()},
             "speed": ratios(theirs, taken["wall"]["scan"]),
             "sent_bytes": {
-                "gather": (size - 1) * map_bytes,
-                "scan": (size - 1).bit_length() * map_bytes,
+                "gather": (size - 1) * (transition.nbytes + after.nbytes),
+                "scan": max(sent["send"][1] for sent in by_scan),
             },
             "flops": {way: int(flops[0]) for way, flops in taken["flops"].items()},
         }
@@ -120,29 +125,16 @@ def compare(rank: int, size: int, name: str, rounds: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def scanned(neighbours: ContextNeighbours, core: Recurrence, own: Summary) -> torch.Tensor:
-    """Return the state before this rank's tokens, from maps that are composed in log2 n rounds."""
-    before: Summary | None = None
-    upto, distance = own, 1  # `upto`: the map of the last ranks' tokens, this rank's included
-    while distance < neighbours.size:
-        flat = torch.cat([x.flatten() for x in upto])
-        parts = neighbours.shift(flat, distance).split([x.numel() for x in upto])
-        earlier = Summary(*(part.view_as(x) for part, x in zip(parts, upto)))
-        is_last = 2 * distance >= neighbours.size
-        if neighbours.rank >= distance:
-            before = earlier if before is None else composed(core, before, earlier, is_last)
-            if not is_last:
-                upto = composed(core, own, before)
-        distance *= 2
-    return torch.zeros_like(own.after) if before is None else before.after
-
-
-def composed(core: Recurrence, later: Summary, first: Summary, state_only: bool = False) -> Summary:
-    """Return the map that is `first` and then `later`; its transition is left if `state_only`."""
-    after = core.pass_on(later.transition, first.after) + later.after
-    if state_only:
-        return Summary(later.transition, after)
-    return Summary(core.pass_on(later.transition, first.transition), after)
+def gathered(neighbours: ContextNeighbours, core: Recurrence, summary: Summary) -> torch.Tensor:
+    """Return the state before this rank's tokens, from the maps of all ranks."""
+    flat = torch.cat([x.flatten() for x in summary])
+    maps = flat.new_empty(neighbours.size, len(flat))
+    all_gather(maps.view(-1), flat, group=neighbours.group)
+    state = torch.zeros_like(summary.after)
+    for row in maps[: neighbours.rank]:
+        transition, after = row.split([x.numel() for x in summary])
+        state = core.pass_on(transition.view_as(summary.transition), state) + after.view_as(state)
+    return state
 
 
 def counted(

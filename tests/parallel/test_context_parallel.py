@@ -51,7 +51,7 @@ def _no_gradient_of_later_ranks(patch: Patch) -> None:
 
 
 def _state_across_a_border(patch: Patch) -> None:
-    patch.setattr(ContextNeighbours, "_into", lambda self, rank, state: state)
+    patch.setattr(ContextNeighbours, "_into", lambda self, x: x)
 
 
 def _attention_across_a_border(patch: Patch) -> None:

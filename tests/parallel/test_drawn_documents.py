@@ -5,7 +5,7 @@ The ranks are threads, so that a case takes milliseconds; test_neighbours.py has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from threading import Barrier
@@ -53,12 +53,10 @@ class ThreadNeighbours(ContextNeighbours):
         self.exchange, self.rank, self.size = exchange, rank, len(exchange.slots)
         self.document_ids, self.isolated = document_ids, True
 
-    def shift(self, x: torch.Tensor, by: int) -> torch.Tensor:
-        everything, sender = self.exchange.swap(self.rank, x), self.rank - by
-        return everything[sender] if 0 <= sender < self.size else torch.zeros_like(x)
-
-    def _of_every_rank(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        return self.exchange.swap(self.rank, tensors)
+    def _exchange(self, sent: torch.Tensor, received: torch.Tensor, by: int) -> None:
+        everything, sender = self.exchange.swap(self.rank, sent), self.rank - by
+        if 0 <= sender < self.size:
+            received.copy_(everything[sender])
 
 
 def _delta_rule(decay_per_key: bool) -> Callable[[int, int], Tensors]:
@@ -167,5 +165,28 @@ def test_drawn_rows_equal_complete_ones(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_kept_across_a_border_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ThreadNeighbours, "_into", lambda self, rank, state: state)
+    monkeypatch.setattr(ThreadNeighbours, "_into", lambda self, x: x)
     assert _error(kind, 4, 4, [[4, 4, 4], [8]]) > 1e-6
+
+
+def _under_autocast(kind: str, size: int, enabled: bool) -> Tensors:
+    """Return each rank's outputs of a core with float32 inputs."""
+    _, inputs_of, shared = KINDS[kind]
+    ids = torch.zeros(1, 5 * size, dtype=torch.int64)
+    inputs = [x.float() for x in inputs_of(1, 5 * size)]
+    exchange = Exchange(size)
+
+    def of_rank(rank: int) -> torch.Tensor:
+        neighbours = ThreadNeighbours(exchange, rank, ids)
+        part = [x if i in shared else x.chunk(size, 1)[rank] for i, x in enumerate(inputs)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            return Tokens(None, neighbours).recur(KINDS[kind][0], *part)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(of_rank, range(size)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_that_ranks_pass_on_keep_32_bits_under_autocast(kind: str):
+    for under, plain in zip(_under_autocast(kind, 4, True), _under_autocast(kind, 4, False)):
+        torch.testing.assert_close(under, plain, rtol=0, atol=0)

@@ -91,7 +91,7 @@ def _of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 + seed)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_cut_rows_equal_complete_ones(size: int):
     assert max(run_ranks(size, _error)) < 1e-10
 
@@ -127,7 +127,7 @@ def _transition_not_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _state_across_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ContextNeighbours, "_into", lambda self, rank, state: state)
+    monkeypatch.setattr(ContextNeighbours, "_into", lambda self, x: x)
 
 
 def _documents_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def _sent_and_predicted(length: int, dtype: torch.dtype) -> list[tuple[Total, To
         decays = g.unsqueeze(-1).expand(-1, -1, -1, S)
         return tokens.recur(kimi_delta_attention.RECURRENCE, q, k, v, decays, beta)
 
-    of_map = sent_by_recurrence(B * N * S * S, B * N * S * H, dtype.itemsize, size)
+    of_map = sent_by_recurrence(B * N * S * S, B * N * S * H, dtype.itemsize, rank, size)
     of_halo = sent_by_convolution(W, B * D * dtype.itemsize, rank, size)
     results = []
     for compute, predicted in (
@@ -194,7 +194,8 @@ def _as_total(sent: Sent) -> Total:
 
 
 @pytest.mark.parametrize(
-    ("size", "length", "dtype"), [(2, 3, torch.float64), (4, 67, torch.float32)]
+    ("size", "length", "dtype"),
+    [(2, 3, torch.float64), (4, 67, torch.float32), (5, 3, torch.float32)],
 )
 def test_sends_what_the_formulas_say(size: int, length: int, dtype: torch.dtype):
     for rank, results in enumerate(run_ranks(size, _sent_and_predicted, length, dtype)):

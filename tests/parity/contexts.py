@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.schedule.orders import ORDERS
-from tests.parity.harness import FAMILIES, Cell
+from tests.parity.harness import FAMILIES, STILL, Cell
 
 ONLY_ATTENTION = tuple(
     name
@@ -36,10 +36,16 @@ def _all() -> Iterator[Cell]:
             for layout, num_ranks in COMPOSED.items():
                 schedule = "1f1b" if layout.startswith("pp") else ""
                 yield Cell(family, layout, mode, num_ranks, schedule=schedule)
+                if FAMILY_FACTS[family].keeps_documents_apart and num_ranks == 4:
+                    yield Cell(family, layout, mode, num_ranks, "isolated", schedule)
         for schedule in ORDERS:
             if schedule != "1f1b":
                 yield Cell("qwen3_5_text", "pp-cp", mode, 4, schedule=schedule)
     yield Cell("llama", "cp", "lora", 4, "isolated-ring")
+    for family in ("llama", "qwen3_5_text", "kimi_linear", "nemotron_h", "jamba"):
+        for precision in ("bfloat16", f"float16-{STILL}"):
+            yield Cell(family, "cp", "lora", 2, precision)
+            yield Cell(family, "fsdp2-cp", "full", 4, precision)
     for variant in ("checkpointing", "dropout", "ring", "gather", "compile"):
         yield Cell("qwen3_5_text", "cp", "lora", 2, variant)
     yield Cell("llama", "cp", "lora", 2, "compile")
@@ -55,6 +61,7 @@ FIXED = (
     Cell("qwen3_5_text", "cp", "lora", 2, "gather"),
     Cell("qwen3_moe", "cp", "full", 2),
     Cell("qwen3_5_text", "cp", "lora", 2, "dropout"),
+    Cell("qwen3_5_text", "cp", "lora", 2, f"float16-{STILL}"),
     *(Cell(family, "cp", "full", 2) for family in ("jamba", "jet_nemotron", "kimi_linear")),
     Cell("granitemoehybrid", "cp", "full", 4, "isolated"),
     Cell("qwen3_5_text", "cp-tp-sp", "lora", 4),

@@ -94,7 +94,7 @@ GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, Rows.length, 0.1
 CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 STILL = "still"
-"""Variant of a control: float32, at the learning rate of the bfloat16 cells."""
+"""Variant of a control, float32 at the learning rate of the bfloat16 cells; or suffix of one."""
 CAPACITY = 0.75
 """`model.expert_capacity` of cells with a capacity: experts drop a good part of the tokens."""
 OVERFLOWING_SCALE = 2.0**22
@@ -228,7 +228,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             name=optimizer,
             # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3
             # of it.
-            lr=0.0 if cell.variant in ("bfloat16", STILL) else 1.0,
+            lr=0.0 if cell.variant == "bfloat16" or cell.variant.endswith(STILL) else 1.0,
             lr_schedule="linear",
             weight_decay=0.01,
             # Less than half of what the gradients come to, so that clipping always acts.
@@ -243,7 +243,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
                 cell.variant.partition("-")[0], "none"
             ),
             compile="aot_eager" if cell.variant.endswith("compile") else "none",
-            precision=cell.variant if cell.variant in ("float16", "bfloat16") else "float32",
+            precision=_precision(cell),
             device="cpu",
         ),
     )
@@ -273,6 +273,11 @@ def _parallel(cell: Cell) -> Parallel:
         else "none",
         **pipeline,
     )
+
+
+def _precision(cell: Cell) -> str:
+    name = cell.variant.partition("-")[0]
+    return name if name in ("float16", "bfloat16") else "float32"
 
 
 def _lora(cell: Cell) -> Lora:
@@ -322,8 +327,7 @@ def control(cell: Cell) -> Cell | None:
     products are sums of rounded ones. What it may differ by is then three times what 16 bits change
     on one process: as much as that again on its own way from float32, and as much to spare.
     """
-    return (
-        replace(cell.reference(), variant=STILL)
-        if cell.tp > 1 and cell.variant == "bfloat16"
-        else None
-    )
+    rounds_otherwise = max(cell.tp, cell.cp, cell.ep) > 1
+    if rounds_otherwise and _precision(cell) != "float32":
+        return replace(cell.reference(), variant=STILL)
+    return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.schedule.orders import ORDERS
-from tests.parity.harness import FAMILIES, Cell
+from tests.parity.harness import FAMILIES, STILL, Cell
 
 WITH_EXPERTS = tuple(family for family in FAMILIES if FAMILY_FACTS[family].experts)
 COMPOSED = {
@@ -45,6 +45,11 @@ def _all() -> Iterator[Cell]:
             for layout, num_ranks in WIDE:
                 yield Cell(family, layout, mode, num_ranks, variant, spread=4)
         yield Cell("qwen3_moe", "ddp-ep", mode, 8, variant, spread=8)
+    for family in ("qwen3_moe", "kimi_linear", "nemotron_h"):
+        for precision in ("bfloat16", f"float16-{STILL}"):
+            yield Cell(family, "ddp-ep", "full", 2, precision)
+            yield Cell(family, "fsdp2-ep", "lora", 4, precision)
+    for mode, variant in MODES:
         for schedule in ORDERS:
             if schedule != "1f1b":
                 yield Cell("qwen3_moe", "pp-ddp-ep", mode, 4, variant, schedule=schedule)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.kernels.recurrence import begins
 
@@ -28,8 +29,21 @@ class Packed(NamedTuple):
         return states.new_zeros(shape).index_copy(0, self.firsts, states)
 
 
+_FOUND = WeakTensorKeyDictionary()
+"""What was found for documents that are still alive: all layers of a micro-batch share theirs."""
+
+
 def packed(documents: torch.Tensor) -> Packed:
-    """Return the documents of rows [B, T]. The host waits for their number."""
+    """Return the documents of rows [B, T]; the host waits for their number once per tensor.
+
+    fla keeps what it derives from `cu_seqlens` by the tensor too, so each layer gets the same one.
+    """
+    if documents not in _FOUND:
+        _FOUND[documents] = _packed(documents)
+    return _FOUND[documents]
+
+
+def _packed(documents: torch.Tensor) -> Packed:
     starts = begins(documents)
     starts[:, 0] = True
     numbers = starts.flatten().cumsum(0).view_as(starts) - 1

@@ -7,7 +7,7 @@ what it needs while it runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -60,8 +60,8 @@ class Block:
     is_transposed: bool = False
     """Its linears are transformers' Conv1D."""
     is_windowed: bool = False
-    has_dropout: bool = False
-    documents: bool = False
+    shares_rows: bool = False
+    """Other ranks have other tokens of the rows, by `cp`."""
 
     @property
     def tokens(self) -> int:
@@ -81,23 +81,8 @@ class Block:
             for name, a in self.adapters.items()
             if name.startswith(start)
         }
-        return Block(
-            self.tape,
-            parameters,
-            adapters,
-            self.config,
-            self.rows,
-            self.length,
-            self.hidden,
-            self.cast,
-            self.on_cpu,
-            self.rounds_last,
-            frozenset(name.removeprefix(start) for name in self.buffers if name.startswith(start)),
-            self.is_transposed,
-            self.is_windowed,
-            self.has_dropout,
-            self.documents,
-        )
+        buffers = [name.removeprefix(start) for name in self.buffers if name.startswith(start)]
+        return replace(self, parameters=parameters, adapters=adapters, buffers=frozenset(buffers))
 
     def weight(self, name: str) -> Tensor:
         """Return a parameter by its name."""
@@ -140,6 +125,10 @@ class Block:
     def scaled(self, x: Tensor) -> Tensor:
         """Return x times a number."""
         return self.pointwise(x)
+
+    def multiplied(self, x: Tensor, key: str) -> Tensor:
+        """Return x times a number of the config; x itself where the family has none."""
+        return self.scaled(x) if hasattr(self.config, key) else x
 
     def sum(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x + y."""
@@ -243,7 +232,8 @@ class Block:
             for p in (adapter.a, adapter.b)
         ]
         # The product with W comes first, then a new one with the adapter's added.
-        forward = rows * widths[-1] * x.itemsize
+        self.tape.products_within(rows * sum(widths) * x.itemsize)
+        forward = 0 if self.tape.keeps_products else rows * widths[-1] * x.itemsize
         weights = sum(num_in * width for width in widths) * x.itemsize if self.cast else 0
         backward = 2 * h.num_bytes + weights
         if itemsize != x.itemsize:
@@ -255,7 +245,6 @@ class Block:
             keeps=[x, h],
             forward=forward,
             backward=backward,
-            product=True,
         )
 
     def num_out(self, name: str) -> int:

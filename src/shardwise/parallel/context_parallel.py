@@ -5,7 +5,7 @@ Rows are cut after labels were shifted and documents numbered: rank r of n has t
 2n (schedule/context.py). What works token by token needs nothing of the others. Memory per rank:
 all that other axes leave of the weights, and 1/n of the activations. Communication per micro-batch
 and layer (docs/concepts/context.md): attention sends keys and values, a convolution over W tokens
-sends W - 1 of them to the next rank, and a recurrent core gathers an affine map of its state.
+sends W - 1 of them to the next rank, and a recurrent core sends affine maps of its state.
 Gradients of weights are partial sums, which the data-parallel strategy adds up over `cp` too
 (decision 040).
 """

@@ -2,14 +2,17 @@
 
 Convolutions need the few tokens before a rank's, which the rank before sends. Recurrent cores need
 the state that all ranks before leave. A rank's tokens change a state by an affine map, whose size
-does not depend on their number: all ranks gather all maps, and each applies those before its own.
-The backward does the same from the other side. What ranks send does not depend on the documents.
+does not depend on their number. Maps travel by a prefix scan: in the round of distance d a rank
+sends the map of the last d ranks' tokens to the rank d places further, so log2 n rounds bring what
+all ranks before have. The backward does the same from the other side. What ranks send does not
+depend on the documents.
+Source: Hillis and Steele, "Data parallel algorithms", Communications of the ACM 29 (1986).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +20,20 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.kernels.recurrence import Recurrence, Summary
-from shardwise.parallel.reduce import all_gather
 
 BEFORE_A_ROW = -2
 """The document of what lies before a row; no token has it."""
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Affine(NamedTuple):
+    """A map of states, or of their gradients: x to `linear` x + `added`."""
+
+    linear: torch.Tensor | None
+    """As `Recurrence.pass_on` takes it; None where x is 0."""
+    added: torch.Tensor
 
 
 class ContextNeighbours:
@@ -50,22 +63,19 @@ class ContextNeighbours:
 
     def state_before(self, core: Recurrence, summary: Summary) -> torch.Tensor:
         """See Neighbours."""
-        state = torch.zeros_like(summary.after)
-        maps = self._of_every_rank([summary.transition, summary.after])
-        for rank, (transition, after) in enumerate(maps[: self.rank]):
-            state = core.pass_on(transition, self._into(rank, state)) + after
-        return self._into(self.rank, state)
+        own = Affine(self._into(summary.transition), summary.after)
+        return self._into(self._of_ranks_before(own, core.pass_on, core.pass_on, 1))
 
     def of_state_after(
         self, core: Recurrence, transition: torch.Tensor, of_before: torch.Tensor
     ) -> torch.Tensor:
         """See Neighbours."""
-        of_state = torch.zeros_like(of_before)
-        maps = self._of_every_rank([transition, of_before])
-        for rank in reversed(range(self.rank + 1, self.size)):
-            later_transition, of_later = maps[rank]
-            of_state = self._into(rank, of_later + core.pass_back(later_transition, of_state))
-        return of_state
+        own = Affine(self._into(transition), self._into(of_before))
+
+        def join(nearer: torch.Tensor, farther: torch.Tensor) -> torch.Tensor:
+            return core.pass_on(farther, nearer)  # later tokens are applied last
+
+        return self._of_ranks_before(own, core.pass_back, join, -1)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """See Neighbours: 2 (n-1)/n of the bytes of x leave each rank."""
@@ -79,9 +89,14 @@ class ContextNeighbours:
         It is 0 where no such rank is. The bytes of x leave each rank but those at the end.
         """
         received = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        self._exchange(x.contiguous(), received, by)
+        return received
+
+    def _exchange(self, sent: torch.Tensor, received: torch.Tensor, by: int) -> None:
+        """Send to the rank `by` places further, and receive from `by` before, where these are."""
         transfers = []
         for operation, tensor, other in (
-            (dist.isend, x.contiguous(), self.rank + by),
+            (dist.isend, sent, self.rank + by),
             (dist.irecv, received, self.rank - by),
         ):
             if 0 <= other < self.size:
@@ -90,30 +105,88 @@ class ContextNeighbours:
         if transfers:
             for transfer in dist.batch_isend_irecv(transfers):
                 transfer.wait()
-        return received
+
+    def _of_ranks_before(
+        self, own: Affine, carry: Product, join: Product, step: int
+    ) -> torch.Tensor:
+        """Return what the maps of all ranks before make of 0; `step` -1: of all ranks after.
+
+        `carry` applies the linear part of a map, `join` makes one of a nearer rank's and a farther
+        one's. What starts at the first rank is applied to 0 alone, so its linear part is not sent.
+        """
+
+        def composed(nearer: Affine, farther: Affine) -> Affine:
+            assert nearer.linear is not None
+            added = nearer.added + carry(nearer.linear, farther.added)
+            if farther.linear is None:
+                return Affine(None, added)
+            return Affine(join(nearer.linear, farther.linear), added)
+
+        place = self.rank if step == 1 else self.size - 1 - self.rank
+        before, upto = None, own  # of all ranks reached so far, and with this rank's own
+        distance = 1
+        # Autocast is off: states have 32 bits, whatever dtype the products around them have.
+        with torch.autocast(own.added.device.type, enabled=False):
+            while distance < self.size:
+                sent = upto if place >= distance else Affine(None, upto.added)
+                farther = self._pass_on(sent, own, place >= 2 * distance, step * distance)
+                if place >= distance:
+                    before = farther if before is None else composed(before, farther)
+                    if place + 2 * distance < self.size:
+                        upto = composed(own, before)
+                distance *= 2
+        return torch.zeros_like(own.added) if before is None else before.added
+
+    def _pass_on(self, sent: Affine, like: Affine, has_linear: bool, by: int) -> Affine:
+        """Send a map `by` places further, and return the one that comes, of sizes as `like`."""
+        assert like.linear is not None
+        sizes = [like.linear.numel() if has_linear else 0, like.added.numel()]
+        flat = torch.cat([x.flatten() for x in sent if x is not None])
+        received = flat.new_empty(sum(sizes))
+        self._exchange(flat, received, by)
+        linear, added = received.split(sizes)
+        return Affine(
+            linear.view_as(like.linear) if has_linear else None, added.view_as(like.added)
+        )
 
     def _first_token(self, rank: int) -> int:
         return self.document_ids.shape[1] // self.size * rank
 
-    def _into(self, rank: int, state: torch.Tensor) -> torch.Tensor:
-        """Return a state [B, ...], or its gradient, 0 where a document begins with a rank."""
-        if not self.isolated or rank == 0:
-            return state
-        first = self._first_token(rank)
+    def _into(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [B, ...] that comes from before, 0 where a document begins with this rank."""
+        if not self.isolated or self.rank == 0:
+            return x
+        first = self._first_token(self.rank)
         begins = self.document_ids[:, first] != self.document_ids[:, first - 1]
-        return state.masked_fill(begins.view(-1, *(1 for _ in state.shape[1:])), 0)
+        return x.masked_fill(begins.view(-1, *(1 for _ in x.shape[1:])), 0)
 
-    def _of_every_rank(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Gather tensors of one dtype: (n-1) times their bytes reach each rank, in one call."""
-        (dtype,) = {tensor.dtype for tensor in tensors}
-        joined = torch.cat([tensor.flatten() for tensor in tensors])
-        gathered = torch.empty(self.size * joined.numel(), dtype=dtype, device=joined.device)
-        all_gather(gathered, joined, group=self.group)
-        sizes = [tensor.numel() for tensor in tensors]
-        return [
-            [part.view_as(tensor) for part, tensor in zip(flat.split(sizes), tensors)]
-            for flat in gathered.chunk(self.size)
-        ]
+
+class NoNeighbours:
+    """Those of a rank that has complete rows: it computes as others do and sends nothing."""
+
+    documents = None
+
+    def earlier(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """See Neighbours."""
+        return torch.zeros_like(x[:, :num_tokens])
+
+    def documents_before(self, num_tokens: int) -> torch.Tensor:
+        """See Neighbours."""
+        raise NotImplementedError("documents are not kept apart")
+
+    def state_before(self, core: Recurrence, summary: Summary) -> torch.Tensor:
+        """See Neighbours."""
+        return torch.zeros_like(summary.after)
+
+    def of_state_after(
+        self, core: Recurrence, transition: torch.Tensor, of_before: torch.Tensor
+    ) -> torch.Tensor:
+        """See Neighbours."""
+        return torch.zeros_like(of_before)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """See Neighbours."""
+        return x
 
 
 class _Earlier(torch.autograd.Function):

@@ -31,14 +31,6 @@ def _has_odd_chunks(case: Case) -> bool:
 
 RULES = (
     Rule(
-        "cp with training.precision",
-        applies=lambda case: case.parallel.cp > 1 and case.training.precision == "float16",
-        problem="training.precision is float16, which is not proven with context parallelism",
-        way_out="use bfloat16, or set parallel.cp to 1",
-        why="gradients of cp=2 were 1e-2 off one process in float16. That one is itself 1e-2 "
-        "off float32, but no parity row of cp has this as its control yet",
-    ),
-    Rule(
         "cp with model.sdpa_backend",
         applies=lambda case: case.parallel.cp > 1 and case.cfg.model.sdpa_backend != "auto",
         problem="model.sdpa_backend is {cfg.model.sdpa_backend}, a kernel that parallel.cp > 1 "

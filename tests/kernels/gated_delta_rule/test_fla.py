@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -52,8 +53,20 @@ BF16 = 2 * torch.finfo(torch.bfloat16).eps
 def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what both compute: q, k [B, T, H, K], v [B, T, H, V], g (a log) and beta [B, T, H],
     the state [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is given, and
-    norms have 1e-6 under the root.
+    norms have 1e-6 under the root. `cu_seqlens` are the ends of sequences in one row, each with a
+    state [sequences, H, K, V].
     """
+    ends, state = given["cu_seqlens"], given["initial_state"]
+    if ends is not None:
+        assert given["v"].shape[0] == 1
+        assert state is None or len(state) == len(ends) - 1
+        parts = []
+        for number, (start, end) in enumerate(pairwise(ends.tolist())):
+            sequence = {name: given[name][:, start:end] for name in ("q", "k", "v", "g", "beta")}
+            before = None if state is None else state[number : number + 1]
+            parts.append(kernel({**given, **sequence, "initial_state": before, "cu_seqlens": None}))
+        outs, lasts = zip(*parts)
+        return torch.cat(outs, 1), torch.cat(lasts) if given["output_final_state"] else None
     assert given["v"].element_size() == 2
     assert {given[name].dtype for name in ("q", "k", "beta")} == {
         given["v"].dtype
@@ -139,6 +152,46 @@ def test_training_is_the_chunked_kernel(tokens, with_state, calls):
             if other.abs().max() > 0
             else grad.abs().max() == 0
         )
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_documents_are_sequences_of_one_row(with_state, calls):
+    dtypes = (*[torch.bfloat16] * 3, torch.float32, torch.bfloat16, torch.float32)
+    tensors = [
+        x.detach().to(dtype).requires_grad_()
+        for x, dtype in zip(inputs(70, with_state=with_state), dtypes)
+    ]
+    # The second row begins documents elsewhere; its first one is one token.
+    places = torch.arange(70)
+    documents = torch.stack([places >= 50, (places >= 1).long() + (places >= 33)]).long()
+
+    def with_documents(rule: Any) -> Any:
+        def of(*x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return rule(*x, *[None] * (not with_state), documents)
+
+        return run(of, tensors)
+
+    (out, state), grads = with_documents(gated_delta_rule)
+    ((name, given),) = calls
+    assert name == "chunk_gated_delta_rule"
+    assert given["cu_seqlens"].tolist() == [0, 50, 70, 71, 103, 140]
+    (expected, expected_state), expected_grads = with_documents(naive.gated_delta_rule)
+    assert relative_error(out, expected) < BF16
+    assert relative_error(state, expected_state) < 1e-5
+    for grad, other in zip(grads, expected_grads):
+        assert relative_error(grad.float(), other.float()) < BF16
+
+
+def test_layers_that_share_documents_look_for_their_borders_once(calls):
+    """The host waits when it looks; fla, which keeps what it finds by the tensor, waits too."""
+    tensors = [x.detach() for x in inputs(7, with_state=False)]
+    tensors = [x if place == 3 else x.bfloat16() for place, x in enumerate(tensors)]
+    documents = torch.arange(7).div(3, rounding_mode="floor").expand(2, -1)
+    for of_layer in (documents, documents, documents.clone()):
+        gated_delta_rule(*tensors, None, of_layer)
+    first, again, of_others = (given["cu_seqlens"] for _, given in calls)
+    assert first is again
+    assert first is not of_others
 
 
 @pytest.mark.parametrize(

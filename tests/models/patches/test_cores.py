@@ -94,10 +94,27 @@ def test_an_installed_package_computes_what_it_takes(fla):
         backends(spec, config(), CUDA)  # float32, which fla does not take
 
 
-def test_a_kernel_that_takes_no_documents_is_not_used_for_isolated_ones(monkeypatch):
+@pytest.fixture
+def mamba_ssm(monkeypatch) -> None:
+    """Pretend that mamba_ssm is installed."""
     package = ModuleType("mamba_ssm")
     package.__spec__ = ModuleSpec("mamba_ssm", None)
     monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+
+
+def test_a_kernel_that_takes_no_state_is_not_used_under_cp(mamba_ssm):
+    cfg = config("bfloat16")
+    cut = replace(cfg, parallel=replace(cfg.parallel, cp=2))
+    _, mamba = build("jamba", "meta")
+    with pytest.raises(UserError, match=r"selective scan in bfloat16 with parallel\.cp"):
+        backends(mamba, cut, CUDA)
+    allowed = replace(cut, model=replace(cut.model, slow_cores="allow"))
+    assert backends(mamba, allowed, CUDA)["selective scan"] == "torch"
+    _, mamba2 = build("granitemoehybrid", "meta")
+    assert backends(mamba2, cut, CUDA)["Mamba2 scan"] == "mamba_ssm"
+
+
+def test_a_kernel_that_takes_no_documents_is_not_used_for_isolated_ones(mamba_ssm):
     cfg = config("bfloat16")
     isolated = replace(cfg, data=replace(cfg.data, packing="isolated"))
     _, mamba = build("jamba", "meta")

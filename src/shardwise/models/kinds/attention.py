@@ -111,7 +111,8 @@ def activations(block: Block, x: Tensor) -> Tensor:
     """
     size = _head_dim(block.config)
     names = ("q_proj", "k_proj", "v_proj")
-    q, k, v = block.linears(names, x)
+    q, k, v = block.linears(names, block.multiplied(x, "attention_in_multiplier"))
+    k = block.multiplied(k, "key_multiplier")
     gate = None
     output = "o_proj" if "o_proj.weight" in block.parameters else "out_proj"
     if block.num_in(output) < q.numel // block.tokens:
@@ -129,7 +130,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     out = block.fused_attention(q, k, v, q.numel, size, mask)
     if gate is not None:
         out = block.product(out, block.pointwise(gate, keeps_outputs=True))
-    return block.linear(output, out)
+    return block.multiplied(block.linear(output, out), "attention_out_multiplier")
 
 
 def activations_of_latent(block: Block, x: Tensor) -> Tensor:

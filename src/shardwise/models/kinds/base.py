@@ -41,6 +41,14 @@ class Core:
         """Return what a backward runs, without a recomputed forward; by default, twice that."""
         return 2.0 * self.executed_forward(sequence_length)
 
+    def map_forward(self, sequence_length: int) -> float:
+        """Return what the map of a rank's tokens takes under `cp`; 0: the core has no state."""
+        return 0.0
+
+    def map_backward(self, sequence_length: int) -> float:
+        """Return what the gradient of the state before a rank's tokens takes under `cp`."""
+        return 0.0
+
 
 def no_cores(config: PretrainedConfig) -> tuple[Core, ...]:
     """Return the cores of a kind that has none."""
@@ -85,6 +93,8 @@ class Backend(NamedTuple):
     """Return `torch`, or the package whose kernels compute the core for inputs of a dtype."""
     takes_documents: bool = True
     """The package's kernels keep documents apart; with documents, plain torch runs otherwise."""
+    takes_state: bool = True
+    """They begin from a state; under `parallel.cp`, which passes one on, plain torch runs else."""
     is_slow_in_torch: bool = True
     """On a GPU the torch path is many times slower than what people use there."""
 

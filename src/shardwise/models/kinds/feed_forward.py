@@ -40,7 +40,10 @@ def activations(block: Block, x: Tensor) -> Tensor:
     names = [name for name in UP if f"{name}.weight" in block.parameters]
     down = next(name for name in DOWN if f"{name}.weight" in block.parameters)
     if len(names) == 2:
-        return block.linear(down, block.gated_silu(*block.linears(names, x)))
+        gate, up = block.linears(names, x)
+        hidden = block.gated_silu(block.multiplied(gate, "mlp_multipliers"), up)
+        del gate, up
+        return block.multiplied(block.linear(down, hidden), "mlp_multipliers")
     return block.linear(down, block.activation(block.linear(names[0], x)))
 
 

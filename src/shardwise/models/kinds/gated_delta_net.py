@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -50,6 +50,10 @@ class DeltaRule(Core):
     key_dim: int
     value_dim: int
     chunk_size: int = 64
+    num_pairs: ClassVar[int] = 3
+    """Products [C, C] of a chunk's forward: pairs of keys, their inverse, and scores."""
+    num_pairs_of_map: ClassVar[int] = 2
+    """Those that the map of a rank's tokens needs: see Recurrence."""
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
@@ -63,6 +67,18 @@ class DeltaRule(Core):
         """See Core."""
         return self._over_chunks(sequence_length, lambda rule: rule.chunk_backward())
 
+    def map_forward(self, sequence_length: int) -> float:
+        """See Core. The state has K more columns, which begin as the identity."""
+        return self._over_chunks(sequence_length, lambda rule: rule.chunk_map())
+
+    def map_backward(self, sequence_length: int) -> float:
+        """See Core. As many products as a forward has, with the gradient of outputs for values."""
+        return self.executed_forward(sequence_length)
+
+    def chunk_map(self) -> int:
+        """Return what the map of a rank's tokens takes for one head and chunk."""
+        raise NotImplementedError
+
     def chunk_forward(self) -> int:
         """Return what a forward runs for one head and chunk."""
         raise NotImplementedError
@@ -75,11 +91,18 @@ class DeltaRule(Core):
     def products(self) -> int:
         """The numbers per token that products of a chunk give: selective checkpointing keeps them.
 
-        Pairs of keys, their inverse and scores; values, corrections and two parts of the output;
-        what is read of the state, and the state after the chunk.
+        Pairs; values, corrections and two parts of the output; what is read of the state, and the
+        state after the chunk.
         """
         state = self.key_dim * self.value_dim // self.chunk_size
-        return 3 * self.chunk_size + 4 * self.value_dim + self.key_dim + state
+        return self.num_pairs * self.chunk_size + 4 * self.value_dim + self.key_dim + state
+
+    @property
+    def products_of_map(self) -> int:
+        """The same for the map of a rank's tokens, whose state has a matrix [K, K] beside it."""
+        columns = self.key_dim + self.value_dim
+        state = self.key_dim * columns // self.chunk_size
+        return self.num_pairs_of_map * self.chunk_size + 2 * columns + state
 
     def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
         """Return the FLOPs per token of full chunks and of the rest."""
@@ -111,6 +134,11 @@ class GatedDeltaNet(DeltaRule):
         """See DeltaRule."""
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
         return 14 * c * k * v + 2 * c * c * (6 * k + 5 * v) + self._inverse()
+
+    def chunk_map(self) -> int:
+        """See DeltaRule."""
+        c, k, v = self.chunk_size, self.key_dim, self.value_dim
+        return 4 * c * k * (k + v) + 2 * c * c * (2 * k + v) + self._inverse()
 
     def _inverse(self) -> int:
         return self.chunk_size**2 * (self.chunk_size - 1)
@@ -213,17 +241,22 @@ def rule_outputs(
     num_heads = beta.numel // block.tokens
     state = block.rows * num_heads * rule.key_dim * rule.value_dim
     num_chunks = block.num_chunks(rule.chunk_size)
-    states = block.tape.tensor(num_chunks * state, WIDE)
     at_once = 1 if block.on_cpu else num_chunks
     size = block.rows * num_heads * at_once
     forward, backward = (part.bytes_of(rule, size) for part in scratch)
+    products = WIDE * block.rows * num_heads * rule.chunk_size * rule.products
+    if block.shares_rows:
+        of_map = products // rule.products * rule.products_of_map
+        block.tape.products_within(of_map * num_chunks)
+    made = v.num_bytes + WIDE * state
+    forward = block.tape.products_within(products * num_chunks, made, forward, products * at_once)
+    states = block.tape.tensor(num_chunks * state, WIDE)
     out, _ = block.tape.run(
         [q, k, v, g, beta],
         [(v.numel, v.itemsize), (state, WIDE)],
         keeps=[q, k, v, g, beta, states],
         forward=forward,
         backward=backward,
-        products=WIDE * size * rule.chunk_size * rule.products,
     )
     return out
 

@@ -7,7 +7,7 @@ of the first one, which is whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -48,6 +48,10 @@ class KimiDeltaAttention(DeltaRule):
     for each that has two factors; a solve's are the transposed solve and one full product.
     """
 
+    num_pairs: ClassVar[int] = 1
+    """One product gives the pairs of keys and those of queries with keys."""
+    num_pairs_of_map: ClassVar[int] = 1
+
     def chunk_forward(self) -> int:
         """See DeltaRule."""
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
@@ -58,11 +62,10 @@ class KimiDeltaAttention(DeltaRule):
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
         return 2 * c * c * (4 * k + 3 * v) + 14 * c * k * v + 2 * self._solve()
 
-    @property
-    def products(self) -> int:
-        """See DeltaRule: one product gives the pairs of keys and those of queries with keys."""
-        state = self.key_dim * self.value_dim // self.chunk_size
-        return self.chunk_size + 4 * self.value_dim + self.key_dim + state
+    def chunk_map(self) -> int:
+        """See DeltaRule."""
+        c, k, v = self.chunk_size, self.key_dim, self.value_dim
+        return 2 * c * c * k + 4 * c * k * (k + v) + self._solve()
 
     def _solve(self) -> int:
         return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)

@@ -57,6 +57,14 @@ class Mamba(Core):
         """See Core."""
         return 20.0 * self.num_channels * self.state_size
 
+    def map_forward(self, sequence_length: int) -> float:
+        """See Core. The states of all tokens, which are not read."""
+        return 3.0 * self.num_channels * self.state_size
+
+    def map_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.map_forward(sequence_length)
+
 
 def cores(config: PretrainedConfig) -> tuple[Mamba]:
     """Return the core by the config."""
@@ -94,13 +102,17 @@ def _scanned(
     state = block.rows * numel
     rates = block.pointwise(block.weight("A_log"), keeps_outputs=True)
     weights = [rates, block.weight("D"), block.weight("dt_proj.bias")]
-    states = block.tape.tensor(block.num_chunks(CHUNK) * state, WIDE)
     of_channels = block.rows * CHUNK * x.numel // block.tokens
+    forward = WIDE * (4 * CHUNK * state + 2 * of_channels)
+    # Of all that the scan computes, only what is read of the states is a product.
+    made = x.num_bytes + WIDE * state
+    forward = block.tape.products_within(WIDE * x.numel, made, forward, WIDE * of_channels)
+    states = block.tape.tensor(block.num_chunks(CHUNK) * state, WIDE)
     out, _ = block.tape.run(
         [x, dt, b, c, gate, *weights],
         [(x.numel, x.itemsize), (state, WIDE)],
         keeps=[x, dt, b, c, gate, states],
-        forward=WIDE * (4 * CHUNK * state + 2 * of_channels),
+        forward=forward,
         backward=WIDE * (5 * CHUNK * state + 10 * of_channels),
     )
     return out
@@ -159,7 +171,10 @@ MAMBA = Kind(
     functions={"mamba_selective_scan": scan, **CAUSAL_CONVOLUTION},
     carries=carries,
     activations=activations,
-    backends=(Backend("selective scan", backend, takes_documents=False), short_convolution.BACKEND),
+    backends=(
+        Backend("selective scan", backend, takes_documents=False, takes_state=False),
+        short_convolution.BACKEND,
+    ),
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

@@ -22,7 +22,7 @@ from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
 from shardwise.models.operations import WIDE, Block
-from shardwise.models.tape import Tensor
+from shardwise.models.tape import Tensor, parameter
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -73,6 +73,14 @@ class Mamba2(Core):
         """See Core."""
         return self._over_chunks(sequence_length, by_group=3, by_head=2, with_state=5)
 
+    def map_forward(self, sequence_length: int) -> float:
+        """See Core. One product writes all tokens into a state."""
+        return 2.0 * self.num_heads * self.head_dim * self.state_size
+
+    def map_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.map_forward(sequence_length)
+
     def _over_chunks(
         self, sequence_length: int, by_group: int, by_head: int, with_state: int
     ) -> float:
@@ -111,7 +119,10 @@ def activations(block: Block, x: Tensor) -> Tensor:
     )
     (core,) = cores(block.config)
     width = num_heads * core.head_dim
+    x = block.multiplied(x, "ssm_in_multiplier")
     projected = block.linear("in_proj", x)
+    if hasattr(block.config, "ssm_multipliers"):  # a buffer, in the dtype of hidden states
+        projected = block.product(projected, parameter(0, block.hidden, is_trained=False))
     gate, mixed, dt = block.split(projected, (width, channels, num_heads))
     mixed = convolved(block, mixed)
     state_width = (channels - width) // 2
@@ -119,7 +130,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     out = _scanned(block, core, hidden, dt, b, c)
     if "norm.weight" in block.parameters:
         out = _normed(block, out, gate)
-    return block.linear("out_proj", out)
+    return block.multiplied(block.linear("out_proj", out), "ssm_out_multiplier")
 
 
 def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -131,15 +142,23 @@ def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Te
     num_groups = b.numel // block.tokens // core.state_size
     rates = [block.pointwise(block.weight("A_log"), keeps_outputs=True), block.weight("D")]
     state = block.rows * num_heads * core.head_dim * core.state_size
-    states = block.tape.tensor(block.num_chunks(CHUNK) * state, WIDE)
+    num_chunks = block.num_chunks(CHUNK)
     of_values = block.rows * num_heads * CHUNK * core.head_dim
     of_pairs = block.rows * num_heads * CHUNK * CHUNK
     of_groups = 2 * b.numel // block.length * CHUNK + num_groups * block.rows * CHUNK * CHUNK
+    forward = WIDE * (4 * of_values + 4 * of_pairs)
+    # Products: what is read of the state, the scores of each group, what they give, and the state.
+    products = WIDE * (2 * of_values + num_groups * block.rows * CHUNK * CHUNK + state)
+    if block.shares_rows:
+        block.tape.products_within(WIDE * state)  # that of the map of a rank's tokens
+    made = x.num_bytes + WIDE * state
+    forward = block.tape.products_within(products * num_chunks, made, forward, products)
+    states = block.tape.tensor(num_chunks * state, WIDE)
     out, _ = block.tape.run(
         [x, dt, b, c, *rates],
         [(x.numel, x.itemsize), (state, WIDE)],
         keeps=[x, dt, b, c, states],
-        forward=WIDE * (4 * of_values + 4 * of_pairs),
+        forward=forward,
         backward=WIDE * (7 * of_values + 5 * of_pairs + 3 * state + 2 * of_groups),
     )
     return out

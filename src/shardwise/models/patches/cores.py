@@ -89,10 +89,10 @@ def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str,
     dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
     kinds = {block.kind for layer in spec.layers for block in layer.mixers}
     used = {backend.core: backend for kind in kinds for backend in kind.backends}
-    isolated = cfg.data.keeps_documents_apart
+    isolated, is_cut = cfg.data.keeps_documents_apart, cfg.parallel.cp > 1
     chosen = {
         core: used[core].chosen(device, dtype)
-        if used[core].takes_documents or not isolated
+        if (used[core].takes_documents or not isolated) and (used[core].takes_state or not is_cut)
         else "torch"
         for core in sorted(used)
     }
@@ -101,6 +101,8 @@ def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str,
         name = str(dtype).removeprefix("torch.")
         if isolated:
             name += " with isolated documents"
+        if is_cut:
+            name += " with parallel.cp"
         raise UserError(
             f"no installed package computes the {slow[0]} in {name} on this GPU, and plain torch "
             "is slow; install shardwise[gpu] and use bfloat16, or set model.slow_cores to allow"
