@@ -21,10 +21,14 @@ from shardwise.models import load, lora
 from shardwise.models.families import FAMILIES, spec_of
 from shardwise.schedule.orders import ORDERS
 from tests.fuzz.shapes import Sizes, draw_model
-from tests.parity.layouts import PROVEN
+from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
 
 STEPS = 2
-AXES = ("pp", "tp", "sp")
+AXES = ("pp", "cp", "ep", "tp", "sp")
+FIRST_NEWER = 10**6
+"""Seeds from here on draw layouts with `cp` and `ep`; those below draw what they always did."""
+MOST_AXES = 3
+"""Of two ranks each, beside `ep`, whose ranks have other axes too."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,10 @@ def draw(seed: int, folder: Path, family: str | None = None) -> Draw:
         part: Random(f"{part} {seed}") for part in parts
     }  # a change to one part leaves the others as they were
     family = family or list(FAMILIES)[seed % len(FAMILIES)]
+    is_newer = seed >= FIRST_NEWER
+    layouts = _newer_layouts(family) if is_newer else PROVEN
     layout = random["layout"].choices(
-        PROVEN, [4 / 2 ** max(1, len(_axes(layout))) for layout in PROVEN]
+        layouts, [4 / 2 ** max(1, len(_axes(layout))) for layout in layouts]
     )[0]
     sizes = _axis_sizes(layout, random["layout"])
     pipeline, num_layers = {}, random["model"].randint(1, 4)
@@ -146,7 +152,7 @@ def draw(seed: int, folder: Path, family: str | None = None) -> Draw:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model, indent=1))
     cfg = RunConfig(
-        model=_model(folder, family, random["model"]),
+        model=_model(folder, family, random["model"], is_newer),
         data=_data(layout, sizes, random["data"]),
         parallel=_parallel(layout, sizes, pipeline, random["parallel"]),
         optimizer=_optimizer(random["optimizer"]),
@@ -169,7 +175,13 @@ def draw(seed: int, folder: Path, family: str | None = None) -> Draw:
         isolated=cfg.data.packing == "isolated",
     )
     plain = cfg.training.precision == "float32" and random["rows"].random() < 0.7
-    return Draw(seed, family, layout, math.prod(sizes.values()), cfg, rows, plain)
+    num_ranks = math.prod(size for axis, size in sizes.items() if axis != "ep")
+    return Draw(seed, family, layout, num_ranks, cfg, rows, plain)
+
+
+def _newer_layouts(family: str) -> list[str]:
+    layouts = (*CONTEXT, *EXPERTS) if FAMILIES[family].experts else CONTEXT
+    return [layout for layout in layouts if len({*_axes(layout)} - {"ep"}) <= MOST_AXES]
 
 
 def _axes(layout: str) -> list[str]:
@@ -178,7 +190,7 @@ def _axes(layout: str) -> list[str]:
 
 def _axis_sizes(layout: str, random: Random) -> dict[str, int]:
     """Ranks of every axis; an odd number at times. Those of hsdp are replicas times shards."""
-    axes = _axes(layout)
+    axes = [axis for axis in _axes(layout) if axis != "ep"]
     if layout == "single":
         return {}
     several = {1: (2, 2, 3, 4), 2: (2, 2, 2, 3), 3: (2,)}[len(axes)]
@@ -190,16 +202,21 @@ def _axis_sizes(layout: str, random: Random) -> dict[str, int]:
         if axis not in sizes:
             sizes[axis] = random.choice([size for size in several if size <= left])
             left //= sizes[axis]
-    return {axis: sizes[axis] for axis in axes}
+    in_order = {axis: sizes[axis] for axis in axes}
+    if "ep" in _axes(layout):
+        several = math.prod(size for axis, size in sizes.items() if axis not in ("pp", "tp"))
+        in_order["ep"] = random.choice([size for size in (2, 3, 4, 8) if several % size == 0])
+    return in_order
 
 
-def _model(folder: Path, family: str, random: Random) -> Model:
+def _model(folder: Path, family: str, random: Random, is_newer: bool) -> Model:
     has_router = FAMILIES[family].router is not None
     return Model(
         str(folder),
         init="random",
         dtype="bfloat16" if random.random() < 0.05 else "float32",
         router_aux_loss_coef=random.choice((0.0, 0.01, 0.1)) if has_router else 0.0,
+        expert_capacity=random.choice((None, None, 0.6, 1.5)) if has_router and is_newer else None,
     )
 
 
@@ -207,6 +224,9 @@ def _data(layout: str, sizes: dict[str, int], random: Random) -> Data:
     length = random.randint(1, 37) if random.random() < 0.85 else random.randint(60, 140)
     if layout.endswith("-sp") and random.random() < 0.95:
         length = -(-length // sizes["tp"]) * sizes["tp"]
+    if "cp" in sizes and random.random() < 0.95:
+        chunks = 2 * sizes["cp"] * (sizes["tp"] if layout.endswith("-sp") else 1)
+        length = -(-length // chunks) * chunks
     return Data(
         "unused",
         sequence_length=length,
@@ -246,6 +266,11 @@ def _parallel(
     return Parallel(
         data="fsdp2" if sharded else data,  # ty: ignore[invalid-argument-type]
         **pipeline,
+        cp=sizes.get("cp", 1),
+        cp_attention=random.choice(("auto", "ring", "gather", "ulysses"))
+        if "cp" in sizes
+        else "auto",
+        ep=sizes.get("ep", 1),
         tp=sizes.get("tp", 1),
         sequence_parallel=layout.endswith("-sp"),
         dp_replicate=2 if data == "hsdp" else 1,
@@ -276,7 +301,7 @@ def _training(cfg: RunConfig, sizes: dict[str, int], kinds: list[str], random: R
     parallel = cfg.parallel
     data_size = 1
     for axis, size in sizes.items():
-        data_size *= size if axis not in ("pp", "tp") else 1
+        data_size *= size if axis not in AXES else 1
     least = (
         {"1f1b": parallel.pp, "dualpipe-v": 2 * parallel.pp}.get(parallel.schedule, 1)
         if parallel.pp > 1

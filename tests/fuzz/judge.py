@@ -18,7 +18,7 @@ from shardwise.schedule.orders import ORDERS
 from tests.distributed import PATIENCE, run_ranks
 from tests.fuzz.draws import Draw, Rows
 from tests.parity.harness import TOLERANCE, Outcome, differences, microbatches, run
-from tests.parity.layouts import PROVEN
+from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
 
 NOISE = 4.0
 """How many times what one process differs from itself is still rounding."""
@@ -30,7 +30,7 @@ LAYOUT_WORDS = (
     "tensor parallelism",
     "pipeline",
     " stage",
-    *(f" {name}" for name in (*PROVEN, *ORDERS) if name != "single"),
+    *(f" {name}" for name in (*PROVEN, *CONTEXT, *EXPERTS, *ORDERS) if name != "single"),
 )
 """A refusal that one process does not share has one of them in it."""
 Differences = dict[str, dict[str, float]]
