@@ -99,14 +99,14 @@ MOST_LINES = {
     "cli commands library __main__ __init__": 1_500,
     "presets": 300,
     "assembly training checkpoint process launch": 5_900,
-    "models": 9_700,
+    "models": 9_800,
     "parallel": 3_300,
     "data": 3_760,
     "kernels": 6_900,
     "planner schedule metrics": 8_150,
     "proof": 1_100,
     "simulation": 520,
-    "benchmark report drawing records": 5_400,
+    "benchmark report drawing records": 5_490,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -188,7 +188,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 4_400
+    assert lines <= 4_500
 
 
 def every_source() -> list[Path]:

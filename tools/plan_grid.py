@@ -17,7 +17,6 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -81,7 +80,7 @@ def compared(cell: Cell, row: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return what the planner predicts of a cell, and how far it is from the measured bytes."""
     states, memory = predict(cell, folder)
     return {
-        "predicted": asdict(memory) | {"total": memory.total},
+        "predicted": memory._asdict() | {"total": memory.total},
         "states_equal": states == row["states"],
         "error": round(memory.total / row["peak"] - 1, 5),
     }

@@ -7,7 +7,7 @@ docs/guides/published-layouts.md the arithmetic of published ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import yaml
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
-from shardwise.planner.exact import explain
+from shardwise.planner.exact import Choice, explain
 from shardwise.planner.plan_page import OVERHEADS, time_parts, why_not_fitting
 from shardwise.planner.search import search
 from shardwise.presets import MODELS
@@ -33,7 +33,8 @@ CASES = (
     ("does not fit on one device", "llama-3.1-70b", "8xH100-80GB", 1, None),
     ("several nodes, fast links", "llama-3.1-70b", "8xH100-80GB", 4, "400Gbps"),
     ("several nodes, slow links", "llama-3.1-70b", "8xH100-80GB", 4, "25Gbps"),
-    ("the largest layers are too much", "llama-3.1-405b", "8xH100-80GB", 64, "400Gbps"),
+    ("many nodes, fast links", "llama-3.1-405b", "8xH100-80GB", 64, "400Gbps"),
+    ("the largest layer does not fit", "llama-3.1-405b", "8xRTX4090", 64, "100Gbps"),
 )
 """What the case shows, preset, devices of a node, nodes, link between them."""
 ROWS, LENGTH = 512, 8_192
@@ -67,60 +68,81 @@ def _best(asked: Question) -> str:
     if not answer.choices:
         least = min(answer.computed, key=lambda choice: choice.memory.total)
         return f"nothing fits: `{least.title}` needs {size(least.memory.total)}"
-    best = answer.best
-    parts = time_parts(best.time)
-    lost = max(OVERHEADS, key=lambda part: parts[part])
-    ddp = answer.simpler.get("ddp")
+    best, ddp = answer.best, answer.simpler.get("ddp")
     why = f"; `ddp` {why_not_fitting(ddp, asked)}" if ddp and not ddp.fits else ""
-    return (
-        f"`{best.title}`, {best.details}: {size(best.memory.total)}, MFU {percent(best.mfu)}, "
-        f"{percent(parts[lost] / best.time.total)} {lost}{why}"
-    )
+    used = f"{size(best.memory.total)}, MFU {percent(best.mfu)}, {_largest_loss(best)}"
+    return f"`{best.title}`, {best.details}: {used}{why}"
+
+
+def _largest_loss(choice: Choice) -> str:
+    """Return the part of a step that loses most time, if any loses a twentieth."""
+    parts = time_parts(choice.time)
+    lost = max(OVERHEADS, key=lambda part: parts[part])
+    share = parts[lost] / choice.time.total
+    return f"{percent(share)} {lost}" if share >= 0.05 else "computation binds"
 
 
 def published(names: Container[str] | None = None) -> Iterator[str]:
-    """Yield the table of published layouts, by default of all."""
-    yield "| run | layout | memory of a device | step | MFU | most time lost to | why |"
-    yield "|---|---|---:|---:|---:|---|---|"
-    for name, run in yaml.safe_load(PUBLISHED.read_text(encoding="utf-8")).items():
-        if names is not None and name not in names:
-            continue
-        training = Training(
+    """Yield the table of published layouts, by default of all, then where each comes from."""
+    every = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+    runs = {name: run for name, run in every.items() if names is None or name in names}
+    yield "| run | layout | devices | memory | step | MFU | most time lost |"
+    yield "|---|---|---|---:|---:|---:|---|"
+    for name, run in runs.items():
+        yield from _rows_of(name, run)
+    yield ""
+    for name, run in runs.items():
+        yield f"- **{name}**: {run['why']}."
+        for key in ("source", "chosen", "unlike"):
+            yield f"  *{key.capitalize()}:* {run[key]}."
+
+
+def _rows_of(name: str, run: dict[str, Any]) -> Iterator[str]:
+    """Yield the row of a published run, and where it does not fit that with recomputation."""
+    devices = f"{run['nodes']} x {run['devices']}" if run["nodes"] > 1 else run["devices"]
+    for checkpointing in dict.fromkeys((run.get("checkpointing", "none"), "full")):
+        try:
+            choice, _ = explain(_question_of(run, checkpointing))
+        except UserError as error:
+            yield f"| {name} | refused: {error} | {devices} | | | | |"
+            return
+        title = name if checkpointing == "none" else f"{name}, layers recomputed"
+        fits = "" if choice.fits else ", does not fit"
+        yield (
+            f"| {title} | `{choice.title}` | {devices} | {size(choice.memory.total)}{fits} | "
+            f"{seconds(choice.time.total)} | {_mfu(choice)} | {_largest_loss(choice)} |"
+        )
+        if choice.fits:
+            return
+
+
+def _mfu(choice: Choice) -> str:
+    """Return the MFU from that where no message hides behind computation to the predicted one."""
+    lowest = choice.mfu / (1 + choice.time.hidden_communication / choice.time.total)
+    return " to ".join(dict.fromkeys((percent(lowest), percent(choice.mfu))))
+
+
+def _question_of(run: dict[str, Any], checkpointing: str) -> Question:
+    return question(
+        run["preset"],
+        run["devices"],
+        run["nodes"],
+        run.get("link"),
+        lora=False,
+        model=Model(str(MODELS / run["preset"]), dtype=run.get("dtype", "bfloat16")),
+        data=Data("any", sequence_length=run["sequence_length"]),
+        training=Training(
             "any",
             global_batch_size=run["rows"],
             precision="bfloat16",
             micro_batch_size=run.get("micro_batch_size", 1),
-            checkpointing=run.get("checkpointing", "none"),
-        )
-        asked = question(
-            run["preset"],
-            run["devices"],
-            run["nodes"],
-            run.get("link"),
-            lora=False,
-            model=Model(str(MODELS / run["preset"]), dtype=run.get("dtype", "bfloat16")),
-            data=Data("any", sequence_length=run["sequence_length"]),
-            training=training,
-            parallel=Parallel(**{"split": "uniform"} | run["parallel"])
-            if "pp" in run["parallel"]
-            else Parallel(**run["parallel"]),
-        )
-        try:
-            choice, _ = explain(asked)
-        except UserError as error:
-            yield f"| {name} | | | | | | refused: {error} |"
-            continue
-        parts = time_parts(choice.time)
-        lost = max(OVERHEADS, key=lambda part: parts[part])
-        fits = "" if choice.fits else " (does not fit)"
-        yield (
-            f"| {name} | `{choice.title}` | {size(choice.memory.total)}{fits} | "
-            f"{seconds(choice.time.total)} | {percent(choice.mfu)} | {lost} "
-            f"({percent(parts[lost] / choice.time.total)}) | {run['why']}; {run['note']} |"
-        )
+            checkpointing=checkpointing,
+        ),
+        parallel=Parallel(**run["parallel"]),
+    )
 
 
-def with_table(text: str, lines: Iterator[str]) -> str:
+def with_table(text: str, lines: Iterable[str]) -> str:
     """Return a page with other lines between its two marks."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
@@ -134,9 +156,9 @@ def main() -> int:
     """Write the pages, or with --check return 1 where one is not what the planner says."""
     stale = []
     for name, table in PAGES.items():
-        path = DOCS / name
+        path, lines = DOCS / name, [*table()]
         text = path.read_text(encoding="utf-8")
-        new = with_table(text, table())
+        new = with_table(text, lines)
         if new != text:
             stale.append(name)
             if "--check" not in sys.argv:

@@ -46,6 +46,7 @@ def test_what_it_writes_is_what_train_takes(folder, capsys):
     html = (folder / "page.html").read_text(encoding="utf-8")
     assert "fsdp2:2" in html
     assert not re.search("https?:", html)
+    assert 'th[data-kind="number"]' in html  # the style is not escaped
 
 
 def test_a_run_file_keeps_what_is_not_searched(folder):
@@ -58,7 +59,8 @@ def test_a_run_file_keeps_what_is_not_searched(folder):
 
 
 def test_all_as_data(capsys):
-    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, "--json", "--top", "2"]) == 0
+    options = ["--json", "--top", "2", "--html", "page.html"]
+    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, *options]) == 0
     content = json.loads(capsys.readouterr().out)
     best, _ = content["choices"]
     assert best["title"] == "ddp:2"
@@ -98,7 +100,10 @@ def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
         (["folder", *DEVICES], "folder"),
         (["unknown", *DEVICES, "--full"], "qwen2 is not a family that shardwise knows"),
         (["quantised", *DEVICES], "the weights are quantised"),
-        (["llama-3.1-8b", "--devices", "1xRTX4090", "--full"], "nothing fits on 1 x RTX4090"),
+        (
+            ["llama-3.1-8b", "--devices", "1xRTX4090", "--full", "--html=page.html"],
+            "nothing fits on 1 x RTX4090",
+        ),
     ],
     ids=lambda value: " ".join(value[:1] + value[7:]) if isinstance(value, list) else "",
 )
@@ -116,3 +121,19 @@ def test_a_mistake_is_one_line_with_a_way_out(arguments, fragment, folder, capsy
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert fragment in error
+
+
+def test_a_rank_is_simulated_beside_the_formulas(capsys):
+    arguments = ["plan", "--simulate", "tiny-qwen3_5", *DEVICES, "--explain", "fsdp2:2", "--rank"]
+    assert cli.main([*arguments, "1"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    difference = re.search(r"^rank 1 .* simulated .* by formulas .* \(([+-][0-9.]+)%\)", line)
+    assert difference is not None
+    assert abs(float(difference[1])) <= 3
+
+
+def test_a_rank_that_is_not_there(capsys):
+    assert cli.main(["plan", "tiny-llama", *DEVICES, "--simulate", "--rank", "2"]) == 2
+    assert "--rank is 2; give one from 0 to 1" in capsys.readouterr().err
+    assert cli.main(["plan", "tiny-llama", *DEVICES, "--rank", "1"]) == 2
+    assert "--rank is for --simulate" in capsys.readouterr().err

@@ -7,6 +7,7 @@ the constants of a process would decide. `tools/plan_grid.py` runs all cells.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -26,8 +27,8 @@ from shardwise.layouts import axis_sizes
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.pipeline_parallel import pipeline_of
-from shardwise.planner.memory import state_bytes
-from shardwise.planner.peak import Memory, boundaries_of, memory_of_run
+from shardwise.planner.memory import Memory, state_bytes
+from shardwise.planner.peak import boundaries_of, memory_of_run
 from shardwise.planner.share import share_of
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
@@ -130,12 +131,15 @@ def cells() -> list[Cell]:
 def config_of(cell: Cell, folder: Path) -> RunConfig:
     """Return the run file of a cell; `folder` gets the model's config."""
     model = folder / cell.family
-    if not model.exists():
+    if not (model / "config.json").exists():
         tiny = json.loads((CONFIGS / f"tiny-{cell.family}" / "config.json").read_text())
         width = {} if cell.family == "gpt2" else {"hidden_size": WIDTH}
-        model.mkdir(parents=True)
+        model.mkdir(parents=True, exist_ok=True)
         config = tiny | width | {"vocab_size": VOCABULARY} | WIDER[cell.family]
-        (model / "config.json").write_text(json.dumps(config))
+        # Each rank writes a file of its own, which then takes the place of another's.
+        written = model / f"{os.getpid()}.json"
+        written.write_text(json.dumps(config))
+        written.replace(model / "config.json")
     parallel = Parallel(**LAYOUTS[cell.layout])
     ways = cell.num_ranks // parallel.ranks_of_a_model
     return RunConfig(

@@ -19,6 +19,14 @@ def test_a_name_gives_the_datasheet_s_figures():
     assert cluster.between.bandwidth == pytest.approx(0.8 * 200e9 / 8)
 
 
+def test_ranks_of_a_node_send_to_others_through_a_port_each_but_no_faster_than_within():
+    cluster = cluster_of("8xH100-80GB", 2, "200Gbps")
+    assert cluster.link_of(16, ports=4).bandwidth == 4 * cluster.between.bandwidth
+    fast = cluster_of("8xRTX4090", 2, "400Gbps")
+    assert fast.link_of(16, ports=8).bandwidth == fast.inside.bandwidth
+    assert fast.link_of(16, ports=8).latency == fast.between.latency
+
+
 @pytest.mark.parametrize(
     "name", ["A100-40GB", "A100-80GB", "H100-80GB", "H200", "B200", "L40S", "RTX4090", "CPU-core"]
 )

@@ -10,7 +10,7 @@ import torch
 
 from shardwise import cli
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner import measure_machine
+from shardwise.planner import measure_machine, measure_messages
 from shardwise.planner.calibration import FACTORS, read
 from shardwise.planner.calibration_view import collectives_table, summary
 from tests.assembly.test_costs import config, tiny
@@ -27,10 +27,10 @@ def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_machine, "REFERENCES", references)
     monkeypatch.setattr(measure_machine, "SIZES", (8, 16))
     monkeypatch.setattr(measure_machine, "POINTS", ((32, 32), (64, 64)))
-    monkeypatch.setattr(measure_machine, "MESSAGE_BYTES", (64, 256))
-    monkeypatch.setattr(measure_machine, "ROUNDS", 1)
-    monkeypatch.setattr(measure_machine, "COMPUTING", 1e-4)
-    monkeypatch.setattr(measure_machine, "STRETCHES", 5)
+    monkeypatch.setattr(measure_messages, "MESSAGE_BYTES", (64, 256))
+    monkeypatch.setattr(measure_messages, "ROUNDS", 1)
+    monkeypatch.setattr(measure_messages, "COMPUTING", 1e-4)
+    monkeypatch.setattr(measure_messages, "STRETCHES", 5)
     path = tmp_path / "cache" / "calibration.json"
     run_ranks(2, measure_on_rank, path, tmp_path)
     made = read(path)

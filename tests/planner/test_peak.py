@@ -16,7 +16,8 @@ from shardwise.assembly.describe import Description, describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.models.activations import UnitMemory
 from shardwise.planner import peak
-from shardwise.planner.peak import Memory, memory_of_run
+from shardwise.planner.memory import Memory
+from shardwise.planner.peak import memory_of_run
 from tests.distributed import run_ranks
 from tests.planner.grid import Cell, cells, measure_each, predict
 
@@ -70,7 +71,7 @@ MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "qwen3_5-0.8b")
 ROWS = 16
 
 
-def simple_units(cfg: RunConfig, hf: Any, spec: Any, unit_index: int, tp_rank: int) -> UnitMemory:
+def simple_units(cfg: RunConfig, hf: Any, spec: Any, unit_index: int) -> UnitMemory:
     """Return sizes that grow with the tokens of a micro-batch, by hidden states."""
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
     hidden = 4 * tokens * spec.hidden_size

@@ -125,7 +125,7 @@ class Clocked:
         return carried
 
 
-class ClockedBench(profile._Bench):
+class ClockedBench(profile.Bench):
     def now(self) -> float:
         return Clocked.clock
 

@@ -9,8 +9,9 @@ from time import perf_counter
 import pytest
 
 from shardwise import rules
-from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.layouts import Facts, layout_of
+from shardwise.planner.calibration import Speeds
 from shardwise.planner.candidates import (
     Question,
     Space,
@@ -22,8 +23,10 @@ from shardwise.planner.candidates import (
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import explain
+from shardwise.planner.plan_page import heading
 from shardwise.planner.search import Answer, search
 from shardwise.presets import MODELS
+from tests.planner.test_calibration import made
 
 
 def question(
@@ -118,6 +121,15 @@ def test_what_does_not_fit_on_one_device_is_sharded():
     assert answer.best.candidate.division.data == "fsdp2" or answer.best.cfg.parallel.tp > 1
 
 
+def test_a_price_of_experts_knows_their_axis():
+    asked = question("tiny-qwen3_5_moe", "4xH100-80GB", lora=False)
+    cfg = replace(asked.cfg, parallel=Parallel(data="fsdp2", ep=2))
+    sliced = replace(cfg, parallel=replace(cfg.parallel, ep=1))
+    spread, complete = (explain(replace(asked, cfg=c))[0].time for c in (cfg, sliced))
+    assert spread.communication > complete.communication
+    assert spread.layers == pytest.approx(complete.layers, rel=0.02)
+
+
 def test_a_large_cluster_is_ordered_quickly_and_bounds_are_bounds():
     asked = question("llama-3.1-8b", "8xH100-80GB", nodes=2048, rows=2048, length=8192)
     subject = subject_of(asked)
@@ -143,3 +155,16 @@ def test_more_devices_never_need_more_memory(name):
         cfg = replace(asked.cfg, parallel=replace(asked.cfg.parallel, data=name))
         totals.append(explain(replace(asked, cfg=cfg))[0].memory.total)
     assert totals == sorted(totals, reverse=True)
+
+
+def test_a_layer_that_was_not_calibrated_is_named():
+    prices = {"forward": [1e-6] * 4, "backward": [1e-6] * 4}
+    asked = question("tiny-llama", "1xH100-80GB")
+    subject = subject_of(asked)
+    layer = subject.run.spec.layers[0]
+    kind = f"{layer.kind}, {layer.feed_forward}, lora"
+    for units, is_named in (({}, True), ({kind: prices}, False)):
+        speeds = Speeds((1,), {}, units, ())
+        calibration = replace(made(), speeds={1: speeds})
+        here = replace(asked, cluster=replace(asked.cluster, calibration=calibration))
+        assert any(kind in line for line in heading(here, subject)) == is_named

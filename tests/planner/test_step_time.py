@@ -127,6 +127,25 @@ def test_a_pipeline_s_step_is_the_simulator_s():
     assert work < alone.layers + alone.head < 2 * (work + halves.bubble)
 
 
+@pytest.mark.parametrize("data", ["ddp", "fsdp2"])
+def test_tokens_that_go_to_experts_on_other_ranks_take_time(data):
+    cfg = config(tiny("qwen3_5_moe"), None, {"global_batch_size": 8})
+    alone, spread = (
+        step_time(replace(cfg, parallel=Parallel(data=data, ep=ep)), 4, cluster_of("4xH100-80GB"))
+        for ep in (1, 2)
+    )
+    assert spread.communication + spread.hidden_communication > alone.communication
+
+
+def test_sums_over_nodes_use_the_ports_of_all_ranks_of_a_node_that_take_part():
+    cfg = replace(single(global_batch_size=8), parallel=Parallel(data="ddp"))
+    pairs, alone = (
+        step_time(cfg, 4, cluster_of(f"{per_node}xH100-80GB", 4 // per_node, "100Gbps"))
+        for per_node in (2, 1)
+    )
+    assert pairs.communication < alone.communication
+
+
 def test_a_preset_is_a_roofline_of_its_datasheet():
     cfg = single()
     slow, fast = (step_time(cfg, 1, cluster_of(name)) for name in ("CPU-core", "H100-80GB"))

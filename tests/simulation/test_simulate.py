@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, UserError
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
+from shardwise.planner.peak import memory_of_run
 from shardwise.simulation.simulate import full_batches, simulate
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
@@ -106,3 +108,16 @@ def test_a_rank_that_is_not_there_and_a_run_that_may_not_begin():
         simulate(cfg, 1, 1)
     with pytest.raises(UserError, match="tp"):
         simulate(replace(cfg, parallel=replace(cfg.parallel, tp=3)), 3, 0)
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_weights_that_stay_gathered_are_in_the_planned_peak(is_freed):
+    cfg = config(Cell("llama", "fsdp2", "lora", 2))
+    cfg = replace(
+        cfg,
+        data=replace(cfg.data, sequence_length=16),
+        parallel=replace(cfg.parallel, reshard_after_forward=is_freed),
+        training=replace(cfg.training, device="cpu", checkpointing="full"),
+    )
+    planned = memory_of_run(cfg, describe(cfg, 2))
+    assert planned.total == pytest.approx(simulate(cfg, 2, 0).peak_bytes, rel=0.03)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ def run(args: Namespace) -> int:
     for option in ("write", "html"):
         check_can_write(option, getattr(args, option))
     cluster = cluster_of(args.devices, args.nodes, args.link)
+    last = cluster.num_devices - 1
+    require(0 <= args.rank <= last, f"--rank is {args.rank}; give one from 0 to {last}")
+    require(args.simulate or not args.rank, "--rank is for --simulate; give both")
     sections, fixed = sections_of(
         args.run,
         args.overrides,
@@ -47,7 +51,8 @@ def run(args: Namespace) -> int:
     if args.explain is not None:
         question = replace(question, wanted=wanted_layout(args.explain))
     answer = search(question, args.top)
-    console = Console()
+    # With --json nothing else goes to standard output.
+    console = Console(stderr=args.json)
     if args.json:
         from shardwise.records.record import dumps
 
@@ -56,6 +61,11 @@ def run(args: Namespace) -> int:
         show_one(console, plan_page.explained(answer), question, answer.subject)
     else:
         show(console, answer)
+    if args.html is not None:
+        from shardwise.report.plan import page
+
+        Path(args.html).write_text(page(plan_page.as_data(answer)), encoding="utf-8")
+        lines(console, [f"wrote {args.html}"])
     if not answer.choices:
         least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)
         require(least is not None, "no layout of this run was found; give other --devices")
@@ -67,15 +77,10 @@ def run(args: Namespace) -> int:
             "more --devices, a shorter --sequence, or --lora in place of --full"
         )
     if args.simulate:
-        simulate(console, answer)
+        simulate(console, answer, args.rank)
     if args.write is not None:
         for path in write_run_file(Path(args.write), args.run, sections, answer):
-            print(f"wrote {path}")
-    if args.html is not None:
-        from shardwise.report.plan import page
-
-        Path(args.html).write_text(page(plan_page.as_data(answer)), encoding="utf-8")
-        print(f"wrote {args.html}")
+            lines(console, [f"wrote {path}"])
     return 0
 
 
@@ -103,17 +108,28 @@ def show_one(console: Console, choice: Choice, question: Question, subject: Subj
     lines(console, plan_page.arithmetic(choice, question, subject))
 
 
-def simulate(console: Console, answer: Answer) -> None:
-    """Print the peak of the first rank by simulation beside that by formulas."""
+def simulate(console: Console, answer: Answer, rank: int) -> None:
+    """Print the peak of a rank by simulation beside that by formulas.
+
+    A simulated step runs a CPU's kernels and knows no runtime. So both numbers are of a CPU.
+    """
+    from shardwise.assembly.describe import describe
+    from shardwise.planner.peak import boundaries_of, memory_of_rank
     from shardwise.simulation.simulate import simulate
     from shardwise.words import size
 
-    best = answer.best
-    simulated = simulate(best.cfg, answer.question.num_ranks, 0)
-    ratio = best.memory.total / simulated.peak_bytes - 1
+    cfg, num_ranks = answer.best.cfg, answer.question.num_ranks
+    run = describe(cfg, num_ranks)
+    cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
+    simulated = simulate(cfg, num_ranks, rank)
+    coordinates = list(product(*map(range, run.sizes.values())))[rank]
+    place = dict(zip(run.sizes, coordinates, strict=True))
+    memory = memory_of_rank(cfg, run, place, boundaries_of(cfg, run))
     text = (
-        f"simulated: {size(simulated.peak_bytes)} on rank 0 in {simulated.seconds:.0f} s; by "
-        f"formulas {size(best.memory.total)} on the fullest rank ({ratio:+.1%})"
+        f"rank {rank} with a CPU's kernels: simulated {size(simulated.peak_bytes)} at "
+        f"{simulated.moment or 'the start'}, in {simulated.seconds:.0f} s; by formulas "
+        f"{size(memory.total)} at {memory.moment} "
+        f"({memory.total / simulated.peak_bytes - 1:+.1%})"
     )
     lines(console, [text])
 
@@ -157,6 +173,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show")
     parser.add_argument("--explain", metavar="LAYOUT", help="only this one, such as fsdp2-tp:8-sp")
     parser.add_argument("--simulate", action="store_true", help="check the memory by simulation")
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="to simulate; default 0")
     parser.add_argument("--json", action="store_true", help="print all as data")
     parser.add_argument("--write", metavar="FILE", help="write the best as a run file")
     parser.add_argument("--html", metavar="FILE", help="draw all on one page")

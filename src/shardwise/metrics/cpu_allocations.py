@@ -70,6 +70,7 @@ class _Profiler:
         # With memory, and without shapes, stacks, FLOPs and modules.
         options = (False, True, False, False, False, _profiler._ExperimentalConfig())
         self._config = _profiler.ProfilerConfig(_profiler.ProfilerState.KINETO, *options)
+        self._without_modes: Any = torch._C._DisableTorchDispatch
         self._activities = {_profiler.ProfilerActivity.CPU}
         # Markers alone: a step has twenty times as many events of operators as of allocations.
         self._scopes = {_profiler.RecordScope.USER_SCOPE}
@@ -87,6 +88,15 @@ class _Profiler:
         self._prepare(self._config, self._activities)
         self._enable(self._config, self._activities, self._scopes)
         self._in_all_threads.value = True
+
+    def put_marker(self, name: str) -> None:
+        """Put a marker into the timeline.
+
+        A marker is an operator to torch. Dispatch modes must not see it: selective checkpointing
+        refuses one that the first forward did not have.
+        """
+        with self._without_modes(), record_function(name):
+            pass
 
     def stop(self) -> list[_Change | str]:
         """Stop, and return changes of CPU memory and names of markers in order of time."""
@@ -113,12 +123,6 @@ def _flattened(nodes: Iterable[Any]) -> Iterator[Any]:
         yield from _flattened(node.children)
 
 
-def _put_marker(name: str) -> None:
-    """Put a marker into the profiler's timeline."""
-    with record_function(name):
-        pass
-
-
 class _ExactRecorder:
     """Adds up what torch's CPU allocator reports to the bytes that are alive at the start.
 
@@ -141,7 +145,9 @@ class _ExactRecorder:
         del tensors
         self._entry_sizes = {s.data_ptr(): s.nbytes() for s in at_entry.values()}
         self._finalizers = {
-            key: weakref.finalize(storage, _put_marker, f"{_FREED}{storage.data_ptr()}")
+            key: weakref.finalize(
+                storage, self._profiler.put_marker, f"{_FREED}{storage.data_ptr()}"
+            )
             for key, storage in at_entry.items()
         }
         self._watch.enter_context(replaced(torch.UntypedStorage, "resize_", self._resize()))
@@ -155,7 +161,7 @@ class _ExactRecorder:
 
     def mark(self) -> None:
         """Put a mark between the events so far and those that follow."""
-        _put_marker(_MARK)
+        self._profiler.put_marker(_MARK)
 
     def stop(self) -> Allocations:
         """Stop, and return what was recorded."""
@@ -213,7 +219,7 @@ class _ExactRecorder:
             finalizer = self._finalizers.pop(storage._cdata, None)
             # Without `detach` it is a new storage in the place of a dead one.
             if finalizer is not None and finalizer.detach():
-                _put_marker(f"{_FREED}{address}")
+                self._profiler.put_marker(f"{_FREED}{address}")
             return result
 
         return resize_

@@ -36,10 +36,13 @@ class UnitMemory(NamedTuple):
     backward: int
     """The most alive at once during its backward, beyond what was alive at its start: what it kept
     and the gradient of its output."""
+    late: int = 0
+    """What the first half of a backward leaves for the second, beside what is kept: the gradients
+    of what is computed with trained weights."""
 
 
 def unit_memory(
-    cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, unit_index: int, tp_rank: int = 0
+    cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, unit_index: int
 ) -> UnitMemory:
     """Return the memory of a unit, from the embedding (0) up, of a model on any device.
 
@@ -64,7 +67,7 @@ class _Unit:
 
     def __init__(self, cfg: RunConfig, hf: Any, spec: ModelSpec, unit_index: int) -> None:
         self.cfg, self.hf, self.spec = cfg, hf, spec
-        self.tape = Tape()
+        self.tape = Tape(is_halved=cfg.parallel.schedule in HALVING)
         self.hidden = hidden_dtype(cfg).itemsize
         self.length = cfg.data.sequence_length // cfg.parallel.cp
         self.num_shares = cfg.parallel.tp if cfg.parallel.sequence_parallel else 1
@@ -86,8 +89,8 @@ class _Unit:
         if slot is None:
             return UnitMemory(0, forward_bytes, 0)
         del out
-        gradient = Memory(tape, num_bytes)
-        return UnitMemory(kept, forward_bytes, self._backward(slot, [gradient]))
+        backward_bytes = self._backward(slot, [Memory(tape, num_bytes)])
+        return UnitMemory(kept, forward_bytes, backward_bytes, tape.late_bytes)
 
     def memory_recomputed(
         self, forward: Callable[[Tensor], Tensor], keeps_products: bool
@@ -161,6 +164,7 @@ class _Unit:
             cast.itemsize if cast else None,
             on_cpu=device_of(cfg) == "cpu",
             rounds_last=(layer or self.spec.layers[0]).norms.rounds_last,
+            shares_rows=cfg.parallel.cp > 1,
             is_windowed=layer is not None and "sliding" in layer.kind,
             is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
             buffers=frozenset(name for name, _ in module.named_buffers()),
@@ -293,4 +297,7 @@ def _chunked_loss(block: Block, x: Tensor) -> Tensor:
         kept.append(block.tape.tensor(rows.numel, WIDE))
     if weight.slot is not None:
         kept.append(block.tape.tensor(weight.numel, WIDE))
+        if weight.itemsize == WIDE:
+            # What is kept becomes the gradient: the backward makes no other.
+            weight = block.tape.run([weight], [(1, WIDE)], view=True, passes=True)[0]
     return block.tape.run([rows, weight], [(1, WIDE)], keeps=kept, forward=scratch)[0]

@@ -96,11 +96,20 @@ class Tape:
     """False: nothing is kept for the backward, as in a layer that will be computed again."""
     alive_bytes: int = 0
     peak_bytes: int = 0
+    is_halved: bool = False
+    """A backward gives the gradients of inputs first: until those of weights, it frees nothing."""
     products: deque[Memory] = field(default_factory=deque)
     """Outputs of products that selective checkpointing keeps from the first forward."""
     keeps_products: bool = False
     takes_products: bool = False
     _nodes: list[_Node] = field(default_factory=list)
+    _late: list[_Node] = field(default_factory=list)
+    _late_gradients: list[Memory] = field(default_factory=list)
+    _num_run: int = 0
+    """Operations so far."""
+    _last_needed: int = 0
+    """The number of the last operation whose backward reads a tensor."""
+    _untaken: list[Memory] = field(default_factory=list)
 
     def touch(self, scratch_bytes: int = 0) -> None:
         """Count bytes that are alive only at this moment, beside all others."""
@@ -122,16 +131,15 @@ class Tape:
         passes: bool = False,
         keeps_outputs: bool = False,
         product: bool = False,
-        products: int = 0,
     ) -> list[Tensor]:
         """Run an operation and return its outputs, given as (elements, bytes of each).
 
         `keeps`: what its backward reads. `forward` and `backward`: bytes that are alive only while
         it runs, beside inputs and outputs and their gradients. `view`: outputs lie in the memory of
         the first input. `passes`: the gradient of the output is that of every input.
-        `product`: selective checkpointing keeps the outputs. `products`: bytes of the outputs of
-        products within, which it keeps too.
+        `product`: selective checkpointing keeps the outputs.
         """
+        self._num_run += 1
         self.touch(forward)
         if view:
             results = [Tensor(inputs[0].memory, *size, None) for size in outputs]
@@ -139,13 +147,13 @@ class Tape:
             results = [
                 Tensor(self._memory(product, n * size), n, size, None) for n, size in outputs
             ]
-        if products and (self.keeps_products or self.takes_products):
-            self._memory(True, products)
         self.touch(forward)
         slots = [x.slot for x in inputs if x.slot is not None]
         if slots:
             for y in results:
                 y.slot = Slot(y.num_bytes)
+            if keeps and self.keeps_products:
+                self._last_needed = self._num_run
             kept = [x.memory for x in keeps] if self.keeps else []
             if keeps_outputs and self.keeps:
                 kept += [y.memory for y in results]
@@ -153,9 +161,30 @@ class Tape:
             self._nodes.append(_Node(made, slots, passes, kept, backward))
         return results
 
+    def products_within(
+        self, num_bytes: int, output_bytes: int = 0, scratch_bytes: int = 0, at_once: int = 0
+    ) -> int:
+        """Keep or take the outputs of products within the next operation, as `run` does its own.
+
+        Return the bytes that it needs while it runs, beside what is kept: `scratch_bytes`, of which
+        `at_once` are outputs of products. When the first of them is taken again, all others and the
+        operation's `output_bytes` are there.
+        """
+        if not (self.keeps_products or self.takes_products):
+            return scratch_bytes
+        products = self._memory(True, num_bytes)
+        self.touch(output_bytes + scratch_bytes - at_once)
+        del products
+        return scratch_bytes - at_once
+
     def _memory(self, product: bool, num_bytes: int) -> Memory:
         if product and self.takes_products:
-            return self.products.popleft()
+            memory = self.products.popleft()
+            # torch stops computing again at the last tensor that the backward needs. So what the
+            # product that needs it has given is not taken, and stays until the backward has run.
+            if self._num_run >= self._last_needed:
+                self._untaken.append(memory)
+            return memory
         memory = Memory(self, num_bytes)
         if product and self.keeps_products:
             self.products.append(memory)
@@ -166,11 +195,23 @@ class Tape:
         slot.add(gradient)
         del gradient
         while self._nodes:
-            self._run_backward(self._nodes.pop())
+            node = self._nodes.pop()
+            if self.is_halved:
+                self._late.append(node)
+                if any(s.is_leaf for s in node.inputs):
+                    self._late_gradients += [s.gradient for s in node.outputs if s.gradient]
+            self._run_backward(node)
+        self._untaken.clear()
+
+    @property
+    def late_bytes(self) -> int:
+        """The gradients that a halved backward has left for those of weights."""
+        return sum({id(g): g.num_bytes for g in self._late_gradients}.values())
 
     def forget(self) -> None:
         """Drop the graph."""
         self._nodes.clear()
+        self._num_run = 0
 
     def _run_backward(self, node: _Node) -> None:
         arrived = [slot.gradient for slot in node.outputs if slot.gradient is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,16 @@ class Cluster:
         """All devices."""
         return self.per_node * self.nodes
 
-    def link_of(self, num_ranks: int) -> Link:
-        """Return the slowest link among so many neighbouring ranks."""
-        return self.inside if num_ranks <= self.per_node else self.between
+    def link_of(self, span: int, ports: int = 1) -> Link:
+        """Return the slowest link among so many neighbouring ranks.
+
+        `ports`: the ranks of a node that send to other nodes at the same time, each through a port
+        of its own.
+        """
+        if span <= self.per_node:
+            return self.inside
+        bandwidth = min(ports * self.between.bandwidth, self.inside.bandwidth)
+        return replace(self.between, bandwidth=bandwidth)
 
 
 def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster:

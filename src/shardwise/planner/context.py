@@ -51,7 +51,7 @@ class Mixer:
 def mixers_of(
     cfg: RunConfig, hf: Any, layer: LayerSpec, unit: Unit, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Mixer]:
-    """Yield the mixers of a layer; `shapes` are those of all weights on this rank, by name."""
+    """Yield the mixers of a layer; `shapes` are those of its weights on this rank, by name."""
     # `operators` saves what comes out of products, but nothing of a collective.
     mode = "full" if cfg.training.checkpointing == "operators" else cfg.training.checkpointing
     for block in layer.mixers:
@@ -103,7 +103,7 @@ def sent_by_layers(
             parts.append(sent_by_convolution(mixer.width, token_bytes, rank, num_ranks))
         if carried.state_numel:
             sizes = rows * carried.transition_numel, rows * carried.state_numel
-            parts.append(sent_by_recurrence(*sizes, STATE_ITEMSIZE, num_ranks))
+            parts.append(sent_by_recurrence(*sizes, STATE_ITEMSIZE, rank, num_ranks))
         if mixer.is_attention:
             assert shape is not None
             of_rank = replace(shape, num_tokens=rows * tokens_per_row, itemsize=itemsize)

@@ -44,10 +44,13 @@ class Estimates:
         self.reduced = 2 * self.gradients if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
 
-    def link(self, num_neighbours: int) -> Link:
-        """Return the slowest link among so many neighbouring ranks."""
+    def ring(self, num_ranks: int, inside: int = 1) -> Link:
+        """Return the slowest link of a ring of ranks, each with so many neighbours inside it.
+
+        Between nodes it goes through the ports of all its ranks in a node.
+        """
         cluster = self.question.cluster
-        return cluster.inside if num_neighbours <= cluster.per_node else cluster.between
+        return cluster.link_of(num_ranks * inside, max(1, cluster.per_node // inside))
 
     def state_bytes(self, division: Division, offload: str = "none") -> float:
         """Return a lower bound of the states on the fullest rank."""
@@ -103,11 +106,11 @@ class Estimates:
         seconds = 0.0
         if division.tp > 1:
             sums = num_sums * 2 * (division.tp - 1) / division.tp * self.hidden / division.cp
-            link = self.link(division.tp)
+            link = self.ring(division.tp)
             seconds += layers * rows * (sums / link.bandwidth + num_sums * link.latency)
         if division.cp > 1:
             sent = 2 * (division.cp - 1) / division.cp * self.hidden / division.tp
-            link = self.link(division.tp * division.cp)
+            link = self.question.cluster.link_of(division.tp * division.cp)
             seconds += layers * rows * (sent / link.bandwidth + 4 * link.latency)
         return seconds
 
@@ -115,14 +118,14 @@ class Estimates:
         """Return the seconds of what data parallelism sends."""
         division = candidate.division
         local, together = division.pp * division.tp, division.num_data * division.cp
-        link = self.link(division.tp * together)
+        link = self.ring(together, inside=division.tp)
         reduced = self.reduced / local
         if division.data != "fsdp2":
             times = num_micro if division.data == "zero2" else 1
             share = (together - 1) / together
             return (1 + times) * share * reduced / link.bandwidth
         shards = division.shards * division.cp
-        inner = self.link(division.tp * shards)
+        inner = self.ring(shards, inside=division.tp)
         share = (shards - 1) / shards
         gathers = num_micro * (2 if candidate.is_resharded else 1)
         times = num_micro

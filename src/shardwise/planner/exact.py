@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from shardwise import rules
 from shardwise.assembly.costs import choose_split
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes, num_microbatches
 from shardwise.metrics.flops import model_flops_per_token, utilization
+from shardwise.models.activations import UnitMemory
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner.candidates import (
     Candidate,
@@ -21,7 +22,9 @@ from shardwise.planner.candidates import (
     title,
 )
 from shardwise.planner.cluster import HERE
-from shardwise.planner.peak import Memory, memory_of_rank
+from shardwise.planner.memory import Memory
+from shardwise.planner.peak import memory_of_share
+from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, time_of_step
 
 USABLE = 0.95
@@ -29,17 +32,36 @@ USABLE = 0.95
 the errors of formulas."""
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """A candidate with its memory and time."""
 
     candidate: Candidate
     cfg: RunConfig
     memory: Memory
     """Of the fullest rank."""
-    time: StepTime
-    tokens_per_second: float
-    mfu: float
     fits: bool
+    price: Callable[[], StepTime] = field(repr=False)
+    """Returns its time, which nobody asks of most candidates that do not fit."""
+    flops_per_token: float
+    peak_flops: float
+    """FLOP/s of all devices together."""
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The time of a step."""
+        return self.price()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the whole run."""
+        tokens = self.cfg.training.global_batch_size * self.cfg.data.sequence_length
+        return tokens / self.time.total
+
+    @property
+    def mfu(self) -> float:
+        """The FLOPs that the model needs over those that the devices could do."""
+        return utilization(self.flops_per_token, self.tokens_per_second, self.peak_flops, 1)
 
     @property
     def title(self) -> str:
@@ -74,6 +96,7 @@ class Exact:
     def __init__(self, question: Question, subject: Subject) -> None:
         self.question, self.subject = question, subject
         self.choices: dict[Candidate, Choice | None] = {}
+        self._units: dict[object, UnitMemory] = {}
         self.refused: dict[str, str] = {}
 
     @cached_property
@@ -106,17 +129,22 @@ class Exact:
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
         boundaries = boundaries_of(cfg, subject, num_ranks)
         # Ranks of a pipeline differ: the first has most in flight, the last has the head.
-        first = dict.fromkeys(run.sizes, 0)
+        shares = Shares(cfg, run, boundaries)
         stages = sorted({0, min(1, cfg.parallel.pp - 1), cfg.parallel.pp - 1})
         memories = [
-            memory_of_rank(priced, run, first | {"pp": stage}, boundaries) for stage in stages
+            memory_of_share(priced, run, shares.of(stage), shares.place(stage), self._units)
+            for stage in stages
         ]
         memory = max(memories, key=lambda memory: memory.total)
-        time = time_of_step(cfg, run, cluster, boundaries)
-        tokens = cfg.training.global_batch_size * cfg.data.sequence_length / time.total
-        mfu = utilization(self.flops_per_token, tokens, peak_of(question), num_ranks)
-        fits = memory.total <= usable_bytes(question)
-        return Choice(candidate, cfg, memory, time, tokens, mfu, fits)
+        return Choice(
+            candidate,
+            cfg,
+            memory,
+            fits=memory.total <= usable_bytes(question),
+            price=partial(time_of_step, cfg, run, cluster, shares),
+            flops_per_token=self.flops_per_token,
+            peak_flops=num_ranks * peak_of(question),
+        )
 
 
 def peak_of(question: Question) -> float:

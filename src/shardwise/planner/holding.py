@@ -66,6 +66,9 @@ class Whole:
         # The head makes a gradient of a tied weight, to which the embedding adds its own at last.
         self.early = sizes[0].pop(tied, 0) if tied else 0
         self.largest = [max(of_unit.values(), default=0) for of_unit in sizes]
+        is_kept = cfg.training.loss != "plain" and units[-1].name == "the head"
+        if is_kept and all(weight.itemsize == 4 for weight in units[-1].trained):
+            self.largest[-1] = 0  # Among what the loss keeps is the gradient of its weight.
         self.total = sum(self.gradients)
         self.is_first = self.is_last = True
 
@@ -225,6 +228,8 @@ class Sharded(Whole):
         self.is_root_trained = bool(trained)
         self.shards = 0
         """Bytes of the shards' gradients."""
+        self.is_kept = not cfg.parallel.reshard_after_forward
+        """Whether units stay gathered from their forward to their backward."""
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
         """Return the bytes of these weights when they are gathered."""
@@ -235,10 +240,13 @@ class Sharded(Whole):
         raise NotImplementedError
 
     def _in_backward(self, place: int) -> tuple[int, int]:
-        """Return the gathered bytes of a unit and the root, and those of the unit below."""
+        """Return the gathered bytes of a unit and the root, and those of the unit below, or of
+        all units below that were kept.
+        """
         is_freed = self.is_root_trained and place < self.last
         root = 0 if is_freed else self.root
-        return root + self.gathered[place], self.gathered[place - 1] if place else 0
+        below = self.gathered[:place] if self.is_kept else self.gathered[:place][-1:]
+        return root + self.gathered[place], sum(below)
 
     def _complete(self, place: int) -> int:
         """Return the bytes of complete gradients after the backward of a unit."""
@@ -247,7 +255,7 @@ class Sharded(Whole):
     def backward(self, place: int) -> Iterator[Held]:
         """See Whole."""
         own, below = self._in_backward(place)
-        copy = below if self.is_gloo else 0
+        copy = below if self.is_gloo and not self.is_kept else 0
         gradients = self.shards + self.early
         summands = self._summands()
         yield Held("gather", gradients, own + below + copy + summands, runs=False)
@@ -280,8 +288,9 @@ class Fsdp2(Sharded):
         """See Whole."""
         own, before = self.gathered[place], self.gathered[place - 1] if place else 0
         copy = own if self.is_gloo else 0
-        yield Held("gather", self.shards, self.root + before + own + copy, runs=False)
-        yield Held("forward", self.shards, self.root + 2 * own)
+        kept = self.root + (sum(self.gathered[:place]) if self.is_kept else 0)
+        yield Held("gather", self.shards, kept + before + own + copy, runs=False)
+        yield Held("forward", self.shards, kept + 2 * own)
 
     def reduction(self, place: int) -> Iterator[Held]:
         """Yield what is held while gradients are copied and sent, and their sums come back."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import statistics
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,36 +22,33 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardwise.assembly.describe import describe
 from shardwise.assembly.optimizer import make_optimizer
-from shardwise.assembly.profiles import unit_keys
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import Mesh
 from shardwise.metrics.hardware import environment
+from shardwise.parallel.neighbours import NoNeighbours
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.planner.calibration import Calibration, Collective, Speeds, prices_of, write
-from shardwise.planner.profile import Start, make_bench
+from shardwise.planner.calibration import Calibration, Speeds, prices_of, write
+from shardwise.planner.measure_messages import ROUNDS, collectives, jitter, median_seconds
+from shardwise.planner.profile import Bench, Start, make_bench
 from shardwise.planner.unit_work import UnitWork, work_of_units
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
 
 SIZES = (8, 64, 256, 1024)
-MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
 VOCABULARY = 1024
 REFERENCES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
+        "layer_types": ["linear_attention", "full_attention"] * 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 4,
     },
     "bamba": {
-        "attn_layer_indices": [1],
+        "attn_layer_indices": [1, 3, 5],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "mamba_n_heads": 8,
@@ -59,15 +56,11 @@ REFERENCES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
-"""Families whose layers are measured, each in models of two layers."""
+"""Families whose layers are measured, each in models of six layers: so many lie in no cache."""
 POINTS = ((128, 128), (128, 512), (320, 128), (320, 512))
 """Hidden sizes of these models, and tokens."""
-ROUNDS = 5
-COMPUTING = 0.005
-"""Seconds of computing between two messages: about a layer of a small model."""
-STRETCHES = 20
-TENSORS_OF_LAYER = 24
-"""About eight linears with their adapters."""
+UNIT_ROUNDS = 3
+"""A model has three units of each kind."""
 
 
 def calibrate(num_processes: int, path: Path, start: Start) -> int:
@@ -97,11 +90,11 @@ def _on_rank(path: Path, folder: Path, _: RunConfig, mesh: Mesh) -> None:
     if num_ranks > 1:
         speeds[num_ranks] = _speeds(mesh, own)
     bandwidth = statistics.mean(of_every_rank(_copy_bandwidth()))
-    collectives, jitter = tuple(_collectives()), _jitter()
+    messages, waits = tuple(collectives()), jitter()
     if rank == 0:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
         facts = environment(mesh.device)
-        measured = Calibration(facts, num_ranks, memory, bandwidth, speeds, collectives, jitter)
+        measured = Calibration(facts, num_ranks, memory, bandwidth, speeds, messages, waits)
         write(measured, path)
     dist.barrier()
 
@@ -112,28 +105,26 @@ def _speeds(mesh: Mesh, folder: Path) -> Speeds:
     return replace(speeds, units=_units(mesh, folder, speeds))
 
 
-def median_seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Return the median seconds of a function, which runs once before."""
-    work()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def _products(of: str) -> list[list[list[float]]]:
-    """Return the seconds of products, laid out in memory as in the pass: [rows, inner, columns]."""
+    """Return the seconds of products, laid out in memory as in the pass: [rows, inner, columns].
+
+    What is multiplied with, a weight or what a forward kept, was last used long ago in training, so
+    no cache of a core holds it. Here it is another part of a large tensor each time.
+    """
     seconds = np.zeros((len(SIZES),) * 3)
+    numbers = torch.randn(max(2**24, 2 * SIZES[-1] ** 2))
+    pick = random.Random(0)
     for index in itertools.product(range(len(SIZES)), repeat=3):
         rows, inner, columns = (SIZES[i] for i in index)
-        a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+        a, size = torch.randn(rows, inner), inner * columns
+        starts = [pick.randrange(numbers.numel() - size) for _ in range(ROUNDS + 1)]
+        parts = [numbers[start : start + size].view(inner, columns) for start in starts]
         if of == "forward":  # x W^T, W [columns, inner]
-            b = torch.randn(columns, inner).T
+            parts = [part.view(columns, inner).T for part in parts]
         elif of == "weight":  # dy^T x, dy [inner, rows]
             a = torch.randn(inner, rows).T
-        seconds[index] = median_seconds(partial(torch.mm, a, b))
+        products = map(partial(torch.mm, a), parts)
+        seconds[index] = median_seconds(partial(next, products))
         beat()
     return seconds.tolist()
 
@@ -194,7 +185,7 @@ def _reference(
         "vocab_size": VOCABULARY,
         "hidden_size": width,
         "intermediate_size": 3 * width,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 6,
         "head_dim": head,
         "tie_word_embeddings": False,
         "max_position_embeddings": 4096,
@@ -224,14 +215,26 @@ _ARCHITECTURES = {
 
 
 def _unit_seconds(cfg: RunConfig, mesh: Mesh) -> Iterator[tuple[UnitWork, float, float]]:
-    """Yield the work of each distinct unit of a model, and the seconds of its two passes."""
+    """Yield the work of each unit of a model, and the median seconds of its two passes.
+
+    Units with a state come twice, once as under `cp` without its messages: the second time their
+    cores compute more, so the two tell the price of a core's FLOPs from that of all else.
+    """
     facts = describe(cfg, 1, mesh.device)
     works = work_of_units(cfg, facts.hf, facts.spec)
-    keys = unit_keys(facts.hf, facts.spec, cfg.parallel.schedule)
-    distinct = {key: place for place, key in reversed(list(enumerate(keys)))}
-    bench = make_bench(cfg, mesh, facts, sorted(distinct.values()))
-    for number in range(ROUNDS + 1):
-        if number == 1:
+    bench = make_bench(cfg, mesh, facts, list(range(len(works))))
+    yield from zip(works, *_passes(bench), strict=True)
+    with_maps = work_of_units(cfg, facts.hf, facts.spec, has_neighbours=True)
+    if with_maps != works:
+        for stage in bench.stages:
+            stage.microbatches = [replace(x, neighbours=NoNeighbours()) for x in stage.microbatches]
+        yield from zip(with_maps, *_passes(bench), strict=True)
+
+
+def _passes(bench: Bench) -> tuple[list[float], list[float]]:
+    """Return the median seconds of the forward and of the backward of each unit."""
+    for number in range(UNIT_ROUNDS + 1):
+        if number == 1:  # gradients are added up from here on
             bench.seconds.clear()
         outputs = []
         for place in range(len(bench.stages)):
@@ -239,138 +242,13 @@ def _unit_seconds(cfg: RunConfig, mesh: Mesh) -> Iterator[tuple[UnitWork, float,
             outputs.append(bench.forward(place))
         for place in reversed(range(len(bench.stages))):
             bench.backward(place, *outputs.pop(), halves=False)
-        for stage in bench.stages:
-            for parameter in stage.parameters():
-                parameter.grad = None
     medians = {key: statistics.median(seconds) for key, seconds in bench.seconds.items()}
-    for index, place in enumerate(sorted(distinct.values())):
-        forward = medians[index, "F"]
-        if index > 0:
-            forward = max(0.0, forward - medians[0, "F"])
-        yield works[place], forward, medians.get((index, "B"), 0.0)
+    places = range(len(bench.stages))
+    around = medians[0, "F"]
+    forwards = [around, *(max(0.0, medians[place, "F"] - around) for place in places[1:])]
+    return forwards, [medians.get((place, "B"), 0.0) for place in places]
 
 
 def _copy_bandwidth() -> float:
     source, target = torch.ones(2**23), torch.ones(2**23)
     return 2 * source.nbytes / median_seconds(partial(target.copy_, source))
-
-
-class Rhythm:
-    """Measures messages as they fall in training: between stretches of computing.
-
-    A message right after another one costs less: the ranks come together, and caches hold its data.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._x, self._w = torch.randn(256, 512), torch.randn(512, 512)
-        self._products = max(
-            1, round(seconds / median_seconds(partial(torch.mm, self._x, self._w)))
-        )
-        # Ranks that counted differently would wait for one another.
-        self._products = min(of_every_rank(self._products))
-        self.seconds = self._seconds_each(lambda: None, STRETCHES)
-
-    def message_seconds(self, message: Callable[[], Any], stretches: int) -> float:
-        """Return what one message adds to a stretch of computing, on the rank that it costs most.
-
-        Every rank must call this, with the same kind of message.
-        """
-        added = [
-            self._seconds_each(message, stretches) - self._seconds_each(lambda: None, stretches)
-            for _ in range(ROUNDS)
-        ]
-        return max(of_every_rank(max(1e-6, statistics.median(added))))
-
-    def _seconds_each(self, message: Callable[[], Any], stretches: int) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(stretches):
-            for _ in range(self._products):
-                torch.mm(self._x, self._w)
-            message()
-        beat()
-        return (time.perf_counter() - start) / stretches
-
-
-def _collectives() -> Iterator[Collective]:
-    """Yield the seconds of every collective, among all ranks, over sizes of whole tensors."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    if n == 1:
-        return
-    rhythm = Rhythm(COMPUTING)
-    for num_bytes in MESSAGE_BYTES:
-        complete = torch.zeros(num_bytes // 4)
-        shards = torch.zeros(num_bytes // 4 // n * n)
-        part = shards[: len(shards) // n]
-        into = torch.zeros_like(shards)
-        kinds: dict[str, Callable[[], Any]] = {
-            "all-reduce": partial(_sum, complete),
-            "all-gather": partial(dist.all_gather_single, into, part),
-            "all-gather of weights": partial(_gather, _sharded_layer(num_bytes)),
-            "reduce-scatter": partial(dist.reduce_scatter_single, part.clone(), shards),
-            "reduce-scatter of weights": partial(_scatter_layer, shards, n),
-            "all-to-all": partial(dist.all_to_all_single, into, shards),
-            "broadcast": partial(dist.broadcast, complete, 0),
-            "reduce": partial(dist.reduce, complete, 0),
-            "send": partial(_transfer, complete, rank, is_two_way=False),
-            "exchange": partial(_transfer, complete, rank, is_two_way=True),
-        }
-        stretches = STRETCHES if num_bytes < 2**23 else STRETCHES // 5
-        for kind, message in kinds.items():
-            yield Collective(kind, n, num_bytes, rhythm.message_seconds(message, stretches))
-
-
-def _jitter() -> float:
-    """Return the seconds that a rank waits for others per second of computing.
-
-    Ranks with equal work do not end together: the longer they compute, the longer one waits.
-    """
-    if dist.get_world_size() == 1:
-        return 0.0
-    tiny = torch.zeros(8)
-    short, long = (Rhythm(seconds) for seconds in (COMPUTING, 8 * COMPUTING))
-    waits = [rhythm.message_seconds(partial(_sum, tiny), STRETCHES) for rhythm in (short, long)]
-    return max(0.0, (waits[1] - waits[0]) / (long.seconds - short.seconds))
-
-
-def _sum(tensor: torch.Tensor) -> None:
-    """Add up a copy, as tensor parallelism does, which needs both."""
-    dist.all_reduce(tensor.clone())
-
-
-def _sharded_layer(num_bytes: int) -> FSDPModule:
-    """Return a layer of FSDP whose weights have so many bytes, in as many tensors as with LoRA."""
-    size = max(1, num_bytes // 4 // TENSORS_OF_LAYER)
-    tensors = [
-        nn.Parameter(torch.zeros(size), requires_grad=False) for _ in range(TENSORS_OF_LAYER)
-    ]
-    layer = nn.ParameterList(tensors)
-    return fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def _gather(layer: FSDPModule) -> None:
-    """Do what FSDP does with a layer: copy, gather and copy its shards, and free the weights."""
-    layer.unshard()
-    layer.reshard()
-
-
-def _scatter_layer(gradients: torch.Tensor, num_ranks: int) -> None:
-    """Do what FSDP does with a layer's gradients: they are copied and reduced into a new shard."""
-    copied = gradients.clone()
-    dist.reduce_scatter_single(copied.new_empty(len(copied) // num_ranks), copied)
-
-
-def _transfer(tensor: torch.Tensor, rank: int, is_two_way: bool) -> None:
-    """Send from rank 0 to rank 1, as pipelines do, or both ways, as context parallelism does.
-
-    Other ranks do nothing.
-    """
-    if rank > 1:
-        return
-    transfers = []
-    if rank == 0 or is_two_way:
-        transfers.append(dist.P2POp(dist.isend, tensor, 1 - rank))
-    if rank == 1 or is_two_way:
-        transfers.append(dist.P2POp(dist.irecv, torch.empty_like(tensor), 1 - rank))
-    for work in dist.batch_isend_irecv(transfers):
-        work.wait()

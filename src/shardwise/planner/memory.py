@@ -1,8 +1,8 @@
-"""The bytes of weights, gradients and optimizer states on a rank, by closed formulas.
+"""The bytes on a rank by part, and those of its weights, gradients and optimizer states.
 
-They are those between the last backward of a step and the next step, under every layout. Gradients
-take the dtype of their weight, or float32 under `training.accumulation: float32`. What a step
-needs beside them is not counted: activations, gathered weights, buckets.
+Closed formulas count the states between the last backward of a step and the next step, under
+every layout. Gradients take the dtype of their weight, or float32 under
+`training.accumulation: float32`. Activations, gathered weights and buckets are in `peak.py`.
 tests/parallel/test_state_bytes.py counts the tensors that real ranks hold.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from shardwise.assembly.costs import gradient_bytes, optimizer_bytes
 from shardwise.assembly.describe import describe
@@ -18,6 +19,37 @@ from shardwise.config import RunConfig
 from shardwise.layouts import context_joins_of, num_strategy_ranks
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
+
+
+class Memory(NamedTuple):
+    """The bytes that are alive on a rank at the peak of a step."""
+
+    weights: int = 0
+    """The weights that the rank keeps between steps."""
+    gradients: int = 0
+    """Gradients, or the shards of them."""
+    optimizer: int = 0
+    """The states of the optimizer."""
+    activations: int = 0
+    """What forwards have kept for backwards."""
+    buffers: int = 0
+    """Gathered weights, buckets, summands and messages: what is there to be communicated."""
+    temporary: int = 0
+    """What a unit or the optimizer needs while it runs, the rows of the step, and constants."""
+    overhead: int = 0
+    """What the device's runtime and libraries take; 0 on a CPU."""
+    moment: str = ""
+    """When the peak is, such as "backward of the head"."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.activations + self.buffers + self.temporary + self.overhead
+
+    def plus(self, **sizes: int) -> Memory:
+        """Return this memory with more bytes of some parts."""
+        return self._replace(**{part: getattr(self, part) + size for part, size in sizes.items()})
 
 
 def state_bytes(

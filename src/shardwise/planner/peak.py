@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -21,7 +20,7 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, unit_memory
-from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.holding import (
     Ddp,
@@ -35,7 +34,7 @@ from shardwise.planner.holding import (
     Zero2,
     buckets,
 )
-from shardwise.planner.memory import state_bytes
+from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
 from shardwise.schedule.simulate import kept_messages
 
@@ -48,38 +47,6 @@ are loaded. About 300 MB for a small model since kernels are loaded when they ar
 NCCL_BYTES = 32 * 4 * 2**20
 """What NCCL takes for a group of ranks: a buffer of 4 MiB (NCCL_BUFFSIZE) for each of at most 32
 channels (NCCL_MAX_NCHANNELS, the defaults in NVIDIA's documentation). *Unverified here.*"""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The bytes that are alive on a rank at the peak of a step."""
-
-    weights: int = 0
-    """The weights that the rank keeps between steps."""
-    gradients: int = 0
-    """Gradients, or the shards of them."""
-    optimizer: int = 0
-    """The states of the optimizer."""
-    activations: int = 0
-    """What forwards have kept for backwards."""
-    buffers: int = 0
-    """Gathered weights, buckets, summands and messages: what is there to be communicated."""
-    temporary: int = 0
-    """What a unit or the optimizer needs while it runs, the rows of the step, and constants."""
-    overhead: int = 0
-    """What the device's runtime and libraries take; 0 on a CPU."""
-    moment: str = ""
-    """When the peak is, such as "backward of the head"."""
-
-    @property
-    def total(self) -> int:
-        """All bytes."""
-        states = self.weights + self.gradients + self.optimizer
-        return states + self.activations + self.buffers + self.temporary + self.overhead
-
-    def plus(self, **sizes: int) -> Memory:
-        """Return this memory with more bytes of some parts."""
-        return replace(self, **{part: getattr(self, part) + size for part, size in sizes.items()})
 
 
 def memory_of_run(cfg: RunConfig, run: Description) -> Memory:
@@ -108,8 +75,21 @@ def memory_of_rank(
     It is that of any step after the first, which has no states of the optimizer yet. `boundaries`:
     those of a pipeline's split (see `share_of`).
     """
-    share = share_of(cfg, run, coordinates, boundaries)
-    rank = _Rank(cfg, run, share, coordinates)
+    return memory_of_share(cfg, run, share_of(cfg, run, coordinates, boundaries), coordinates)
+
+
+def memory_of_share(
+    cfg: RunConfig,
+    run: Description,
+    share: Share,
+    coordinates: Mapping[str, int],
+    units: dict[object, UnitMemory] | None = None,
+) -> Memory:
+    """Return the memory of the rank at these coordinates, which holds this share.
+
+    `units` are those of layouts of the same run that were computed before; others are added.
+    """
+    rank = _Rank(cfg, run, share, coordinates, {} if units is None else units)
     return max(rank.moments(), key=lambda memory: memory.total)
 
 
@@ -122,7 +102,12 @@ class _Rank:
     """A rank and the moments of its step."""
 
     def __init__(
-        self, cfg: RunConfig, run: Description, share: Share, coordinates: Mapping[str, int]
+        self,
+        cfg: RunConfig,
+        run: Description,
+        share: Share,
+        coordinates: Mapping[str, int],
+        memories: dict[object, UnitMemory],
     ) -> None:
         self.cfg, self.run, self.share, self.coordinates = cfg, run, share, coordinates
         self.is_gloo = cfg.training.device != "cuda"
@@ -150,7 +135,7 @@ class _Rank:
         if not self.is_gloo:
             groups = sum(size > 1 for size in run.sizes.values())
             self.base = self.base.plus(overhead=CUDA_CONTEXT_BYTES + groups * NCCL_BYTES)
-        self.memories: dict[object, UnitMemory] = {}
+        self.memories = memories
         self.chunks = [self._units(chunk) for chunk in share.chunks]
 
     def _units(self, chunk: Chunk) -> list[Unit]:
@@ -170,16 +155,19 @@ class _Rank:
         numbers += [first + i for i in range(len(stage.layers))]
         numbers += [last] if stage.last else []
         units, is_trained = [], False
+        training, parallel = self.cfg.training, self.cfg.parallel
+        layout = (
+            *(training.micro_batch_size, str(training.checkpointing), parallel.schedule),
+            *(parallel.cp, parallel.ep, parallel.tp, parallel.sequence_parallel),
+        )
         for number in numbers:
             of_unit = tuple(weights.get(number, ()))
             layer = model.layers[number - 1] if 0 < number < last else None
             kind = (layer.kind, layer.feed_forward) if layer else number
             facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit)
-            key = (kind, is_trained or chunk.needs_input_gradient, facts)
+            key = (layout, kind, is_trained or chunk.needs_input_gradient, facts)
             if key not in self.memories:
-                self.memories[key] = unit_memory(
-                    self.cfg, self.run.hf, model, number, self.coordinates["tp"]
-                )
+                self.memories[key] = unit_memory(self.cfg, self.run.hf, model, number)
             ends = {0: "the embedding", last: "the head"}
             name = layer.name if layer else ends[number]
             units.append(Unit(name, self.memories[key], of_unit))
@@ -254,7 +242,7 @@ class _Rank:
                 yield self._moment(held, unit.name, kept, self.hidden)
 
     def _moment(self, held: Held, name: str, kept: int = 0, temporary: int = 0) -> Memory:
-        moment = replace(self.base, moment=f"{held.moment} of {name}")
+        moment = self.base._replace(moment=f"{held.moment} of {name}")
         return moment.plus(
             gradients=held.gradients, buffers=held.buffers, activations=kept, temporary=temporary
         )
@@ -269,9 +257,11 @@ class _Rank:
         chunks = self.run.pipeline.chunks_of(rank)
         holdings = [*map(self._holding, self.chunks, self.share.chunks)]
         kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
-        late = [sum(map(self._late, units)) for units in self.chunks]
+        late = [sum(unit.memory.late for unit in units) for units in self.chunks]
         forwards, backwards, in_flight = Counter[int](), Counter[int](), Counter[int]()
         halved = Counter[int]()
+        # What a chunk adds to all the rest is the same each time, except the first.
+        peaks: dict[object, Memory] = {}
         seen: set[object] = set()
         for action in self.run.pipeline.order(rank):
             place = chunks.index(action.chunk)
@@ -286,9 +276,11 @@ class _Rank:
             state = action.kind, place, messages, activations, others, holding.is_first
             if action.kind != "W" and state not in seen:
                 seen.add(state)
-                run = self._forward if action.kind == "F" else self._backward
-                for moment in run(units, holding):
-                    yield moment.plus(gradients=others, activations=activations, buffers=messages)
+                key = action.kind == "F", place, holding.is_first
+                if key not in peaks:
+                    run = self._forward if action.kind == "F" else self._backward
+                    peaks[key] = max(run(units, holding), key=lambda memory: memory.total)
+                yield peaks[key].plus(gradients=others, activations=activations, buffers=messages)
             if action.kind == "F":
                 forwards[place] += 1
                 in_flight[place] += 1
@@ -306,15 +298,6 @@ class _Rank:
             others = sum(h.total for h in holdings if h is not holding)
             for held in holding.last_reduction():
                 yield self._moment(held, "gradients").plus(gradients=others)
-
-    def _late(self, unit: Unit) -> int:
-        """Return the bytes that the first half of a backward leaves for the second, beside what is
-        kept: the gradient of what comes out of each product with a trained weight.
-        """
-        tokens = self.cfg.training.micro_batch_size * self.cfg.data.sequence_length
-        widths = [weight.shape[0] for weight in unit.trained if len(weight.shape) == 2]
-        dtype = autocast_dtype(self.cfg.training.precision) or hidden_dtype(self.cfg)
-        return tokens // self.cfg.parallel.cp * dtype.itemsize * sum(widths)
 
     def _messages(
         self, kind: str, forwards: Counter[int], backwards: Counter[int], in_flight: Counter[int]
@@ -348,12 +331,12 @@ class _Rank:
         yield self._summed(base, partial, "sum of gradients over tp")
         if self.share.tied is not None:
             size = self.share.tied.numel * self.share.tied.itemsize
-            yield replace(base.plus(buffers=size), moment="sum of the tied weight's gradients")
+            yield base.plus(buffers=size)._replace(moment="sum of the tied weight's gradients")
         sizes = [(self._local_numel(weight), weight.itemsize) for weight in trained]
         if not sizes:
             return
         squares = min(NORM_ELEMENTS, max(numel for numel, _ in sizes))
-        yield replace(base.plus(temporary=4 * squares), moment="clipping")
+        yield base.plus(temporary=4 * squares)._replace(moment="clipping")
         largest = max(numel * itemsize for numel, itemsize in sizes)
         every = sum(numel * itemsize for numel, itemsize in sizes)
         is_adamw = self.cfg.optimizer.name == "adamw"
@@ -361,13 +344,13 @@ class _Rank:
         update = (2 if is_adamw else 1) * largest
         if not self.is_gloo:
             update = every if parallel.offload == "none" else 0
-        yield replace(base.plus(temporary=update), moment="update of the largest weight")
+        yield base.plus(temporary=update)._replace(moment="update of the largest weight")
         if self.cfg.parallel.data in ("zero1", "zero2"):
             for bucket in buckets(trained[::-1]):
                 size = sum(w.padded_numel * w.itemsize for w in bucket)
                 copy = size if self.is_gloo else 0
                 gathered = size // self.num_shards + size + copy
-                yield replace(base.plus(buffers=gathered), moment="gathering of updated weights")
+                yield base.plus(buffers=gathered)._replace(moment="gathering of updated weights")
 
     def _local_numel(self, weight: Weight) -> int:
         if self.cfg.parallel.data in ("single", "ddp"):
@@ -385,4 +368,4 @@ class _Rank:
             most = max(most, joined * copies)
             if joined >= BUCKET_ELEMENTS:
                 joined = 0
-        return replace(base.plus(buffers=most), moment=moment)
+        return base.plus(buffers=most)._replace(moment=moment)

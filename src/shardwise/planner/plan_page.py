@@ -12,7 +12,7 @@ from rich.table import Table
 from shardwise.metrics.flops import model_flops_per_token
 from shardwise.planner.candidates import Question, Subject, layout_name
 from shardwise.planner.exact import Choice, usable_bytes
-from shardwise.planner.peak import Memory
+from shardwise.planner.memory import Memory
 from shardwise.planner.search import Answer
 from shardwise.planner.step_time import StepTime
 from shardwise.words import counted, number, percent, size
@@ -67,6 +67,13 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
         f"{cluster.num_devices:,} x {device.name} in {counted(cluster.nodes, 'node')}; "
         f"{size(usable_bytes(question))} of {size(device.memory_bytes)} may be used"
     )
+    if cluster.calibration is not None:
+        mode = "lora" if cfg.lora else "full"
+        keys = {f"{x.kind}, {x.feed_forward}, {mode}" for x in subject.run.spec.layers}
+        unknown = keys - cluster.calibration.of_busy(cluster.num_devices).units.keys()
+        if unknown:
+            names = "; ".join(sorted(unknown))
+            yield f"not calibrated, priced as the mean of other layers: {names}"
 
 
 def best_table(answer: Answer) -> Table:
@@ -161,8 +168,12 @@ def why_not_fitting(choice: Choice, question: Question) -> str:
     if choice.candidate.division.data == "fsdp2" and memory.total - states > limit:
         parts = {part: getattr(memory, part) for part in ("activations", "buffers", "temporary")}
         largest = max(parts, key=lambda part: parts[part])
-        what = "the largest layer" if largest == "buffers" else f"one micro-batch's {largest}"
-        return f"{text}; {what} does not fit beside any shards"
+        what = {
+            "activations": "one micro-batch's activations do",
+            "buffers": "the largest layer does",
+            "temporary": "the temporary tensors of one micro-batch do",
+        }[largest]
+        return f"{text}; {what} not fit, however small the shards"
     parts = memory_parts(memory)
     largest = max(parts, key=lambda part: parts[part])
     return f"{text}; {largest} alone {size(parts[largest])}"
@@ -278,7 +289,7 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
         "details": choice.details,
         "verdict": verdict(choice, answer),
         "fits": choice.fits,
-        "memory": asdict(choice.memory) | {"total": choice.memory.total},
+        "memory": choice.memory._asdict() | {"total": choice.memory.total},
         "time": asdict(choice.time) | {"total": choice.time.total},
         "tokens_per_second": choice.tokens_per_second,
         "mfu": choice.mfu,

@@ -127,7 +127,7 @@ def _total(stages: list[dict[str, float]]) -> float:
 
 
 @dataclass
-class _Bench:
+class Bench:
     """Stages of one unit each, from the embedding up, and what they are run on."""
 
     stages: list[Stage]
@@ -240,7 +240,7 @@ class _Bench:
         return time.perf_counter()
 
 
-def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]) -> _Bench:
+def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]) -> Bench:
     """Return a bench of the units at `places`, with weights, made as in the run.
 
     Only the strategies of `parallel` are left out.
@@ -279,7 +279,7 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
     number = torch.zeros(1, dtype=torch.int64)
     hidden = parts[0](number, number).detach()
     needed = needs_gradient(hf, spec, cfg.parallel.schedule)
-    return _Bench(parts, [needed[place] for place in places], hidden, loss_scale)
+    return Bench(parts, [needed[place] for place in places], hidden, loss_scale)
 
 
 def _random_batch(cfg: RunConfig, vocab_size: int) -> Batch:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
+from typing import NamedTuple
 
 from shardwise.config import UserError
 from shardwise.planner.candidates import (
@@ -27,17 +28,25 @@ from shardwise.planner.candidates import (
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, usable_bytes
 
-NUM_EXACT = 40
-"""Candidates whose memory and time are computed exactly, unless too few of them fit."""
-MOST_EXACT = 200
+NUM_EXACT = 20
+"""Divisions of the devices whose candidates are computed exactly, unless too few of them fit."""
+MOST_DIVISIONS = 200
 PER_DIVISION = 3
-"""Candidates of one division of the devices that are computed exactly at first."""
+"""The fastest candidates of a division that are computed, beside its smallest."""
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
 """From the simplest."""
 MOST_SIMPLER = 12
 """Other layouts that are shown."""
 MOST_ROUNDS = 4
 """Rounds of changes to the best choice."""
+
+
+class Prospect(NamedTuple):
+    """The candidates of a division that are computed first."""
+
+    fastest: list[Candidate]
+    smallest: Candidate
+    """The one with the lowest bound of memory."""
 
 
 @dataclass
@@ -85,12 +94,12 @@ def search(question: Question, top: int = 5) -> Answer:
     if not _best_of_each(exact):
         space.offloads = ("none", "optimizer", "all")
         _compute_first(exact, _promising(space, estimates, divisions), top)
-    choices = _best_of_each(exact)
     answer = Answer(question, subject, num_divisions=len(divisions))
+    answer.simpler = _simpler(exact, space, estimates, divisions)
+    choices = _best_of_each(exact)
     if choices:
         best = _climb(exact, space, choices[0])
         answer.changes = _changes(exact, space, best)
-    answer.simpler = _simpler(exact, space, estimates, divisions)
     answer.choices = _best_of_each(exact)[:top]
     answer.computed = [choice for choice in exact.choices.values() if choice is not None]
     answer.refused = space.refused | exact.refused
@@ -117,41 +126,43 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     )
 
 
-def _promising(
-    space: Space, estimates: Estimates, divisions: Sequence[Division]
-) -> list[Candidate]:
-    """Return the candidates with the lowest estimates among those that may fit.
+def _promising(space: Space, estimates: Estimates, divisions: Sequence[Division]) -> list[Prospect]:
+    """Return the divisions with the lowest estimates among those that may fit, best first.
 
     Divisions come in the order of their lower bounds, so that most are never looked into.
     """
     limit = usable_bytes(space.question)
-    best: list[tuple[float, int, Candidate]] = []
-    number = 0
-    for division in divisions:
-        bound = estimates.least_seconds(division)
-        if len(best) == MOST_EXACT and bound > -best[0][0]:
+    best: list[tuple[float, int, Prospect]] = []
+    for number, division in enumerate(divisions):
+        if len(best) == MOST_DIVISIONS and estimates.least_seconds(division) > -best[0][0]:
             break
         if estimates.state_bytes(division, space.offloads[-1]) > limit:
             continue
-        may_fit = (c for c in space.candidates(division) if estimates.least_bytes(c) <= limit)
-        in_order = sorted(may_fit, key=estimates.seconds)
-        for candidate in islice(filter(space.is_allowed, in_order), PER_DIVISION):
-            number += 1
-            entry = (-estimates.seconds(candidate), number, candidate)
-            push = heapq.heappush if len(best) < MOST_EXACT else heapq.heappushpop
-            push(best, entry)
-    return [candidate for _, _, candidate in sorted(best, reverse=True)]
+        may_fit = [c for c in space.candidates(division) if estimates.least_bytes(c) <= limit]
+        in_order = filter(space.is_allowed, sorted(may_fit, key=estimates.seconds))
+        fastest = [*islice(in_order, PER_DIVISION)]
+        if not fastest:
+            continue
+        smallest = min([*fastest, *in_order], key=estimates.least_bytes)
+        entry = (-estimates.seconds(fastest[0]), number, Prospect(fastest, smallest))
+        push = heapq.heappush if len(best) < MOST_DIVISIONS else heapq.heappushpop
+        push(best, entry)
+    return [prospect for _, _, prospect in sorted(best, reverse=True)]
 
 
-def _compute_first(exact: Exact, candidates: Iterable[Candidate], top: int) -> None:
-    """Compute candidates in turn, until enough are computed and enough divisions fit."""
-    fitting = set()
-    for number, candidate in enumerate(candidates):
-        if number >= NUM_EXACT and len(fitting) >= top:
+def _compute_first(exact: Exact, prospects: Iterable[Prospect], top: int) -> None:
+    """Compute divisions in turn, until enough are computed and enough of them fit.
+
+    Of a division whose smallest candidate does not fit, nothing else is computed.
+    """
+    num_fitting = 0
+    for number, prospect in enumerate(prospects):
+        if number >= NUM_EXACT and num_fitting >= top:
             break
-        choice = exact.of(candidate)
-        if choice is not None and choice.fits:
-            fitting.add(candidate.division)
+        smallest = exact.of(prospect.smallest)
+        if smallest is None or smallest.fits:
+            choices = [smallest, *map(exact.of, prospect.fastest)]
+            num_fitting += any(choice is not None and choice.fits for choice in choices)
 
 
 def _best_of_each(exact: Exact) -> list[Choice]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -57,7 +57,7 @@ class Weight:
         """Elements on a rank of `tp` and `ep`."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def shard_dim(self) -> int | None:
         """The dim that data parallelism shards, as `place.free_dim` chooses it.
 
@@ -139,12 +139,12 @@ class Share:
     context_rank: int = 0
     """The place of the rank along `cp`."""
 
-    @property
+    @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """The weights of all chunks."""
         return tuple(weight for chunk in self.chunks for weight in chunk.weights)
 
-    @property
+    @cached_property
     def trained(self) -> tuple[Weight, ...]:
         """The weights that the optimizer updates."""
         return tuple(weight for weight in self.weights if weight.is_trained)
@@ -161,9 +161,10 @@ def share_of(
     `boundaries` are those of a pipeline's split: chunk c has the units boundaries[c] to
     boundaries[c + 1] - 1.
     """
-    weights, counts = _weights(cfg, run, coordinates["tp"]), counts_of(run.hf, run.spec)
+    weights, counts = weights_of(cfg, run, coordinates["tp"]), counts_of(run.hf, run.spec)
+    of_layers = weights_by_layer(run.spec, weights)
     if run.pipeline is None:
-        model = _chunk(cfg, run, counts, weights, 0, len(counts.units))
+        model = _chunk(cfg, run, counts, weights, of_layers, 0, len(counts.units))
         return Share((model,), tied=None, context_rank=coordinates["cp"])
     assert boundaries is not None
     counts = with_gradients(counts, cfg.parallel.schedule)
@@ -171,7 +172,7 @@ def share_of(
     chunks: list[Chunk] = []
     for index in pipeline.chunks_of(rank):
         low, high = boundaries[index : index + 2]
-        chunk = _chunk(cfg, run, counts, weights, low, high)
+        chunk = _chunk(cfg, run, counts, weights, of_layers, low, high)
         receives = not chunk.spec.first and pipeline.rank_of(index - 1) != rank
         sends = not chunk.spec.last and pipeline.rank_of(index + 1) != rank
         chunks.append(replace(chunk, receives=receives, sends=sends))
@@ -196,11 +197,22 @@ def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
 counts_of = lru_cache(maxsize=1)(count_model)
 
 
-def _weights(cfg: RunConfig, run: Description, rank: int) -> tuple[Weight, ...]:
+def weights_of(cfg: RunConfig, run: Description, rank: int) -> tuple[Weight, ...]:
     """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
     parallel, num_shards = cfg.parallel, num_strategy_ranks(cfg, run.sizes)
     cut = run.hf, run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
     return _sharded(num_shards, *cut)
+
+
+def weights_by_layer(spec: ModelSpec, weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
+    """Return the weights of each layer by its name; those of no layer are under ""."""
+    names = {layer.name for layer in spec.layers}
+    depth = max((name.count(".") + 1 for name in names), default=0)
+    groups: dict[str, list[Weight]] = {}
+    for weight in weights:
+        name = ".".join(weight.name.split(".")[:depth])
+        groups.setdefault(name if name in names else "", []).append(weight)
+    return {name: tuple(group) for name, group in groups.items()}
 
 
 @lru_cache(maxsize=8)
@@ -281,30 +293,33 @@ def _chunk(
     run: Description,
     counts: ModelCounts,
     weights: Sequence[Weight],
+    of_layers: Mapping[str, Sequence[Weight]],
     low: int,
     high: int,
 ) -> Chunk:
     """Return the chunk of units[low:high], as if no other rank had a part of the model."""
     model, head = run.spec, counts.units[-1]
     is_first, is_last = low == 0, high == len(counts.units)
-    layers = model.layers[max(low - 1, 0) : high - 1]
+    first = max(low - 1, 0)
+    layers = model.layers[first : high - 1]
     spec = replace(model, layers=layers, first=is_first, last=is_last)
+    kept = {weight.name for layer in layers for weight in of_layers.get(layer.name, ())}
     foreign = tuple(f"{path}." for path in _foreign(model, spec))
+    kept |= {w.name for w in of_layers.get("", ()) if not w.name.startswith(foreign)}
     blocks: list[Block] = []
     mixers: list[Mixer] = []
     mixtures: list[Mixture] = []
-    shapes = {weight.name: weight.shape for weight in weights}
-    for layer in layers:
-        unit = counts.units[1 + model.layers.index(layer)]
+    for layer, unit in zip(layers, counts.units[1 + first :], strict=False):
         if cfg.parallel.tp > 1:
-            blocks += _blocks(cfg, run, layer, unit)
+            blocks += _blocks(cfg, run, layer, unit, of_layers[layer.name])
         if cfg.parallel.cp > 1:
+            shapes = {weight.name: weight.shape for weight in of_layers[layer.name]}
             mixers += mixers_of(cfg, run.hf, layer, unit, shapes)
         if cfg.parallel.ep > 1:
             mixtures += mixtures_of(cfg, run, layer, unit)
     return Chunk(
         spec=spec,
-        weights=tuple(weight for weight in weights if not weight.name.startswith(foreign)),
+        weights=tuple(weight for weight in weights if weight.name in kept),
         blocks=tuple(blocks),
         needs_input_gradient=counts.units[max(low - 1, 0)].backward,
         needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
@@ -315,8 +330,7 @@ def _chunk(
 
 
 def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
-    """Yield the modules that a stage leaves to others."""
-    yield from (layer.name for layer in model.layers if layer not in stage.layers)
+    """Yield the modules beside layers that a stage leaves to others."""
     if not stage.first and not (stage.last and model.tied):
         yield model.embed
     if not stage.first and model.positions is not None:
@@ -326,7 +340,7 @@ def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
 
 
 def _blocks(
-    cfg: RunConfig, run: Description, layer: LayerSpec, unit: CountedUnit
+    cfg: RunConfig, run: Description, layer: LayerSpec, unit: CountedUnit, weights: Sequence[Weight]
 ) -> Iterator[Block]:
     splits = split_blocks(run.hf, layer, cfg.parallel.tp)
     # `operators` saves what comes out of products, but nothing of a collective.
@@ -334,8 +348,8 @@ def _blocks(
     reruns_layer = is_rerun(unit, "full" if mode == "operators" else mode)
     product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
     kinds = [block.kind for block in layer.blocks]
-    names = [name for name, _ in run.hf.get_submodule(layer.name).named_parameters()]
-    ends_with_norm = any(name.startswith(f"{layer.norms.after}.") for name in names)
+    last_norm = f"{layer.name}.{layer.norms.after}."
+    ends_with_norm = any(weight.name.startswith(last_norm) for weight in weights)
     for kind, (path, split) in zip(kinds, splits.items(), strict=True):
         output_dtype = hidden_dtype(cfg) if kind.experts else product_dtype
         prefix = f"{layer.name}.{path}."
@@ -343,7 +357,7 @@ def _blocks(
         products = [weight for weight in unit.weights if weight.name.startswith(prefix)]
         # What meets the input first has an input gradient only where the input has one.
         needs_input_gradient = all(weight.input_gradient for weight in products)
-        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        is_trained = any(w.is_trained for w in weights if w.name.startswith(prefix))
         is_last = path == [*splits][-1]
         yield Block(
             is_sharded=split is not None,

@@ -12,7 +12,7 @@ that computes, so nothing hides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -22,17 +22,21 @@ import torch
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
-from shardwise.layouts import num_microbatches
+from shardwise.layouts import EXPERT_AXES, num_microbatches
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
-from shardwise.planner.communication import messages_of_step, ranks_along
-from shardwise.planner.share import Share, boundaries_of, share_of
+from shardwise.planner.communication import messages_of_step
+from shardwise.planner.messages import ranks_along, sizes_of
+from shardwise.planner.share import Share, weights_of
+from shardwise.planner.shares import Shares
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.simulate import simulate
 
-AXES_OF_DATA = ("dp_replicate", "dp_shard", "dp_replicate_cp", "dp_shard_cp")
+AXES_OF_DATA = ("dp_replicate", "dp_shard", "dp_replicate_cp", "dp_shard_cp", "dp_expert")
+RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
+"""Messages whose bytes go round all ranks."""
 ADAMW_BYTES = 7 * 4
 """Bytes per element that AdamW moves: weight, gradient and two moments read, three written."""
 
@@ -73,26 +77,20 @@ class UnitSeconds:
 
 
 def time_of_step(
-    cfg: RunConfig, run: Description, cluster: Cluster, boundaries: Sequence[int] | None = None
+    cfg: RunConfig, run: Description, cluster: Cluster, of_run: Shares | None = None
 ) -> StepTime:
-    """Return the seconds of a step of the run.
-
-    `boundaries`: of the pipeline's chunks; by default those that the run would choose.
-    """
+    """Return the seconds of a step of the run; `of_run`: the shares of its ranks."""
     num_ranks = prod(run.sizes.values())
     m = num_microbatches(cfg, num_ranks)
-    if run.pipeline is not None and boundaries is None:
-        boundaries = boundaries_of(cfg, run)
+    of_run = Shares(cfg, run) if of_run is None else of_run
     units = _seconds_of_units(cfg, run, cluster)
     if run.pipeline is None:
-        shares = [share_of(cfg, run, dict.fromkeys(run.sizes, 0))]
+        shares = [of_run.of(0)]
         busiest, bubble = list(range(len(units))), 0.0
     else:
+        boundaries = of_run.boundaries
         assert boundaries is not None
-        shares = [
-            share_of(cfg, run, {**dict.fromkeys(run.sizes, 0), "pp": rank}, boundaries)
-            for rank in _unlike_ranks(run, boundaries)
-        ]
+        shares = [of_run.of(rank) for rank in _unlike_ranks(run, boundaries)]
         busiest, bubble = _pipeline(cfg, run, cluster, units, boundaries)
     totals = [_messages(cfg, run, cluster, share) for share in shares]
     waited, data_messages = max(totals, key=sum)
@@ -127,17 +125,17 @@ def _unlike_ranks(run: Description, boundaries: Sequence[int]) -> list[int]:
 
 def _seconds_of_units(cfg: RunConfig, run: Description, cluster: Cluster) -> list[UnitSeconds]:
     """Return the seconds of every unit; units of equal work are priced once."""
-    shapes = None
-    if cfg.parallel.tp > 1:
-        alone = replace(cfg, parallel=replace(cfg.parallel, pp=1, split="uniform"))
-        share = share_of(alone, replace(run, pipeline=None), dict.fromkeys(run.sizes, 0))
-        shapes = {weight.name: weight.shape for weight in share.weights}
-        if run.spec.tied:
-            shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
+    shapes = {weight.name: weight.shape for weight in weights_of(cfg, run, rank=0)}
+    if run.spec.tied:
+        shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
     num_ranks = prod(run.sizes.values())
+    # The first micro-batch has no gradient yet to add its own to.
+    share_added = 1 - 1 / num_microbatches(cfg, num_ranks)
     priced: dict[UnitWork, UnitSeconds] = {}
     units = []
     for work in work_of_units(cfg, run.hf, run.spec, shapes):
+        added = work.rest_backward.trained * share_added
+        work = replace(work, rest_backward=work.rest_backward._replace(trained=added))
         if work not in priced:
             priced[work] = _seconds(cfg, cluster, num_ranks, work)
         units.append(priced[work])
@@ -194,7 +192,12 @@ def _message(cluster: Cluster, kind: str, num_ranks: int, span: int, num_bytes: 
     """
     if cluster.calibration is not None:
         return cluster.calibration.message_seconds(kind, num_ranks, num_bytes)
-    link = cluster.link_of(span)
+    # NCCL's rings use the ports of all ranks of a node that take part, as its authors say in
+    # github.com/NVIDIA/nccl-tests/issues/277. Other messages leave through the sender's own port.
+    ports = 1
+    if kind.removesuffix(" of weights") in RINGS:
+        ports = max(1, cluster.per_node * num_ranks // span)
+    link = cluster.link_of(span, ports)
     return link.latency + num_bytes * FACTORS[kind](num_ranks) / link.bandwidth
 
 
@@ -206,11 +209,12 @@ def _messages(
     Messages between stages are the simulator's.
     """
     waited = data_messages = 0.0
+    sizes = sizes_of(cfg, run)
     for (kind, axis), (calls, num_bytes) in messages_of_step(cfg, run, share).items():
         if kind == "send" and axis == "pp":
             continue
-        num_ranks = ranks_along(axis, run.sizes)
-        span = _span(run, axis)
+        num_ranks = ranks_along(axis, sizes)
+        span = _span(sizes, axis)
         priced = kind
         if axis in AXES_OF_DATA and kind in ("all-gather", "reduce-scatter"):
             priced = f"{kind} of weights"
@@ -224,11 +228,15 @@ def _messages(
     return waited, data_messages
 
 
-def _span(run: Description, axis: str) -> int:
-    """Return among how many neighbouring ranks an axis lies: its own and those inside it."""
+def _span(sizes: Mapping[str, int], axis: str) -> int:
+    """Return among how many neighbouring ranks an axis lies: its own and those inside it.
+
+    Ranks of `ep` are neighbours but for those of `tp`, and `dp_expert` lies outside of them.
+    """
     inner = axis.removesuffix("_cp")
-    names = list(run.sizes)
-    return prod(run.sizes[name] for name in names[names.index(inner) :])
+    names = [name for name in sizes if (name in EXPERT_AXES) == (inner in EXPERT_AXES)]
+    span = prod(sizes[name] for name in names[names.index(inner) :])
+    return span * sizes["tp"] if inner in EXPERT_AXES else span
 
 
 def _hideable(cfg: RunConfig, cluster: Cluster, forwards: float, backwards: float, m: int) -> float:
@@ -264,7 +272,7 @@ def _pipeline(
     assert pipeline is not None
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     num_bytes = tokens * run.spec.hidden_size * hidden_dtype(cfg).itemsize
-    message = _message(cluster, "send", 2, _span(run, "pp"), num_bytes)
+    message = _message(cluster, "send", 2, prod(run.sizes.values()), num_bytes)
     chunks: list[Cost] = []
     for low, high in pairwise(boundaries):
         backward = sum(u.backward + u.recomputed for u in units[low:high])

@@ -42,7 +42,7 @@ class Rest(NamedTuple):
     """Numbers that go into and come out of its products: traffic of elementwise operators."""
     core_flops: float
     trained: float
-    """Elements of trained weights: gradients are zeroed or added up."""
+    """Elements of trained weights, whose gradients are added up."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,12 @@ def work_of_units(
     hf: PreTrainedModel,
     spec: ModelSpec,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    has_neighbours: bool = False,
 ) -> tuple[UnitWork, ...]:
     """Return the work of every unit, bottom up.
 
-    `shapes`: of weights as a rank of tensor parallelism has them; by default those of `hf`.
+    `shapes`: of weights as a rank of `tp` and `ep` has them; by default those of `hf`.
+    `has_neighbours`: other ranks have tokens of the same rows; always so under `cp`.
     """
     if shapes is None:
         shapes = {name: tuple(p.shape) for name, p in hf.named_parameters(remove_duplicate=False)}
@@ -77,13 +79,18 @@ def work_of_units(
     mode = "lora" if cfg.lora else "full"
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     return tuple(
-        _work(cfg, unit, f"{unit.kind}{feed_forward}, {mode}", shapes, tokens)
+        _work(cfg, unit, f"{unit.kind}{feed_forward}, {mode}", shapes, tokens, has_neighbours)
         for unit, feed_forward in zip(units, feed_forwards, strict=True)
     )
 
 
 def _work(
-    cfg: RunConfig, unit: Unit, key: str, shapes: Mapping[str, tuple[int, ...]], tokens: int
+    cfg: RunConfig,
+    unit: Unit,
+    key: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    tokens: int,
+    has_neighbours: bool,
 ) -> UnitWork:
     forward: list[Product] = []
     backward: list[Product] = []
@@ -92,7 +99,9 @@ def _work(
         shape = shapes[weight.name]
         times, rows = 1.0, float(tokens)
         if len(shape) == 3 and not weight.by_elements:  # a stack of experts
-            times, rows = float(shape[0]), max(1.0, tokens * weight.active)
+            # Ranks of `ep` send each other's experts as many rows as a rank has.
+            times = float(shape[0])
+            rows = max(1.0, tokens * weight.active * cfg.parallel.ep)
         if ".lora_" not in weight.name:
             elements += times * rows * (shape[0] if weight.by_elements else sum(shape[-2:]))
         if not weight.by_elements:
@@ -110,6 +119,10 @@ def _work(
     core_backward = 0.0
     if unit.core_gradient:
         core_backward = share * sum(core.executed_backward(length) for core in unit.cores)
+    if has_neighbours or cfg.parallel.cp > 1:
+        core_forward += share * sum(core.map_forward(length) for core in unit.cores)
+        if unit.core_gradient:
+            core_backward += share * sum(core.map_backward(length) for core in unit.cores)
     trained_forward = 0.0
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.config import RunConfig
-from shardwise.planner.share import Chunk, Weight
+from shardwise.planner.share import Chunk, Weight, weights_by_layer
 
 ALIGNMENT_BYTES = 16
 """Each parameter in one of fsdp1's flat parameters starts at a multiple of so many bytes."""
@@ -34,20 +34,23 @@ def units_of(chunk: Chunk, data: Literal["fsdp1", "fsdp2"]) -> list[Unit]:
     They are the embedding, each layer, and the rest: final norm, head, and a tied embedding, which
     is used at both ends. fsdp2 has norm and head in a unit of their own, unless they are tied.
     """
-    spec, left = chunk.spec, list(chunk.weights)
-    paths: list[tuple[str, ...]] = [(f"{layer.name}.",) for layer in spec.layers]
-    if not spec.tied:
-        paths.insert(0, (f"{spec.embed}.",))
+    spec, rest = chunk.spec, "rest"
     has_ends = data == "fsdp2" and spec.last and not spec.tied
-    if has_ends:
-        paths.append((f"{spec.norm}.", f"{spec.head}."))
-    units: list[Unit] = []
-    for path in paths:
-        is_kept = has_ends and path is paths[-1]
-        weights = tuple(weight for weight in left if weight.name.startswith(path))
-        left = [weight for weight in left if not weight.name.startswith(path)]
-        units.append(Unit(weights, is_kept))
-    units.append(Unit(tuple(left), is_kept=spec.tied or data == "fsdp1"))
+    of_layers = weights_by_layer(spec, chunk.weights)
+    others: dict[str, list[Weight]] = {spec.embed: [], spec.head: [], rest: []}
+    for weight in of_layers.pop("", ()):
+        unit = rest
+        if not spec.tied and weight.name.startswith(f"{spec.embed}."):
+            unit = spec.embed
+        elif has_ends and weight.name.startswith((f"{spec.norm}.", f"{spec.head}.")):
+            unit = spec.head
+        others[unit].append(weight)
+    units = [
+        Unit(tuple(others[spec.embed]), is_kept=False),
+        *(Unit(of_layers.get(layer.name, ()), is_kept=False) for layer in spec.layers),
+        Unit(tuple(others[spec.head]), is_kept=True),
+        Unit(tuple(others[rest]), is_kept=spec.tied or data == "fsdp1"),
+    ]
     return [unit for unit in units if unit.weights]
 
 

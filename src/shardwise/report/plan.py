@@ -16,6 +16,17 @@ COLOURS = ("#3b6fb6", "#d98032", "#4c9a5b", "#b6524e", "#8065a9", "#8a6a54", "#8
 """One for each part."""
 WIDTH, HEIGHT = 620, 300
 """Of the plane, in pixels."""
+WIDEST = 1.5
+"""Where the plane and the bars of memory end, in limits of a device."""
+SHARED = {
+    "tp": "the computation of each layer: every rank has some heads and features",
+    "cp": "the tokens of a row, and under fsdp2 its weights too",
+    "ep": "experts: tokens go to the rank that has theirs",
+    "shards": "weights, gradients or states of one replica; each has other rows",
+    "replicas": "nothing: they add up gradients",
+    "pp": "the layers: each stage has some, and sends hidden states to the next",
+}
+"""What the ranks along an axis divide among them."""
 MOST_RANKS = 128
 """Of which the grid draws each one; of more, it draws the first ones."""
 
@@ -23,34 +34,44 @@ MOST_RANKS = 128
 def page(plan: dict[str, Any]) -> str:
     """Return the page of a plan (`planner.plan_page.as_data`)."""
     limit = plan["cluster"]["usable_bytes"]
-    shown = [*plan["choices"], *(other for other in plan["simpler"] if not other["fits"])]
+    unfit = {choice["title"]: choice for choice in plan["simpler"] if not choice["fits"]}
+    if not plan["choices"]:
+        unfit = _nearest(plan["computed"]) | unfit
+    shown = [*plan["choices"], *unfit.values()]
+    widest = min(WIDEST * limit, _largest(shown, "memory", limit))
+    best = plan["choices"][0] if plan["choices"] else None
     content = {
         "plan": plan,
         "style": importlib.resources.files("shardwise.report")
         .joinpath("style.css")
         .read_text("utf-8"),
-        "memory": [
-            bar(choice, "memory", MEMORY_PARTS, _largest(shown, "memory", limit))
-            for choice in shown
-        ],
+        "memory": [bar(choice, "memory", MEMORY_PARTS, widest) for choice in shown],
         "time": [
             bar(choice, "time", TIME_PARTS, _largest(plan["choices"], "time"))
             for choice in plan["choices"]
         ],
-        "limit_share": 100 * limit / _largest(shown, "memory", limit),
+        "limit_share": 100 * limit / widest,
         "memory_legend": list(zip(MEMORY_PARTS, COLOURS)),
         "time_legend": list(zip(TIME_PARTS, COLOURS)),
         "points": points(plan),
-        "plane": (WIDTH, HEIGHT),
-        "ranks": ranks(plan["choices"][0]["division"], plan["cluster"]) if plan["choices"] else [],
+        "plane": (WIDTH, HEIGHT, WIDTH / WIDEST),
+        "fastest": _fastest(plan),
+        "ranks": ranks(best["division"], plan["cluster"]) if best else [],
+        "groups": groups(best["division"]) if best else [],
         "most_ranks": MOST_RANKS,
+        "others": [
+            (other["title"], other)
+            for other in plan["simpler"]
+            if best is None or other["title"] != best["title"]
+        ],
+        "refused": [*dict.fromkeys(plan["refused"].values())],
         "words": {"size": size, "seconds": seconds, "number": number, "percent": percent},
     }
     return page_templates().get_template("plan.html.j2").render(content)
 
 
 def bar(choice: dict[str, Any], kind: str, parts: tuple[str, ...], most: float) -> dict[str, Any]:
-    """Return a stacked bar: the title of a choice, and its parts as shares of the longest bar."""
+    """Return a stacked bar: the title of a choice, and its parts as percents of the longest bar."""
     text = size if kind == "memory" else seconds
     pieces = [
         {
@@ -65,6 +86,7 @@ def bar(choice: dict[str, Any], kind: str, parts: tuple[str, ...], most: float) 
         "title": choice["title"],
         "pieces": pieces,
         "total": text(choice[kind]["total"]),
+        "is_cut": choice[kind]["total"] > most,
         "fits": choice["fits"],
     }
 
@@ -74,8 +96,8 @@ def points(plan: dict[str, Any]) -> list[dict[str, Any]]:
     choices = plan["computed"]
     limit = plan["cluster"]["usable_bytes"]
     # What needs several times the memory lies at the right edge.
-    widest = 1.5 * limit
-    fastest = max((choice["tokens_per_second"] for choice in choices), default=1.0)
+    widest = WIDEST * limit
+    fastest = _fastest(plan)
     best = plan["choices"][0] if plan["choices"] else None
     return [
         {
@@ -108,6 +130,43 @@ def ranks(division: dict[str, Any], cluster: dict[str, Any]) -> list[list[dict[s
         stage = places["pp"] * len(COLOURS) // division["pp"]
         nodes[-1].append({"rank": rank, "label": label or "alone", "colour": COLOURS[stage]})
     return nodes
+
+
+def groups(division: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return for each axis of several ranks the group of rank 0, and what its ranks share.
+
+    Ranks of `ep` are neighbours among those of the data-parallel axis.
+    """
+    lines, stride = [], 1
+    for axis in ("tp", "cp", "shards", "replicas", "pp"):
+        number_of_ranks = division[axis]
+        if axis == "shards" and division["ep"] > 1:
+            lines.append(_group("ep", division["ep"], division["tp"]))
+        if number_of_ranks > 1:
+            lines.append(_group(axis, number_of_ranks, stride))
+        stride *= number_of_ranks
+    return lines
+
+
+def _group(axis: str, number_of_ranks: int, stride: int) -> dict[str, Any]:
+    members = [str(stride * place) for place in range(number_of_ranks)]
+    if number_of_ranks > 8:
+        members = [*members[:4], "...", members[-1]]
+    return {"axis": axis, "size": number_of_ranks, "members": members, "share": SHARED[axis]}
+
+
+def _nearest(choices: list[dict[str, Any]], most: int = 5) -> dict[str, Any]:
+    """Return by title the choices that need least memory, the least first."""
+    nearest: dict[str, Any] = {}
+    for choice in sorted(choices, key=lambda choice: choice["memory"]["total"]):
+        if len(nearest) < most:
+            nearest.setdefault(choice["title"], choice)
+    return nearest
+
+
+def _fastest(plan: dict[str, Any]) -> float:
+    """Return the tokens per second of the fastest computed choice."""
+    return max((choice["tokens_per_second"] for choice in plan["computed"]), default=1.0)
 
 
 def _largest(choices: list[dict[str, Any]], kind: str, least: float = 0.0) -> float:

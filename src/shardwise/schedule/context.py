@@ -145,16 +145,27 @@ def sent_by_convolution(
 
 
 def sent_by_recurrence(
-    transition_numel: int, state_numel: int, itemsize: int, num_ranks: int
+    transition_numel: int, state_numel: int, itemsize: int, rank: int, num_ranks: int
 ) -> tuple[Sent, Sent]:
     """Return what a rank sends in a forward and in a backward of one recurrent core.
 
-    All ranks gather the affine maps of all: a transition, and a state in the forward or the
-    gradient of one in the backward. Their elements are those of all rows of a micro-batch, and are
-    as wide as states. A transition is a matrix [B, N, S, S] per head, or factors of a state.
+    A prefix scan passes affine maps on: a transition, and a state in the forward or the gradient of
+    one in the backward. In the round of distance d, of log2 n rounds, rank r sends one to rank
+    r + d, without its transition where r < d; the backward is the same from the last rank. Their
+    elements are those of all rows of a micro-batch, and are as wide as states. A transition is a
+    matrix [B, N, S, S] per head, or factors of a state.
     """
-    gathered: Sent = {"all-gather": (1, num_ranks * (transition_numel + state_numel) * itemsize)}
-    return gathered, gathered
+
+    def sent(place: int) -> Sent:
+        calls = num_elements = 0
+        distance = 1
+        while place + distance < num_ranks:
+            calls += 1
+            num_elements += state_numel + (transition_numel if place >= distance else 0)
+            distance *= 2
+        return {"send": (calls, num_elements * itemsize)}
+
+    return sent(rank), sent(num_ranks - 1 - rank)
 
 
 def best_way(shape: AttentionShape, num_ranks: int, contiguous: bool) -> Way:

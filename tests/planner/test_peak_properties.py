@@ -1,0 +1,77 @@
+"""How the peak of a rank changes with the layout, by the formulas of real layers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.assembly.describe import describe
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.planner.peak import memory_of_run
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+FAMILIES = st.sampled_from(["llama", "qwen3_5", "falcon_h1", "kimi_linear", "jamba"])
+MODES = st.sampled_from(["lora", "full"])
+CHECKPOINTING = st.sampled_from(["none", "operators", "full"])
+few = settings(max_examples=8)
+
+
+@cache
+def peak(
+    family: str,
+    mode: str,
+    checkpointing: Any = "none",
+    rows: int = 2,
+    num_ranks: int = 1,
+    **parallel: Any,
+) -> int:
+    cfg = RunConfig(
+        model=Model(str(MODELS / f"tiny-{family}"), init="random"),
+        lora=Lora(r=8) if mode == "lora" else None,
+        data=Data(train="unused", sequence_length=256),
+        parallel=Parallel(**parallel),
+        training=Training(
+            output_dir="unused",
+            global_batch_size=16,
+            micro_batch_size=rows,
+            checkpointing=checkpointing,
+            device="cpu",
+        ),
+    )
+    return memory_of_run(cfg, describe(cfg, num_ranks)).total
+
+
+@few
+@given(FAMILIES, MODES, CHECKPOINTING)
+def test_more_ranks_never_need_more_each(family, mode, checkpointing):
+    two = peak(family, mode, checkpointing, num_ranks=2, data="fsdp2")
+    assert peak(family, mode, checkpointing, num_ranks=4, data="fsdp2") <= two
+
+
+@few
+@given(FAMILIES, MODES, CHECKPOINTING)
+def test_two_ranks_of_tp_need_less_than_one_process(family, mode, checkpointing):
+    assert peak(family, mode, checkpointing, num_ranks=2, tp=2) <= peak(family, mode, checkpointing)
+
+
+@few
+@given(FAMILIES, MODES, CHECKPOINTING)
+def test_half_a_micro_batch_needs_less(family, mode, checkpointing):
+    assert peak(family, mode, checkpointing, rows=1) <= peak(family, mode, checkpointing)
+
+
+@few
+@given(FAMILIES, CHECKPOINTING)
+def test_adapters_need_less_than_all_weights(family, checkpointing):
+    assert peak(family, "lora", checkpointing) <= peak(family, "full", checkpointing)
+
+
+@few
+@given(FAMILIES, MODES)
+def test_recomputation_needs_less(family, mode):
+    full, none = peak(family, mode, "full"), peak(family, mode)
+    assert full <= none
