@@ -21,6 +21,17 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
 
     A mistake is a key, a type, a range, or a combination that a rule of the run file refuses.
     """
+    cfg = read_config(data, source)
+    for _, message in rules.refusals(cfg):
+        raise UserError(f"{source}: {message}")
+    return cfg
+
+
+def read_config(data: dict[str, Any], source: str) -> RunConfig:
+    """Return plain data as a RunConfig; UserError for a wrong key, type or range.
+
+    The rules have not been asked whether its keys go together.
+    """
     import pydantic  # late: a Python caller who builds a RunConfig does not need it
 
     try:
@@ -33,8 +44,6 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
             is_switch = isinstance(parsed, bool) or not isinstance(value, bool)
             # pydantic takes true for 1.
             require(is_switch, f"{source}: {section}.{key} is not a switch; give a number")
-    for _, message in rules.refusals(cfg):
-        raise UserError(f"{source}: {message}")
     return cfg
 
 

@@ -58,6 +58,22 @@ def test_a_run_file_keeps_what_is_not_searched(folder):
     assert (after.training.global_batch_size, after.parallel.pp) == (4, 2)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("parallel.reshard_after_forward=false", "keeps gathered weights"),
+        ("parallel.dp_replicate=2", "hsdp:2x2"),
+    ],
+)
+def test_a_key_that_not_every_layout_has_is_kept(override, words, capsys):
+    options = ["--devices", "4xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
+    assert cli.main(["plan", "tiny-qwen3_5", *options, f"--{override}"]) == 0
+    table, _, _ = capsys.readouterr().out.partition("one change of the best")
+    rows = [line for line in table.splitlines() if "micro-batch" in line]
+    assert rows
+    assert all(words in row for row in rows)
+
+
 def test_all_as_data(capsys):
     options = ["--json", "--top", "2", "--html", "page.html"]
     assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, *options]) == 0

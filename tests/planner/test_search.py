@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from time import perf_counter
@@ -22,7 +23,7 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.estimate import Estimates
-from shardwise.planner.exact import explain
+from shardwise.planner.exact import Exact, explain
 from shardwise.planner.plan_page import heading
 from shardwise.planner.search import Answer, search
 from shardwise.presets import MODELS
@@ -144,6 +145,26 @@ def test_a_large_cluster_is_ordered_quickly_and_bounds_are_bounds():
             assert bound <= estimates.seconds(candidate) * (1 + 1e-9)
             states = estimates.state_bytes(division, candidate.offload)
             assert states <= estimates.least_bytes(candidate)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_it_finds_what_computing_every_candidate_finds(share):
+    """With the memory of a device, with that which the best layout leaves free, and with less."""
+    asked = question("tiny-qwen3_5", "4xRTX4090", rows=4, lora=False)
+    needed = search(asked).best.memory.total
+    device = asked.cluster.device
+    memory = device.memory_bytes if share == 1.0 else int(share * needed)
+    device = replace(device, memory_bytes=memory)
+    asked = replace(asked, cluster=replace(asked.cluster, device=device))
+    answer = search(asked)
+    exact, space = Exact(asked, answer.subject), Space(asked, answer.subject)
+    every = itertools.chain(*map(space.candidates, space.divisions()))
+    computed = [exact.of(candidate) for candidate in filter(space.is_allowed, every)]
+    fitting = [choice for choice in computed if choice is not None and choice.fits]
+    assert len(computed) > 200
+    assert bool(answer.choices) == bool(fitting)
+    fastest = min(choice.time.total for choice in fitting)
+    assert answer.best.time.total == pytest.approx(fastest, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])

@@ -15,7 +15,7 @@ from shardwise.layouts import NAMES
 from shardwise.presets import MODELS, preset_names
 from shardwise.presets.compose import FirstRun, compose, write_new
 from shardwise.ranges import RANGES
-from shardwise.run_file import apply_override, parse_config, read_yaml
+from shardwise.run_file import apply_override, parse_config, read_config, read_yaml
 
 if TYPE_CHECKING:
     from shardwise.planner.candidates import Question
@@ -156,10 +156,19 @@ def question_of(
 
 
 def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> RunConfig:
-    """Return a run without the keys that a search sets, except fixed ones."""
+    """Return a run without the keys that a search sets, except fixed ones.
+
+    Fixed ones may need a layout that the run file does not name, such as
+    `parallel.reshard_after_forward`: the rules see them in each layout that is tried.
+    """
+    parse_config(_without_searched(sections, frozenset()), source)
+    return read_config(_without_searched(sections, fixed), source)
+
+
+def _without_searched(sections: Mapping[str, Any], fixed: frozenset[str]) -> dict[str, Any]:
     from shardwise.planner.candidates import SEARCHED
 
-    kept = {
+    return {
         section: {
             key: value
             for key, value in (keys or {}).items()
@@ -169,7 +178,6 @@ def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> 
         else keys
         for section, keys in sections.items()
     }
-    return parse_config(kept, source)
 
 
 def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answer) -> list[Path]:

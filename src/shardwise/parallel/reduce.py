@@ -36,8 +36,11 @@ def sum_gradients(
     """Add the gradients of replicated parameters up over `axes`, in float32.
 
     Gradients are joined into flat buckets. Memory: the largest gradient and BUCKET_ELEMENTS, at 4
-    bytes an element.
+    bytes an element; none where each axis has one rank.
     """
+    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if not axes:
+        return
     for bucket in _buckets(parameters):
         flat = sum_over(torch.cat([gradient.flatten().float() for gradient in bucket]), mesh, axes)
         for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):

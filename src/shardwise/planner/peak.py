@@ -326,7 +326,8 @@ class _Rank:
         parallel = self.cfg.parallel
         is_summed_over_cp = parallel.data == "single" and parallel.cp > 1
         if is_summed_over_cp or (parallel.data == "ddp" and not self._is_wrapped):
-            yield self._summed(base, trained, "reduction of gradients")
+            copied = [w for w in trained if w.ep_dim is None or self.num_shards > parallel.ep]
+            yield self._summed(base, copied, "reduction of gradients")
         partial = [weight for weight in trained if weight.has_partial_gradient]
         yield self._summed(base, partial, "sum of gradients over tp")
         if self.share.tied is not None:
