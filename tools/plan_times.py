@@ -186,15 +186,22 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Write a scatter plot of predicted over measured seconds, a colour per layout."""
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, ScalarFormatter
 
-    figure, axes = plt.subplots(figsize=(6, 6))
+    figure, axes = plt.subplots(figsize=(6, 6), layout="constrained")
     for layout in dict.fromkeys(row["case"].split(", ")[1] for row in rows):
         of_layout = [row for row in rows if row["case"].split(", ")[1] == layout]
         measured = [row["measured"] for row in of_layout]
         axes.scatter(measured, [row["predicted"] for row in of_layout], label=layout, s=18)
     ends = [min(row["measured"] for row in rows), max(row["measured"] for row in rows)]
-    axes.plot(ends, ends, color="grey", linewidth=1)
+    axes.plot(ends, ends, color="grey", linewidth=1, zorder=0)
+    low, high = ([end * factor for end in ends] for factor in (0.9, 1.1))
+    axes.fill_between(ends, low, high, color="grey", alpha=0.15, linewidth=0, label="within 10 %")
     axes.set(xscale="log", yscale="log", xlabel="measured s/step", ylabel="predicted s/step")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator([0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2]))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_locator(FixedLocator([]))
     axes.legend()
     figure.savefig(path)
 
