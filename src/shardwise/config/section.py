@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 from shardwise.ranges import RANGES, missed_bound, shown
@@ -34,9 +35,14 @@ class Section:
 
     def __post_init__(self) -> None:
         """Raise UserError for a number that is outside its range."""
-        for key, (least, most) in RANGES.items():
-            section, _, name = key.partition(".")
-            if section == type(self).__name__.lower():
-                value = getattr(self, name)
-                problem = missed_bound(value, least, most)
-                require(not problem, f"{key} is {shown(value)}; give {problem}")
+        section = type(self).__name__.lower()
+        for name, (least, most) in _ranges_of(section).items():
+            value = getattr(self, name)
+            problem = missed_bound(value, least, most)
+            require(not problem, f"{section}.{name} is {shown(value)}; give {problem}")
+
+
+@cache
+def _ranges_of(section: str) -> dict[str, tuple[float, float]]:
+    keys = {key.partition(".")[::2]: bounds for key, bounds in RANGES.items()}
+    return {name: bounds for (of, name), bounds in keys.items() if of == section}

@@ -221,7 +221,8 @@ class Space:
 
     def is_allowed(self, candidate: Candidate) -> bool:
         """Return whether the rules allow a candidate's choices with two ranks along each axis."""
-        return self._is_allowed(candidate._replace(division=_small(candidate.division)))
+        small = _small(candidate.division)
+        return self._is_allowed(candidate._replace(division=small, micro_batch_size=1))
 
     def _is_small_one_allowed(self, candidate: Candidate) -> bool:
         parallel = candidate.run_file(self.question).parallel
@@ -248,11 +249,14 @@ class Space:
         """Yield the data-parallel strategies over so many ranks, each with its replicas."""
         question = self.question
         simple = ("single",) if num_data == 1 else ("ddp", "zero1", "zero2")
+        if question.values("parallel.dp_replicate", (1,)) != (1,):
+            simple = ()  # only fsdp2 has that key
         sharded = ("fsdp2",) if num_data * cp > 1 else ()
         for data in question.values("parallel.data", (*simple, *sharded)):
             if data == "fsdp2":
                 for replicas in question.values("parallel.dp_replicate", divisors(num_data)):
-                    if replicas == 1 or replicas < num_data * cp:
+                    has_shards = replicas == 1 or replicas < num_data * cp
+                    if has_shards and num_data % replicas == 0:
                         yield data, replicas
             elif (data == "single") == (num_data == 1):
                 yield data, num_data
