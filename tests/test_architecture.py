@@ -95,11 +95,11 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_150,
-    "cli commands library __main__ __init__": 1_500,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_250,
+    "cli commands library __main__ __init__": 1_550,
     "presets": 300,
     "assembly training checkpoint process launch": 5_900,
-    "models": 9_800,
+    "models": 10_100,
     "parallel": 3_300,
     "data": 3_760,
     "kernels": 6_900,
@@ -182,7 +182,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 92
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 98
 
 
 def test_programs_that_measure_stay_few():

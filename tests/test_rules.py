@@ -318,6 +318,18 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         16,
     ),
     "cp with positions that the longest row scales": ("dynamic-rope", {"parallel": {"cp": 2}}, 2),
+    "full training of a quantised base": ("llama", {"model": {"base": "int8"}}, 1),
+    "a quantised base under fsdp1": (
+        "llama",
+        {"model": {"base": "int8"}, "lora": LORA, "parallel": {"data": "fsdp1"}},
+        2,
+    ),
+    "a quantised base of a family that is not listed": (
+        "mistral",
+        {"model": {"base": "int8"}, "lora": LORA},
+        1,
+    ),
+    "blocks of a quantised base": ("llama", {"model": {"base": "nf4"}, "lora": LORA}, 1),
     "float32 sums in a pipeline whose stages add up": (
         "llama",
         {"parallel": {**PIPELINE, "data": "fsdp2"}, "model": BFLOAT16, "training": FLOAT32_SUMS},
@@ -661,6 +673,8 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
         for key in keys:
             if not is_used.get(strategy):  # else hardly a draw would come to the rules on models
                 parallel.pop(key, None)
+    if not values["lora"]:  # likewise
+        sections["model"].pop("base", None)
     # Of a stream no share can be held out; else no draw with one would come to another rule.
     sections["data"] |= {"validation": "held-out" if sections["data"]["streaming"] else 0.1}
     cfg = run_of(folder_of(values["family"]), sections)

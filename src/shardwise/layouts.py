@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from itertools import product
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Parallel, RunConfig
 
@@ -145,6 +145,9 @@ class ModelFacts:
     """How the tokens of its rows are cut over ranks; None: such a module's cannot be."""
     most_earlier_tokens: int = 0
     """How many tokens before its own a convolution of the model reads, at most."""
+    odd_blocks: Callable[[Any, int], str | None] = lambda base, num_ranks: None
+    """Return what of the model has no whole blocks of a form of `model.base` in each of so many
+    shares along `tp`, or None."""
     scaled_positions: str | None = None
     """The `rope_type` of positions that are scaled by the longest row at hand; None: no such."""
 

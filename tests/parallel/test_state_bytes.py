@@ -101,6 +101,15 @@ WITH_EXPERTS = (
     Cell("qwen3_moe", "fsdp2-ep-tp", "lora", 4, "experts"),
     Cell("qwen3_moe", "pp-fsdp2-ep", "full", 4, schedule="1f1b"),
 )
+WITH_BASES = (
+    Cell("qwen3_5_text", "single", "lora", 1, "nf4"),
+    Cell("qwen3_5_text", "zero1", "lora", 2, "int8"),
+    Cell("qwen3_5_text", "fsdp2-tp", "lora", 4, "nf4"),
+    Cell("lfm2_moe", "fsdp2", "lora", 2, "fp8"),
+    Cell("granitemoehybrid", "ddp-ep", "lora", 2, "nf4"),
+    Cell("jamba", "tp", "lora", 2, "nf4"),
+    Cell("kimi_linear", "hsdp", "lora", 4, "int8"),
+)
 CELLS = [
     *(Cell("llama", layout, "lora", 4) for layout in ("fsdp2-cp", "zero1-cp", "cp")),
     *(
@@ -133,6 +142,7 @@ CELLS = [
     Cell("qwen3_5_text", "pp-tp", "full", 4, schedule="1f1b"),
     Cell("jamba", "tp", "lora", 4),
     *WITH_EXPERTS,
+    *WITH_BASES,
 ]
 PIPELINES = [
     Cell("qwen3_5_text", "pp", "lora", 2, schedule="1f1b"),

@@ -8,6 +8,8 @@ from itertools import product
 from shardwise.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.models.kinds import KINDS
+from tests.parity.bases import CELLS as BASES
+from tests.parity.bases import FIXED as FIXED_BASES
 from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
 from tests.parity.harness import FAMILIES, Cell
@@ -97,6 +99,7 @@ ALL = (
     *TENSORS,
     *CONTEXTS,
     *SPREAD_EXPERTS,
+    *BASES,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -131,6 +134,7 @@ _FIXED = (
     *FIXED_TENSORS,
     *FIXED_CONTEXTS,
     *FIXED_EXPERTS,
+    *FIXED_BASES,
 )
 
 

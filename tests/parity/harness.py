@@ -93,6 +93,10 @@ SOME_LAYERS = {
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, Rows.length, 0.1
 CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
+BASES = ("nf4", "int8", "fp8")
+"""Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
+COPY = "-copy"
+"""Suffix of a reference: plain weights, which were stored in the base's format and read back."""
 STILL = "still"
 """Variant of a control, float32 at the learning rate of the bfloat16 cells; or suffix of one."""
 CAPACITY = 0.75
@@ -188,6 +192,8 @@ class Cell:
         )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
         variant = variant.removesuffix("-ring").removesuffix("-compile")
+        if variant in BASES:
+            variant += COPY
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
         # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
         # so small, and show that size is free.
@@ -208,10 +214,14 @@ class Cell:
 def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunConfig:
     """The run file of a cell."""
     name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
+    path = DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name
+    if cell.variant.startswith(BASES):
+        path = DEEP / name.replace("tiny", "wide")
     return RunConfig(
         model=Model(
-            str(DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name),
+            str(path),
             init="random",
+            base=cell.variant if cell.variant in BASES else "none",
             router_aux_loss_coef=0.01
             if getattr(families.FAMILIES.get(cell.family), "router", None)
             else 0.0,
@@ -304,15 +314,19 @@ def run_cell(cell: Cell) -> Outcome:
         cfg,
         lambda mesh, step: microbatches(cfg, mesh, step),
         OVERFLOWING_SCALE * (cell.variant == "float16"),
+        cell.variant.removesuffix(COPY) if cell.variant.endswith(COPY) else None,
     )
 
 
 def run(
-    cfg: RunConfig, batches_of: Callable[[Mesh, int], list[Batch]], loss_scale: float = 0.0
+    cfg: RunConfig,
+    batches_of: Callable[[Mesh, int], list[Batch]],
+    loss_scale: float = 0.0,
+    read_back: Any = None,
 ) -> Outcome:
     """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0
-    for its own."""
-    return run_on(cfg, build_mesh(cfg, torch.device("cpu")), batches_of, loss_scale)
+    for its own; `read_back`: see `start`."""
+    return run_on(cfg, build_mesh(cfg, torch.device("cpu")), batches_of, loss_scale, read_back)
 
 
 def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]:

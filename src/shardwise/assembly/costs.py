@@ -17,6 +17,7 @@ from shardwise.models.activations import unit_memory
 from shardwise.models.counts import ModelCounts, Unit, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_of
+from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.process.world import device_type
 from shardwise.schedule.costs import COUNTED, Cost, CostSource
@@ -65,6 +66,7 @@ def counted_costs(
 ) -> tuple[Cost, ...]:
     """Return the costs of a model's units by formulas alone, as `costs_of` without a profile."""
     units = with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
+    stored = as_stored(hf, cfg.model.base)
     ranks, costs = _Ranks.of(cfg, hf, spec, num_processes), []
     # Costs are those of whole layers, whatever tensor parallelism shards.
     alone = replace(
@@ -73,9 +75,11 @@ def counted_costs(
         training=replace(cfg.training, device=device_type(cfg)),
     )
     for place, (unit, paths) in enumerate(zip(units, unit_modules(spec), strict=True)):
-        parameters = {p for path in paths for p in hf.get_submodule(path).parameters()}
+        parameters = {p for path in paths for p in stored.get_submodule(path).parameters()}
         kept = unit_memory(alone, hf, spec, place).kept
-        costs.append(_cost(cfg, hf, unit, list(parameters), kept, ranks, flops_per_second))
+        cost = _cost(cfg, hf, unit, list(parameters), kept, ranks, flops_per_second)
+        logical = {p for path in paths for p in hf.get_submodule(path).parameters()}
+        costs.append(replace(cost, parameters=sum(p.numel() for p in logical)))
     if spec.tied and cfg.parallel.schedule in V_SHAPED:
         tied = hf.get_parameter(f"{spec.embed}.weight")
         ends = [hf.get_submodule(path) for path in unit_modules(spec)[-1]]
@@ -144,7 +148,6 @@ def _cost(
         weight_bytes=held_weights,
         gradient_bytes=held_gradients,
         optimizer_bytes=states,
-        parameters=sum(p.numel() for p in parameters),
         trainable=any(p.requires_grad for p in parameters),
     )
 

@@ -14,6 +14,7 @@ from shardwise.models import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
 from shardwise.models.patches import FOR_ANY_MODULE, PATCHES, Patch
+from shardwise.models.quantise import quantise_frozen
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import stages
 from shardwise.parallel import (
@@ -74,6 +75,16 @@ def _patched(name: str, patch: Patch) -> Apply:
     return apply
 
 
+def _with_quantised_base(
+    pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec
+) -> ParallelModel:
+    assert cfg.model.base != "none"
+    for part in pm.parts:
+        assert isinstance(part, CausalLM)
+        quantise_frozen(part.hf, part.spec, part.family, cfg.model.base)
+    return pm
+
+
 def _data(*names: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: cfg.parallel.data in names
 
@@ -87,6 +98,8 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     Entry("context", lambda cfg: cfg.parallel.cp > 1, context_parallel.apply),
     # What replaces forwards comes first: the strategies wrap or shard what it has left.
     *(Entry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
+    # Every rank stores its share, in blocks that no other rank has a part of.
+    Entry("quantised base", lambda cfg: cfg.model.base != "none", _with_quantised_base),
     # Shards the weights that all others then wrap.
     Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
     # Shards what tensor parallelism has left of experts.

@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 from shardwise.assembly.optimizer import STATES, optimized_parameters
 from shardwise.config import RunConfig
 from shardwise.interfaces import ParallelModel, State
+from shardwise.kernels.quantised import quantise
 from shardwise.models import load, lora, weight_files
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.stored import stored_in
 from shardwise.process.watchdog import beat, paused
 
 
@@ -66,7 +68,7 @@ def load_initial_weights(pm: ParallelModel, cfg: RunConfig, state: State) -> Non
             places.setdefault(name, []).append(local)
     left = set(places)
     for name, full in _initial_weights(pm, cfg, places):
-        if cfg.measure.nudge_weights:
+        if cfg.measure.nudge_weights and full.is_floating_point():
             full = nudged(full, cfg.training.seed, name)
         for local in places[name]:
             pm.from_portable(name, local, full)
@@ -124,7 +126,12 @@ def _initial_weights(
     """Yield (name, full CPU tensor): base weights from the model's files, drawn LoRA factors."""
     # `modules_to_save` keeps the original beside the trained copy: two parameters for one weight.
     by_hf_name: dict[str, list[str]] = {}
-    for name in names:
+    stored = {name: part for p in pm.parts for name, part in stored_in(p.hf).items()}
+    # Of a matrix in few bits there are several tensors.
+    matrices = {
+        f"{name}.{tensor}": name for name in stored for tensor, _ in stored[name].named_parameters()
+    }
+    for name in dict.fromkeys(matrices.get(name, name) for name in names):
         if not is_adapter(name):
             by_hf_name.setdefault(hf_name(name), []).append(name)
     if by_hf_name:
@@ -134,7 +141,12 @@ def _initial_weights(
         assert isinstance(hf, PreTrainedModel), "the state of a caller's module has all values"
         base = load.weights(hf, cfg.model, cfg.training.seed, by_hf_name)
         for disk_name, full in base:
-            yield from ((name, full) for name in by_hf_name[disk_name])
+            for name in by_hf_name[disk_name]:
+                if name in stored:
+                    tensors = quantise(full, stored[name].format).items()
+                    yield from ((f"{name}.{tensor}", values) for tensor, values in tensors)
+                else:
+                    yield name, full
     for part in pm.parts:
         yield from lora.adapter_weights(part.hf, cfg.training.seed, names)
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from shardwise.commands.command import Command
-from shardwise.config import Model
+from shardwise.config import Model, require
 
 READERS = ("peft", "hf", "vllm", "sglang")
 
@@ -16,12 +16,25 @@ def run(args: Namespace) -> int:
     from shardwise.data.tokenizer import find_tokenizer
     from shardwise.models.adapter import merge_adapter
     from shardwise.models.adapter_export import export_adapter
+    from shardwise.models.copy import copy_model
 
     model, adapter, out = args.model, args.adapter, args.out
+    require(
+        (adapter is None) == (args.copy is not None),
+        "--copy takes MODEL and OUT; every other form takes MODEL, ADAPTER and OUT",
+    )
+    require(
+        args.base == "none" or args.merge, "--base is for --merge; an adapter alone has no base"
+    )
+    if args.copy is not None:
+        copy_model(Model(path=model), args.copy, out)
+        print(f"wrote {model} as model.base {args.copy} computes it: {out}")
+        return 0
     # An adapter that is no folder is refused when it is read.
     tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None
     if args.merge:
-        merge_adapter(Model(path=model), adapter, out, tokenizer=tokenizer)
+        base = Model(path=model, base=args.base)
+        merge_adapter(base, adapter, out, tokenizer=tokenizer)
         done = f"merged {adapter} into {model}: {out}"
     else:
         export_adapter(Model(path=model), adapter, out, args.reader, tokenizer)
@@ -35,13 +48,26 @@ def run(args: Namespace) -> int:
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the model that was trained: folder or id")
-    parser.add_argument("adapter", metavar="ADAPTER", help="the folder of a PEFT adapter")
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", nargs="?", help="the folder of a PEFT adapter"
+    )
     parser.add_argument("out", metavar="OUT", help="a folder to write, which is empty or not there")
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument(
         "--merge",
         action="store_true",
         help="write the whole model with the adapter added into its weights; all readers take it",
+    )
+    form.add_argument(
+        "--copy",
+        choices=("nf4", "int8", "fp8"),
+        help="write the model without an adapter, with the values that this model.base stores",
+    )
+    parser.add_argument(
+        "--base",
+        choices=("none", "nf4", "int8", "fp8"),
+        default="none",
+        help="with --merge: add the adapter to the values that this model.base stores",
     )
     form.add_argument(
         "--for",

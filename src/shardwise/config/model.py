@@ -22,6 +22,9 @@ class Model(Section):
     """`random`: each weight is a function of `training.seed` and its name, under every layout."""
     dtype: DType = "float32"
     """Dtype of the weights; those that a family keeps in float32, such as `A_log`, stay so."""
+    base: Literal["none", "nf4", "int8", "fp8"] = "none"
+    """How LoRA's frozen matrices of layers are stored: in `dtype`, or in 4 or 8 bits with scales
+    (docs/guides/quantised-bases.md)."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, where it is not in `path`."""
     router_bias_rate: float = 0.0

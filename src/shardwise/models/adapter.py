@@ -27,6 +27,7 @@ from shardwise.models.load import load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, num_sharing, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
+from shardwise.models.quantise import read_back
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
 from shardwise.models.weight_files import plain_entries, weights_from_files
 
@@ -123,8 +124,9 @@ def merge_adapter(
     """Write the model with the adapters added into its weights: W + scale * BA.
 
     `transformers` alone loads it, as the class that the base's `architectures` names; what the base
-    has beside the language model is copied, except where the adapter changes it. The adapter's
-    names may be those of the text class or of that one. Beside it stand the `tokenizer` and the
+    has beside the language model is copied, except where the adapter changes it. With `base.base` W
+    has the values that it stores, on which the adapter was trained. The adapter's names may be
+    those of the text class or of that one. Beside it stand the `tokenizer` and the
     base's generation config. `seed` is for a base with `init: random`. All of the model is in
     memory. UserError if the folder holds no adapters, or those of another model.
     """
@@ -136,6 +138,9 @@ def merge_adapter(
     in_file = plain_entries(adapter.file)
     model = load_whole(base, config, seed)
     family_of(model)
+    if base.base != "none":
+        entries = read_back(model, model.named_parameters(), base.base)
+        model.load_state_dict({name: tensor.detach() for name, tensor in entries}, strict=False)
     multimodal = multimodal_of(base, model)
     _check_untied(adapter, base, model, multimodal)
     holder = model  # the class that the adapter's names are of

@@ -11,8 +11,9 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
 from shardwise.kernels.grouped_linear import ROW_BYTES, takes
+from shardwise.kernels.quantised import Format
 from shardwise.layouts import ModelFacts
-from shardwise.models import expert_plan, tensor_plan
+from shardwise.models import expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.names import hf_name, in_use, is_adapter
@@ -31,6 +32,9 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
 
     def indivisible(num_ranks: int) -> str | None:
         return tensor_plan.problem(hf, spec, num_ranks) if is_listed else None
+
+    def odd_blocks(base: Format, num_ranks: int) -> str | None:
+        return quantise.problem(hf, spec, family, base, num_ranks)
 
     kinds = tuple(dict.fromkeys(layer.kind for layer in spec.layers))
     return ModelFacts(
@@ -57,6 +61,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
             dict.fromkeys(expert_plan.num_experts(m) for _, m in expert_plan.experts_of(hf, spec))
         ),
         indivisible=indivisible,
+        odd_blocks=odd_blocks,
         folds_adapters=any(
             isinstance(module, ParamWrapper) and not experts.is_routed(module.get_base_layer())
             for module in hf.modules()

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
+from shardwise.models.stored import stored_in
 from shardwise.models.tensor_cuts import BlockSplit, Cut, Indivisible, unwrapped
 
 
@@ -87,6 +88,9 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
         for name in names.values()
         if not is_adapter(name) and hf_name(name) in split.weights
     }
+    for path, matrix in stored_in(block).items():
+        if hf_name(path) in split.weights:
+            cuts |= {f"{path}.{n}": cut for n, cut in matrix.cuts(split.weights[hf_name(path)])}
     for path, layer in adapter_layers(block).items():
         cut = split.weights.get(path) or split.weights.get(f"{path}.weight")
         if cut is None:

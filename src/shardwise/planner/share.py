@@ -25,6 +25,7 @@ from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.counts import Unit as CountedUnit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
+from shardwise.models.quantise import as_stored
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
 from shardwise.models.tensor_plan import cuts_of, split_blocks
@@ -200,7 +201,8 @@ counts_of = lru_cache(maxsize=1)(count_model)
 def weights_of(cfg: RunConfig, run: Description, rank: int) -> tuple[Weight, ...]:
     """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
     parallel, num_shards = cfg.parallel, num_strategy_ranks(cfg, run.sizes)
-    cut = run.hf, run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
+    hf = as_stored(run.hf, cfg.model.base)
+    cut = hf, run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
     return _sharded(num_shards, *cut)
 
 

@@ -23,9 +23,11 @@ from shardwise.batches import IGNORED, Batch
 from shardwise.checkpoint.export import save_result
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
-from shardwise.models import load, lora
-from shardwise.models.families import spec_of
+from shardwise.models import load, lora, quantise
+from shardwise.models.families import family_of, spec_of
 from shardwise.models.kinds import RATES
+from shardwise.models.names import hf_name
+from shardwise.models.quantise import Format, stored_paths
 from shardwise.parallel.place import full_tensor
 from shardwise.training.evaluate import evaluate
 from shardwise.training.gradients import PLAIN, sharded_axes
@@ -96,19 +98,28 @@ def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) 
     return batches
 
 
-def start(cfg: RunConfig) -> MemoryState:
+def start(cfg: RunConfig, read_back: Format | None = None) -> MemoryState:
     """Return weights at which gradients show what they are to show.
 
     LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing.
     Rates of decay are drawn small, so that a recurrent state lives for some tokens: at their usual
     values it is forgotten at once, and the rates' gradients are so small (1e-5) that they are
     rounding errors for a good part.
+
+    `read_back`: the frozen matrices of layers are what this format of `model.base` makes of them.
     """
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
     if cfg.lora is not None:
         lora.inject(hf, cfg.lora, spec_of(hf_config, hf))
-    return MemoryState({f"weights/{name}": value for name, value in _drawn(hf)})
+    state = {f"weights/{name}": value for name, value in _drawn(hf)}
+    if read_back is not None:
+        plain = load.build_meta(cfg.model, hf_config)
+        names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf_config, hf), family_of(hf))}
+        weights = load.weights(plain, cfg.model, cfg.training.seed, names)
+        values = quantise.read_back(plain, weights, read_back)
+        state |= {f"weights/{names[name]}": value for name, value in values}
+    return MemoryState(state)
 
 
 def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,12 +137,13 @@ def run(
     mesh: Mesh,
     batches_of: Callable[[Mesh, int], list[Batch]],
     loss_scale: float = 0.0,
+    read_back: Format | None = None,
 ) -> Outcome:
     """Run the steps of `cfg` on these micro-batches of each step, and return what this rank saw.
 
-    `loss_scale`: the first one; 0: that of the run.
+    `loss_scale`: the first one; 0: that of the run. `read_back`: see `start`.
     """
-    job = build(cfg, mesh, start(cfg))
+    job = build(cfg, mesh, start(cfg, read_back))
     if loss_scale:
         job.loss_scale.scale = loss_scale
     losses: list[float] = []

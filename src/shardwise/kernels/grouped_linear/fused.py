@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.kernels.grouped_linear import grouped, loop
 from shardwise.kernels.grouped_linear.gradients import Needs
 from shardwise.kernels.lora_linear import BackwardHalf
+from shardwise.kernels.quantised import Layout, Weight, layouts_of, tensors_of, weights_of
 
 
 class Adapter(NamedTuple):
@@ -28,7 +29,7 @@ class Adapter(NamedTuple):
 
 def grouped_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     ends: torch.Tensor,
     adapter: Adapter | None = None,
     half: BackwardHalf | None = None,
@@ -45,7 +46,9 @@ def grouped_linear(
     with torch.autocast(x.device.type, enabled=False):
         if adapter is not None:
             a, b = adapter.a.to(weight.dtype), adapter.b.to(weight.dtype)
-        return _GroupedLinear.apply(x.to(weight.dtype), weight, a, b, scale, ends, half)
+        (layout,) = layouts_of([weight])
+        x = x.to(weight.dtype)
+        return _GroupedLinear.apply(x, a, b, layout, scale, ends, half, *tensors_of([weight]))
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -53,32 +56,36 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
         a: torch.Tensor | None,
         b: torch.Tensor | None,
+        layout: Layout | None,
         scale: float,
         ends: torch.Tensor,
         half: BackwardHalf | None,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, a, b, ends)
-        ctx.scale, ctx.half = scale, half
-        return output(x, weight, a, b, scale, ends)
+        ctx.save_for_backward(x, a, b, ends, *tensors)
+        ctx.layout, ctx.scale, ctx.half = layout, scale, half
+        (weight,) = weights_of(tensors, [layout])
+        return output(x, weight.to(weight.dtype), a, b, scale, ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, a, b, ends = ctx.saved_tensors
+        x, a, b, ends, *tensors = ctx.saved_tensors
+        (weight,) = weights_of(tensors, [ctx.layout])
         half = "full" if ctx.half is None else ctx.half.current
-        needs_x, needs_weight, needs_a, needs_b, *_ = ctx.needs_input_grad
+        needs_x, needs_a, needs_b, *_, needs_weight = ctx.needs_input_grad
         needs = Needs(
             needs_x and half != "weight",
             needs_weight and half != "input",
             (needs_a or needs_b) and half != "input",
         )
-        grads = gradients(dy.contiguous(), x, weight, a, b, ctx.scale, ends, list(needs))
+        values = weight.to(weight.dtype)
+        grads = gradients(dy.contiguous(), x, values, a, b, ctx.scale, ends, list(needs))
         are_needed = (*needs, needs.factors)
-        of_inputs = [grad if needed else None for grad, needed in zip(grads, are_needed)]
-        return (*of_inputs, None, None, None)
+        dx, dw, da, db = (grad if needed else None for grad, needed in zip(grads, are_needed))
+        return dx, da, db, None, None, None, None, *[None] * (len(tensors) - 1), dw
 
 
 @torch.library.custom_op("shardwise::grouped_linear", mutates_args=())

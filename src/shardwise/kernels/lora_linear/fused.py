@@ -18,12 +18,13 @@ from torch.autograd.function import once_differentiable
 from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.kernels.lora_linear.backend import Backend
+from shardwise.kernels.quantised import Layout, Weight, layouts_of, tensors_of, weights_of
 
 
 class Linear(NamedTuple):
     """A linear and its adapter."""
 
-    weight: torch.Tensor  # [out, in], frozen
+    weight: Weight  # [out, in], frozen
     bias: torch.Tensor | None  # [out], frozen
     a: torch.Tensor  # [R, in]
     b: torch.Tensor  # [out, R]
@@ -75,7 +76,7 @@ def lora_linear(
     derivatives.
     """
     for linear in linears:
-        for tensor in (linear.weight, linear.bias):
+        for tensor in (*tensors_of([linear.weight]), linear.bias):
             # A view passes: one into a flat parameter of frozen and trained weights requires a
             # gradient, as the parameter does.
             if tensor is not None and torch.is_grad_enabled() and tensor.is_leaf:
@@ -84,13 +85,15 @@ def lora_linear(
     rows, dtype = _rows_and_dtype(x, linears)
     seeds, features, p = as_arguments(drop)
     scales = tuple(linear.scale for linear in linears)
-    options = _Options(backend, scales, dtype, p, half)
     weights = [linear.weight for linear in linears]
+    options = _Options(backend, scales, layouts_of(weights), dtype, p, half)
     biases = [linear.bias for linear in linears]
     a = [linear.a for linear in linears]
     b = [linear.b for linear in linears]
     with torch.autocast(device, enabled=False):
-        ys = _LoraLinears.apply(options, seeds, features, rows, *weights, *biases, *a, *b)
+        ys = _LoraLinears.apply(
+            options, seeds, features, rows, *tensors_of(weights), *biases, *a, *b
+        )
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
@@ -106,6 +109,7 @@ def _rows_and_dtype(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.T
 class _Options(NamedTuple):
     backend: Backend
     scales: tuple[float, ...]  # one per linear
+    layouts: tuple[Layout | None, ...]  # of weights that are stored in few bits
     dtype: torch.dtype  # of the products with the adapters
     p: float  # of the dropout
     half: BackwardHalf | None  # None: every backward is a full one
@@ -124,14 +128,16 @@ class _LoraLinears(torch.autograd.Function):
         *tensors: Any,
     ) -> tuple[torch.Tensor, ...]:
         backend, dtype = options.backend, options.dtype
-        weights, biases, a, b = _quarters(tensors)
-        _, _, needs_da, needs_db = _quarters(ctx.needs_input_grad[4:])
+        num_linears = len(options.scales)
+        stored, biases, a, b = _parts(tensors, num_linears)
+        weights = [*weights_of(stored, options.layouts)]
+        _, _, needs_da, needs_db = _parts(ctx.needs_input_grad[4:], num_linears)
         h = backend.project(x, _stacked(a, dtype), from_arguments(seeds, features, options.p))
         ctx.options, ctx.first_half = options, None
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, not zeros
         # The weights themselves are saved: what autocast makes of them is made again.
         saved_x, saved_h = x if any(needs_da) else None, h if any(needs_db) else None
-        ctx.save_for_backward(seeds, features, saved_x, saved_h, *weights, *a, *b)
+        ctx.save_for_backward(seeds, features, saved_x, saved_h, *stored, *a, *b)
         ys = []
         parts = zip(weights, biases, h.chunk(len(a), 1), b, options.scales)
         for weight, bias, h_i, b_i, scale in parts:
@@ -146,11 +152,14 @@ class _LoraLinears(torch.autograd.Function):
         half = "full" if options.half is None else options.half.current
         num_linears = len(grads)
         seeds, features, x, h, *tensors = ctx.saved_tensors
-        weights, a, b = (tensors[i * num_linears : (i + 1) * num_linears] for i in range(3))
+        num_factors = 2 * num_linears
+        stored, factors = tensors[:-num_factors], tensors[-num_factors:]
+        weights = [*weights_of(stored, options.layouts)]
+        a, b = factors[:num_linears], factors[num_linears:]
         dys, is_used = _filled(grads, weights)
         if not any(is_used):
             return (None,) * len(ctx.needs_input_grad)
-        _, _, needs_da, needs_db = _quarters(ctx.needs_input_grad[4:])
+        _, _, needs_da, needs_db = _parts(ctx.needs_input_grad[4:], num_linears)
         needs_da = [needed and used for needed, used in zip(needs_da, is_used)]
         needs_db = [needed and used for needed, used in zip(needs_db, is_used)]
         needs_dx = ctx.needs_input_grad[3] and half != "weight"
@@ -174,14 +183,14 @@ class _LoraLinears(torch.autograd.Function):
         if half == "input":
             # g and dbs read dy together, so both are computed now, and kept for the second half.
             ctx.first_half = g, dbs
-            return None, None, None, dx, *[None] * (4 * num_linears)
+            return None, None, None, dx, *[None] * (len(stored) + 3 * num_linears)
         if any(needs_da):
             assert g is not None
             parts = options.backend.factor_gradient(g, x, drop).chunk(num_linears)
             for i, part in enumerate(parts):
                 das[i] = part.to(a[i].dtype) if needs_da[i] else None
         dbs = [None if db is None else db.to(b_i.dtype) for db, b_i in zip(dbs, b)]
-        return None, None, None, dx, *[None] * (2 * num_linears), *das, *dbs
+        return None, None, None, dx, *[None] * (len(stored) + num_linears), *das, *dbs
 
 
 def _output_gradients(
@@ -216,7 +225,7 @@ def _stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tenso
 
 
 def _filled(
-    grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor | None], weights: Sequence[Weight]
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """Return the gradients of the outputs, zeros for those that nobody used, and which were used.
 
@@ -229,11 +238,12 @@ def _filled(
     num_rows = len(used[0])
     dys = []
     for dy, weight in zip(grads, weights):
-        dys.append(used[0].new_zeros(num_rows, len(weight)) if dy is None else dy)
+        dys.append(used[0].new_zeros(num_rows, weight.shape[0]) if dy is None else dy)
     return dys, is_used
 
 
-def _quarters(values: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return the four equal parts of a list: of weights, biases, a's and b's."""
-    size = len(values) // 4
-    return [values[i * size : (i + 1) * size] for i in range(4)]
+def _parts(values: Sequence[Any], num_linears: int) -> list[Sequence[Any]]:
+    """Return what belongs to weights, biases, a's and b's; a stored weight has several tensors."""
+    first = len(values) - 3 * num_linears
+    starts = [0, *range(first, len(values), num_linears)]
+    return [values[start:end] for start, end in zip(starts, [*starts[1:], len(values)])]

@@ -19,7 +19,7 @@ def lora_linear(
 
 
 def _output(x: torch.Tensor, linear: Linear, drop: Dropout | None, module: int) -> torch.Tensor:
-    y = F.linear(x, linear.weight, linear.bias)
+    y = F.linear(x, linear.weight.to(linear.weight.dtype), linear.bias)
     rows = x.to(linear.a.dtype).flatten(0, -2)
     if drop is not None:
         rows = drop.drop(rows, module)

@@ -21,9 +21,11 @@ from shardwise.config import RunConfig
 from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.grouped_linear import Adapter, grouped_linear, take_rows, takes
 from shardwise.kernels.lora_linear import BackwardHalf
+from shardwise.kernels.quantised import Weight
 from shardwise.models.names import hf_name
 from shardwise.models.patches.capacity import Capacity
 from shardwise.models.patches.gates import has_silu
+from shardwise.models.stored import weight_of
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -173,9 +175,9 @@ class RoutedExperts:
             y = y + bias.repeat_interleave(counts, dim=0, output_size=len(x))
         return y
 
-    def _stack(self, name: str) -> torch.Tensor:
+    def _stack(self, name: str) -> Weight:
         """Return a stack as [E, out, in], a view where a class keeps [E, in, out]."""
-        stack = getattr(self.module, name)
+        stack = weight_of(self.module, name)
         return stack.mT if self.module.is_transposed else stack
 
     def _adapter(self, name: str) -> Adapter | None:
@@ -189,7 +191,7 @@ class RoutedExperts:
         (adapter,) = wrapper.active_adapters
         factors: Any = (wrapper.lora_A[adapter], wrapper.lora_B[adapter])
         a, b = (factor.weight for factor in factors)
-        rank, num_experts = wrapper.r[adapter], len(self._stack(name))
+        rank, num_experts = wrapper.r[adapter], self._stack(name).shape[0]
         a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
         a, b = (factor.expand(num_experts, -1, -1) for factor in (a, b))
         return Adapter(a, b, wrapper.scaling[adapter])

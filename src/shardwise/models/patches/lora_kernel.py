@@ -25,6 +25,7 @@ from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, load_ba
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
+from shardwise.models.stored import weight_of
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -214,7 +215,8 @@ class _Shared:
 def _linear(layer: PeftLinear) -> Linear:
     (name,) = layer.lora_A
     base: Any = layer.get_base_layer()
-    weight = base.weight.t() if isinstance(base, Conv1D) else base.weight
+    weight = weight_of(base)
+    weight = weight.mT if isinstance(base, Conv1D) else weight
     factors: Any = (layer.lora_A[name], layer.lora_B[name])
     return Linear(weight, base.bias, *(factor.weight for factor in factors), layer.scaling[name])
 

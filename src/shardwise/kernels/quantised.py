@@ -1,0 +1,225 @@
+"""Matrices stored in 8 or 4 bits: codes, and scales of the codes.
+
+A matrix [..., out, in] becomes plain tensors whose last dim is a share of `in`, or 1, and whose
+other dims are its own. So rows and stacks may be sharded as those of the matrix, and columns
+wherever no block is cut: the same weight has the same codes under every layout.
+
+format   codes                        scales
+int8     int8 [..., out, in]          float32 [..., out, 1]
+fp8      uint8 [..., out, in]         float32 [..., out, in / block], or one a row
+nf4      uint8 [..., out, in / 2]     float32 [..., out, in / 64], or in 8 bits, with the least and
+                                      the step of a row's scales beside them, float32 [..., out, 2]
+
+fp8 is e4m3, whose bits are kept as uint8, since gloo sends no float8. nf4 has the 16 levels of a
+normal distribution that QLoRA defines, blocks of 64 and doubly quantised scales: Dettmers et al.,
+"QLoRA", arXiv 2305.14314, section 3. There, scales are quantised over 256 blocks of the flattened
+matrix; here over a row, whose blocks lie on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from statistics import NormalDist
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+Format = Literal["nf4", "int8", "fp8"]
+"""How codes are read."""
+BLOCK = 64
+"""Consecutive inputs of a row that share a scale in nf4."""
+_LARGEST_FP8 = 448.0
+_OFFSET = 0.9677083
+"""The quantile of nf4's outermost level before all are scaled to -1 and 1 (QLoRA's source)."""
+
+
+class Layout(NamedTuple):
+    """How the stored tensors of one matrix are read."""
+
+    format: Format
+    names: tuple[str, ...]
+    """Of the tensors, in their order."""
+    dtype: torch.dtype
+    """That of the matrix before it was stored."""
+    is_transposed: bool = False
+    """Whether the matrix is wanted with its last two dims exchanged."""
+
+
+class Matrix(NamedTuple):
+    """A matrix in 8 or 4 bits, in the place of a weight [..., out, in]."""
+
+    tensors: tuple[torch.Tensor, ...]
+    layout: Layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrix before it was stored."""
+        return self.layout.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the matrix that is read."""
+        codes = self.tensors[self.layout.names.index("codes")]
+        width = codes.shape[-1] * (2 if self.layout.format == "nf4" else 1)
+        shape = torch.Size([*codes.shape[:-1], width])
+        if self.layout.is_transposed:
+            shape = torch.Size([*shape[:-2], shape[-1], shape[-2]])
+        return shape
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values in `dtype`: new memory."""
+        tensors = dict(zip(self.layout.names, self.tensors, strict=True))
+        values = dequantise(tensors, self.layout.format, dtype)
+        return values.mT if self.layout.is_transposed else values
+
+    @property
+    def mT(self) -> Matrix:  # as a tensor's
+        """The matrix with its last two dims exchanged."""
+        layout = self.layout._replace(is_transposed=not self.layout.is_transposed)
+        return self._replace(layout=layout)
+
+
+Weight = torch.Tensor | Matrix
+
+
+def tensors_of(weights: Sequence[Weight]) -> list[torch.Tensor]:
+    """Return the tensors of weights one after the other, as autograd's functions take them."""
+    return [t for w in weights for t in (w.tensors if isinstance(w, Matrix) else (w,))]
+
+
+def layouts_of(weights: Sequence[Weight]) -> tuple[Layout | None, ...]:
+    """Return what `weights_of` needs to know of weights: None for a plain one."""
+    return tuple(w.layout if isinstance(w, Matrix) else None for w in weights)
+
+
+def weights_of(
+    tensors: Sequence[torch.Tensor], layouts: Sequence[Layout | None]
+) -> Iterator[Weight]:
+    """Yield the weights that `tensors_of` has laid side by side."""
+    start = 0
+    for layout in layouts:
+        end = start + (1 if layout is None else len(layout.names))
+        part = tuple(tensors[start:end])
+        yield part[0] if layout is None else Matrix(part, layout)
+        start = end
+
+
+def quantised_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x weight^T + bias [..., out] of a frozen matrix, for x [..., in].
+
+    Neither the forward nor the backward keeps the values that they read.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    with torch.autocast(x.device.type, enabled=False):
+        y = _QuantisedLinear.apply(x, weight.layout, *weight.tensors)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class _QuantisedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: Layout, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.layout = layout
+        return F.linear(x, Matrix(tensors, layout).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight = Matrix(ctx.saved_tensors, ctx.layout)
+        return dy @ weight.to(dy.dtype), None, *[None] * len(weight.tensors)
+
+
+def shapes_of(fmt: Format, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the shape and dtype of each stored tensor of a matrix of this shape, by its name."""
+    rows, width = shape[:-1], shape[-1]
+    if fmt == "int8":
+        sizes = {"codes": (width, torch.int8), "scales": (1, torch.float32)}
+    elif fmt == "fp8":
+        sizes = {"codes": (width, torch.uint8), "scales": (1, torch.float32)}
+    else:
+        sizes = {
+            "codes": (width // 2, torch.uint8),
+            "scales": (width // BLOCK, torch.uint8),
+            "steps": (2, torch.float32),
+        }
+    return {name: (torch.Size([*rows, size]), dtype) for name, (size, dtype) in sizes.items()}
+
+
+def block_of(fmt: Format) -> int:
+    """Return how many inputs of a row must stay together."""
+    return BLOCK if fmt == "nf4" else 1
+
+
+def quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
+    """Return the stored tensors of a matrix [..., out, in], by their names.
+
+    Arithmetic is in float32. Every value must be finite, and in nf4 `in` a multiple of BLOCK.
+    """
+    matrix = matrix.float()
+    if fmt == "nf4":
+        blocks = matrix.unflatten(-1, (-1, BLOCK))
+        scales, steps = _quantised_scales(blocks.abs().amax(-1))
+        size = _scales_of(scales, steps).unsqueeze(-1)
+        levels = _levels(matrix.device)
+        # The nearest level: the number of midpoints that lie below.
+        middles = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(blocks / size.clamp_min(1e-30), middles).flatten(-2)
+        packed = (codes[..., ::2] << 4 | codes[..., 1::2]).to(torch.uint8)
+        return {"codes": packed, "scales": scales, "steps": steps}
+    largest = matrix.abs().amax(-1, keepdim=True)
+    scales = (largest / (127 if fmt == "int8" else _LARGEST_FP8)).clamp_min(1e-30)
+    scaled = matrix / scales
+    if fmt == "int8":
+        return {"codes": scaled.round().to(torch.int8), "scales": scales}
+    return {"codes": scaled.to(torch.float8_e4m3fn).view(torch.uint8), "scales": scales}
+
+
+def dequantise(
+    tensors: Mapping[str, torch.Tensor], fmt: Format, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the matrix [..., out, in] of stored tensors, in `dtype`: a new tensor."""
+    codes, scales = tensors["codes"], tensors["scales"]
+    if fmt == "nf4":
+        if "steps" in tensors:
+            scales = _scales_of(scales, tensors["steps"])
+        levels = _levels(codes.device)
+        pairs = torch.cartesian_prod(levels, levels)  # [256, 2]: a byte's levels at once
+        values = pairs[codes.int()].flatten(-2)
+    elif fmt == "fp8":
+        values = codes.view(torch.float8_e4m3fn).float()
+    else:
+        values = codes.float()
+    # In place: a matrix in float32 and, where `dtype` is another one, in that.
+    values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
+    return values.to(dtype)
+
+
+def _quantised_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales of a row's blocks in 8 bits, and the least of them and a step, [..., 2]."""
+    least, most = scales.aminmax(dim=-1, keepdim=True)
+    step = (most - least) / 255
+    codes = ((scales - least) / step.clamp_min(1e-30)).round().to(torch.uint8)
+    return codes, torch.cat([least, step], -1)
+
+
+def _scales_of(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    least, step = steps.split(1, dim=-1)
+    return least + codes * step
+
+
+@cache
+def _levels(device: torch.device) -> torch.Tensor:
+    """Return the 16 levels of nf4: 8 above and 7 below zero with equal shares of a normal law."""
+    normal = NormalDist()
+
+    def quantiles(number: int) -> list[float]:
+        width = (_OFFSET - 0.5) / number
+        return [normal.inv_cdf(_OFFSET - place * width) for place in range(number)]
+
+    above, below = quantiles(8), quantiles(7)
+    levels = torch.tensor([*(-level for level in below), 0.0, *above[::-1]], dtype=torch.float64)
+    return (levels / levels.max()).float().to(device)

@@ -1,0 +1,91 @@
+"""Which matrices of a model are stored in 8 or 4 bits, and where that cannot be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.kernels.quantised import Format, block_of, dequantise, quantise
+from shardwise.models.families import Family, family_of, spec_of
+from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.spec import ModelSpec
+from shardwise.models.stored import QuantisedConv1D, QuantisedLinear, Stored
+from shardwise.models.tensor_plan import cuts_of
+
+
+def quantise_frozen(hf: nn.Module, spec: ModelSpec, family: Family, fmt: Format) -> None:
+    """Put `Stored` in the place of the frozen matrices of all layers, in place, on meta."""
+    for path in [*stored_paths(hf, spec, family)]:
+        owner_path, _, name = path.rpartition(".")
+        owner: Any = hf.get_submodule(owner_path)
+        owner._modules[name] = Stored(owner._parameters.pop(name), fmt)
+        if type(owner) in (nn.Linear, Conv1D):
+            owner.__class__ = QuantisedLinear if type(owner) is nn.Linear else QuantisedConv1D
+
+
+def stored_paths(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[str]:
+    """Yield the names of the parameters that `model.base` stores in few bits.
+
+    They are the matrices of linears and of stacks of experts in the layers, without those of
+    `lora.modules_to_save`, which are trained or not used. Routers and other gates keep their dtype,
+    as small errors there choose other experts; so does what a layer's code reads past its linear
+    (`Family.bypassed`).
+    """
+    kept = {*family.gates, *family.gating, *family.bypassed}
+    for layer in spec.layers:
+        for path, part in hf.get_submodule(layer.name).named_modules():
+            used = hf_name(f"{path}.").removesuffix(".") if not is_adapter(f".{path}.") else ""
+            is_linear = type(part) in (nn.Linear, Conv1D) and used and used not in kept
+            is_saved = ".original_module" in path or ".modules_to_save." in path
+            for name, _ in part.named_parameters(recurse=False):
+                is_stack = f"{used}.{name}" in family.experts
+                is_matrix = is_stack or (is_linear and name == "weight")
+                if is_matrix and not is_saved:
+                    yield f"{layer.name}.{path}.{name}"
+
+
+@lru_cache(maxsize=2)
+def as_stored(hf: PreTrainedModel, fmt: Format | Literal["none"]) -> PreTrainedModel:
+    """Return a whole model on meta as `model.base` stores it: itself, or a copy."""
+    if fmt == "none":
+        return hf
+    stored = copy.deepcopy(hf)
+    quantise_frozen(stored, spec_of(hf.config, hf), family_of(hf), fmt)
+    return stored
+
+
+def read_back(
+    hf: PreTrainedModel, entries: Iterable[tuple[str, torch.Tensor]], fmt: Format
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of a model without adapters, as a run with `model.base` computes it.
+
+    Matrices that are stored have the values that are read; all others are as they were.
+    """
+    stored = set(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)))
+    for name, tensor in entries:
+        if name in stored:
+            tensor = dequantise(quantise(tensor, fmt), fmt, hf.get_parameter(name).dtype)
+        yield name, tensor
+
+
+def problem(
+    hf: PreTrainedModel, spec: ModelSpec, family: Family, fmt: Format, num_ranks: int
+) -> str | None:
+    """Return a matrix that has no whole blocks in each of so many shares along `tp`, if any."""
+    cuts = cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
+    for name in stored_paths(hf, spec, family):
+        weight = hf.get_parameter(name)
+        lengths = [weight.shape[-1]]
+        if name in cuts and cuts[name].dim == weight.dim() - 1:
+            lengths = [segment.length for segment in cuts[name].rows.segments]
+        for length in lengths:
+            if length % block_of(fmt):
+                return f"{hf_name(name)} has {length} columns on a rank"
+    return None

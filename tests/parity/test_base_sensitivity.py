@@ -1,0 +1,119 @@
+"""Known bugs of weights in few bits, planted one at a time as in test_sensitivity.py: each must
+turn a cell red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shardwise.assembly import order, state
+from shardwise.kernels import quantised
+from shardwise.kernels.grouped_linear import fused as grouped
+from shardwise.kernels.lora_linear import fused
+from shardwise.models import quantise
+from shardwise.models.stored import Stored
+from shardwise.models.tensor_cuts import Cut, even
+from tests.parity.bases import FIXED
+from tests.parity.test_sensitivity import check_caught
+
+CUT, SPREAD, _, SHARDED, STAGES = FIXED
+
+
+def scales_of_another_rank():
+    quantise_whole = state.quantise
+
+    def rolled(matrix, fmt):
+        tensors = quantise_whole(matrix, fmt)
+        return {**tensors, "scales": tensors["scales"].roll(matrix.shape[-2] // 2, -2)}
+
+    state.quantise = rolled
+
+
+def rows_of_scales_in_the_order_of_the_file():
+    cuts = Stored.cuts
+
+    def in_order(self, cut):
+        for name, of_tensor in cuts(self, cut):
+            rows = of_tensor.rows
+            is_codes = name == "codes" or cut.dim == len(self.shape) - 1
+            plain = even(rows.num_ranks, rows.size, "rows")
+            yield name, of_tensor if is_codes else Cut(cut.dim, plain)
+
+    Stored.cuts = in_order
+
+
+def steps_of_scales_lost():
+    dequantise = quantised.dequantise
+
+    def without(tensors, fmt, dtype):
+        kept = {name: tensor for name, tensor in tensors.items() if name != "steps"}
+        return dequantise(kept, fmt, dtype) / 255
+
+    quantised.dequantise = without
+
+
+def values_scaled_twice_in_the_backward():
+    weights_of = fused.weights_of
+    calls = []
+
+    def twice(tensors, layouts):
+        calls.append(0)
+        for weight in weights_of(tensors, layouts):
+            # A forward reads weights before its backward does.
+            yield weight.to(weight.dtype) * 1.01 if len(calls) > 100 else weight
+
+    fused.weights_of = twice
+
+
+def halves_of_a_byte_exchanged():
+    dequantise = quantised.dequantise
+
+    def exchanged(tensors, fmt, dtype):
+        codes = tensors["codes"]
+        return dequantise({**tensors, "codes": codes >> 4 | (codes & 15) << 4}, fmt, dtype)
+
+    quantised.dequantise = exchanged
+
+
+def stacks_of_experts_read_as_other_experts():
+    weights_of = grouped.weights_of
+
+    def rolled(tensors, layouts):
+        for weight in weights_of(tensors, layouts):
+            rest = tuple(tensor.roll(1, 0) for tensor in weight.tensors)
+            yield weight._replace(tensors=rest)
+
+    grouped.weights_of = rolled
+
+
+def base_kept_as_it_was():
+    order.quantise_frozen = lambda hf, spec, family, fmt: None
+
+
+def stacks_of_experts_kept_as_they_were():
+    stored_paths = quantise.stored_paths
+
+    def without_experts(hf, spec, family):
+        paths = stored_paths(hf, spec, family)
+        yield from (path for path in paths if "experts" not in path.split("."))
+
+    quantise.stored_paths = without_experts
+
+
+BUGS = (
+    (scales_of_another_rank, CUT),
+    (rows_of_scales_in_the_order_of_the_file, CUT),
+    (steps_of_scales_lost, CUT),
+    (values_scaled_twice_in_the_backward, CUT),
+    (halves_of_a_byte_exchanged, SPREAD),
+    (stacks_of_experts_read_as_other_experts, SPREAD),
+    (stacks_of_experts_kept_as_they_were, SPREAD),
+    (base_kept_as_it_was, SHARDED),
+    (base_kept_as_it_was, STAGES),
+)
+
+
+@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
+    check_caught(bug, cell)
