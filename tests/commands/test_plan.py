@@ -95,6 +95,28 @@ def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.micro_batch_size=3", "is not a multiple of"),
+        ("training.micro_batch_size=1000", "is not a multiple of"),
+        ("training.checkpointing=[full]", "training.checkpointing names full"),
+        ("parallel.dp_replicate=3", "no layout divides"),
+    ],
+)
+def test_a_key_that_no_layout_can_keep_is_refused(override, words, capsys):
+    options = ["--devices", "8xRTX4090", "--sequence", "128", "--tokens-per-step", "4K"]
+    assert cli.main(["plan", "tiny-qwen3_5", *options, f"--{override}"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_kinds_of_layers_may_be_recomputed(capsys):
+    options = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
+    override = "--training.checkpointing=[full_attention]"
+    assert cli.main(["plan", "tiny-qwen3_5", *options, override]) == 0
+    assert "recompute full_attention" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
         (["tiny-qwen3_6", *DEVICES], "did you mean tiny-qwen3_5?"),
@@ -114,6 +136,9 @@ def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
         (["tiny-qwen3_5", *DEVICES, "--write", "none/run.yaml"], "no folder none"),
         (["tiny-qwen3_5", *DEVICES, "--html", "."], "is a folder"),
         (["tiny-qwen3_5", *DEVICES, "--parallel.tp=3"], "parallel.tp is 3"),
+        (["tiny-qwen3_5", *DEVICES[:1], "6xL40S", "--parallel.tp=4"], "a multiple of 4 devices"),
+        (["tiny-qwen3_5", *DEVICES[:1], "8xL40S", "--explain=ddp:4"], "ddp:4 needs 4 devices"),
+        (["tiny-qwen3_5", *DEVICES, "--explain=tp-tp"], "write a layout as"),
         (["folder", *DEVICES], "folder"),
         (["unknown", *DEVICES, "--full"], "qwen2 is not a family that shardwise knows"),
         (["quantised", *DEVICES], "the weights are quantised"),

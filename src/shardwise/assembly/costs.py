@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -63,8 +64,12 @@ def counted_costs(
     counts: ModelCounts | None = None,
     num_processes: int = 1,
     flops_per_second: float = 1.0,
+    device: Literal["cpu", "cuda"] | None = None,
 ) -> tuple[Cost, ...]:
-    """Return the costs of a model's units by formulas alone, as `costs_of` without a profile."""
+    """Return the costs of a model's units by formulas alone, as `costs_of` without a profile.
+
+    `device`: whose kernels keep the activations; by default those of the run here.
+    """
     units = with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     stored = as_stored(hf, cfg.model.base)
     ranks, costs = _Ranks.of(cfg, hf, spec, num_processes), []
@@ -72,7 +77,7 @@ def counted_costs(
     alone = replace(
         cfg,
         parallel=replace(cfg.parallel, tp=1, sequence_parallel=False),
-        training=replace(cfg.training, device=device_type(cfg)),
+        training=replace(cfg.training, device=device or device_type(cfg)),
     )
     for place, (unit, paths) in enumerate(zip(units, unit_modules(spec), strict=True)):
         parameters = {p for path in paths for p in stored.get_submodule(path).parameters()}

@@ -68,8 +68,8 @@ def run(args: Namespace) -> int:
         lines(console, [f"wrote {args.html}"])
     if not answer.choices:
         least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)
-        require(least is not None, "no layout of this run was found; give other --devices")
-        assert least is not None
+        if least is None:  # the last refusal is of a whole run
+            raise UserError(["no layout of this run was found", *answer.refused.values()][-1])
         raise UserError(
             f"nothing fits on {cluster.num_devices} x {cluster.device.name}: the least that was "
             f"found is {least.title} ({least.details}), which needs "

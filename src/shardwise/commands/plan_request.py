@@ -126,8 +126,8 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
     parts: dict[str, tuple[int, ...]] = {}
     for part in text.split("-"):
         match = re.fullmatch(r"([a-z0-9]+)(?::(\d{1,7})(?:x(\d{1,7}))?)?", part)
-        require(match is not None, f"--explain {text[:80]}: write a layout as fsdp2:8-tp:8-sp")
-        assert match is not None
+        if match is None or match[1] in parts:
+            raise UserError(f"--explain {text[:80]}: write a layout as fsdp2:8-tp:8-sp")
         parts[match[1]] = tuple(int(size) for size in match.groups()[1:] if size)
     name = "-".join(parts)
     require(

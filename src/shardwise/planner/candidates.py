@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from shardwise import rules
 from shardwise.assembly.costs import counted_costs
@@ -18,7 +18,7 @@ from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.layouts import Facts, ModelFacts, layout_of, parallel_of
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import facts_of
-from shardwise.planner.cluster import Cluster
+from shardwise.planner.cluster import HERE, Cluster
 from shardwise.schedule.costs import Cost
 
 SEARCHED = {
@@ -51,6 +51,11 @@ class Question:
     def num_ranks(self) -> int:
         """Devices, each of which has a rank."""
         return self.cluster.num_devices
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """Whose kernels a rank runs."""
+        return "cpu" if self.cluster.device.name in (HERE, "CPU-core") else "cuda"
 
     def values(self, key: str, offered: Any) -> Any:
         """Return the values of a key that are tried: those offered, or the one that is fixed."""
@@ -97,7 +102,8 @@ class Candidate(NamedTuple):
     is_resharded: bool
     offload: str
     micro_batch_size: int
-    recomputation: Any
+    recomputation: str | tuple[str, ...]
+    """A choice, or the kinds of layers that are recomputed."""
 
     def run_file(self, question: Question) -> RunConfig:
         """Return the run under this layout."""
@@ -111,7 +117,9 @@ class Candidate(NamedTuple):
             offload=self.offload,
         )
         training = replace(
-            cfg.training, micro_batch_size=self.micro_batch_size, checkpointing=self.recomputation
+            cfg.training,
+            micro_batch_size=self.micro_batch_size,
+            checkpointing=_checkpointing(self.recomputation),
         )
         return replace(cfg, parallel=parallel, training=training)
 
@@ -121,7 +129,8 @@ class Totals(NamedTuple):
 
     flops: float
     kept: float
-    """Bytes that its forward keeps for its backward."""
+    """Bytes that its forward keeps for its backward, without the head, which takes few rows at a
+    time where many would be large."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +163,15 @@ def subject_of(question: Question) -> Subject:
             "its layers keep is not known; plan one that `shardwise models` lists"
         )
     facts = replace(facts, indivisible=cache(facts.indivisible))
-    chosen = question.values("training.checkpointing", RECOMPUTATION)
+    chosen = recomputations(question)
     costs, counts = {}, count_model(run.hf, run.spec)
     for choice in ("none", *chosen):
-        recomputed = replace(one, training=replace(training, checkpointing=choice))
-        costs[str(choice)] = counted_costs(recomputed, run.hf, run.spec, counts)
+        recomputed = replace(one, training=replace(training, checkpointing=_checkpointing(choice)))
+        costs[str(choice)] = counted_costs(
+            recomputed, run.hf, run.spec, counts, device=question.device_type
+        )
     totals = {
-        choice: Totals(sum(u.seconds for u in units), sum(u.activation_bytes for u in units))
+        choice: Totals(sum(u.seconds for u in units), sum(u.activation_bytes for u in units[:-1]))
         for choice, units in costs.items()
     }
     return Subject(run, facts, counts, costs["none"], totals)
@@ -174,6 +185,8 @@ class Space:
     subject: Subject
     refused: dict[str, str] = field(default_factory=dict)
     """Layouts, and sizes of axes such as `tp:3`, with the message of the rule."""
+    refused_choices: dict[str, str] = field(default_factory=dict)
+    """Layouts that the rules allow, with a message on how a rank was to work in them."""
     offloads: tuple[str, ...] = ("none",)
     """What may stay on the CPU. A search offers more only where nothing fits without."""
 
@@ -209,15 +222,17 @@ class Space:
             schedules = ((parallel.schedule, parallel.num_virtual),)
         is_fsdp = division.data == "fsdp2"
         is_alone = is_fsdp and division.pp == division.tp == 1
-        for (schedule, num_virtual), *choices in product(
+        for (schedule, num_virtual), reshards, offload, size, recomputation in product(
             schedules,
             values("parallel.reshard_after_forward", (True, False) if is_fsdp else (True,)),
             values("parallel.offload", self.offloads if is_alone else ("none",)),
             values("training.micro_batch_size", sizes),
-            values("training.checkpointing", RECOMPUTATION),
+            recomputations(question),
         ):
             if division.pp * num_virtual <= self.subject.facts.num_layers:
-                yield Candidate(division, schedule, num_virtual, *choices)
+                yield Candidate(
+                    division, schedule, num_virtual, reshards, offload, size, recomputation
+                )
 
     def is_allowed(self, candidate: Candidate) -> bool:
         """Return whether the rules allow a candidate's choices with two ranks along each axis."""
@@ -227,7 +242,10 @@ class Space:
     def _is_small_one_allowed(self, candidate: Candidate) -> bool:
         parallel = candidate.run_file(self.question).parallel
         num_ranks = parallel.ranks_of_a_model * candidate.division.num_data
-        return self._message(parallel, num_ranks, candidate.recomputation) is None
+        message = self._message(parallel, num_ranks, candidate.recomputation)
+        if message is not None:
+            self.refused_choices[layout_name(candidate.division)] = message
+        return message is None
 
     def _sizes(self, axis: str) -> list[int]:
         """Return the sizes of an axis that divide the devices and that no rule refuses alone."""
@@ -249,16 +267,15 @@ class Space:
         """Yield the data-parallel strategies over so many ranks, each with its replicas."""
         question = self.question
         simple = ("single",) if num_data == 1 else ("ddp", "zero1", "zero2")
-        if question.values("parallel.dp_replicate", (1,)) != (1,):
-            simple = ()  # only fsdp2 has that key
         sharded = ("fsdp2",) if num_data * cp > 1 else ()
+        # Only fsdp2 has a key for its replicas; a rule refuses it with anything else.
+        has_replicas = question.values("parallel.dp_replicate", (1,)) != (1,)
         for data in question.values("parallel.data", (*simple, *sharded)):
             if data == "fsdp2":
                 for replicas in question.values("parallel.dp_replicate", divisors(num_data)):
-                    has_shards = replicas == 1 or replicas < num_data * cp
-                    if has_shards and num_data % replicas == 0:
+                    if num_data % replicas == 0 and (replicas == 1 or replicas < num_data * cp):
                         yield data, replicas
-            elif (data == "single") == (num_data == 1):
+            elif (data == "single") == (num_data == 1) and not has_replicas:
                 yield data, num_data
 
     def _is_open(self, division: Division) -> bool:
@@ -285,11 +302,26 @@ class Space:
             self.question.cfg.training,
             micro_batch_size=1,
             global_batch_size=8 * num_ranks,
-            checkpointing=recomputation,
+            checkpointing=_checkpointing(recomputation),
         )
         probe = replace(self.question.cfg, parallel=parallel, training=training)
         refused = rules.refusals(probe, Facts(num_ranks, self.subject.facts))
         return next((message for _, message in refused), None)
+
+
+def recomputations(question: Question) -> tuple[str | tuple[str, ...], ...]:
+    """Return the choices of recomputation that are tried."""
+    return tuple(map(hashable, question.values("training.checkpointing", RECOMPUTATION)))
+
+
+def hashable(checkpointing: str | list[str]) -> str | tuple[str, ...]:
+    """Return a run file's choice of recomputation as a candidate has it."""
+    return tuple(checkpointing) if isinstance(checkpointing, list) else checkpointing
+
+
+def _checkpointing(recomputation: str | tuple[str, ...]) -> Any:
+    """Return a choice of recomputation as a run file has it."""
+    return list(recomputation) if isinstance(recomputation, tuple) else recomputation
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.models.expert_plan import experts_of
 from shardwise.planner.candidates import Candidate, Division, Question, Subject
 from shardwise.planner.cluster import Link
 
@@ -38,6 +39,15 @@ class Estimates:
         self.gradients = self.subject.total("gradient_bytes")
         self.states = self.subject.total("optimizer_bytes")
         self.hidden = self.subject.units[1].output_bytes
+        self.tied = (0, 0, 0)
+        """The weights, gradients and states that embedding and head have in common, which count at
+        either end."""
+        if self.subject.facts.is_tied:
+            end = self.subject.units[0]
+            self.tied = end.weight_bytes, end.gradient_bytes, end.optimizer_bytes
+        modules = [module for _, module in experts_of(self.subject.run.hf, self.subject.run.spec)]
+        self.experts = sum({p: p.nbytes for m in modules for p in m.parameters()}.values())
+        """Bytes of the weights that `ep` spreads."""
         self.largest = max(unit.weight_bytes for unit in self.subject.units)
         trained = sum(u.parameters for u in self.subject.units if u.trainable)
         is_lora = cfg.lora is not None
@@ -54,29 +64,47 @@ class Estimates:
 
     def state_bytes(self, division: Division, offload: str = "none") -> float:
         """Return a lower bound of the states on the fullest rank."""
-        local = division.pp * division.tp
-        shards = division.num_data * division.cp
-        if division.data == "fsdp2":
-            shards = division.shards * division.cp
-        weights = self.weights / (shards if division.data == "fsdp2" else 1)
-        gradients = self.gradients / (shards if division.data in ("fsdp2", "zero2") else 1)
-        states = self.states / (shards if division.data in ("fsdp2", "zero1", "zero2") else 1)
-        if offload != "none":
-            states = 0.0
-        if offload == "all":
-            weights = gradients = 0.0
-        if division.data == "fsdp2" and shards > 1:
-            weights += self.largest / division.pp
-        return (weights + gradients + states) / local
+        return sum(self._states(division, offload))
 
     def least_bytes(self, candidate: Candidate) -> float:
         """Return a lower bound of the memory of the fullest rank."""
         division, rows = candidate.division, candidate.micro_batch_size
         kept = self.subject.totals[str(candidate.recomputation)].kept
         # The first rank of a pipeline keeps as many micro-batches as there are stages.
-        in_flight = min(1.0, self.rows / division.num_data / rows / division.pp)
+        num_micro = self.rows / division.num_data / rows
+        in_flight = min(1.0, num_micro / division.pp)
         activations = kept * rows * in_flight / (division.tp * division.cp)
-        return self.state_bytes(division, candidate.offload) + activations
+        others, gradients = self._states(division, candidate.offload)
+        if division.pp > 1 or num_micro <= 1:
+            # The first gradients come when no forward is left that keeps more.
+            return others + max(gradients, activations)
+        return others + gradients + activations
+
+    def _states(self, division: Division, offload: str) -> tuple[float, float]:
+        """Return lower bounds of the weights and optimizer states, and of the gradients."""
+        local = division.pp * division.tp
+        shards = division.num_data * division.cp
+        if division.data == "fsdp2":
+            shards = division.shards * division.cp
+        tied = self.tied if division.pp == 1 else (0, 0, 0)
+        weights, gradients, states = (
+            total - double
+            for total, double in zip((self.weights, self.gradients, self.states), tied, strict=True)
+        )
+        # Ranks of `ep` are among the shards. Of what these leave whole it spreads the experts.
+        if division.data == "fsdp2":
+            weights /= shards
+        else:
+            weights -= self.experts * (1 - 1 / division.ep)
+        gradients /= shards if division.data in ("fsdp2", "zero2") else division.ep
+        states /= shards if division.data in ("fsdp2", "zero1", "zero2") else division.ep
+        if offload != "none":
+            states = 0.0
+        if offload == "all":
+            weights = gradients = 0.0
+        if division.data == "fsdp2" and shards > 1:
+            weights += self.largest / division.pp / division.ep
+        return (weights + states) / local, gradients / local
 
     def least_seconds(self, division: Division) -> float:
         """Return a lower bound of the estimates of a division's candidates."""
@@ -86,7 +114,7 @@ class Estimates:
     def seconds(self, candidate: Candidate) -> float:
         """Return roughly how long a step takes."""
         division, size = candidate.division, candidate.micro_batch_size
-        num_micro = self.rows // (division.num_data * size)
+        num_micro = max(1, self.rows // (division.num_data * size))
         total = self.subject.totals[str(candidate.recomputation)]
         compute = total.flops * self.rows / self.question.num_ranks / self.rate
         num_layers = len(self.subject.units) / division.pp

@@ -18,10 +18,10 @@ from shardwise.planner.candidates import (
     Question,
     Subject,
     division_of,
+    hashable,
     subject_of,
     title,
 )
-from shardwise.planner.cluster import HERE
 from shardwise.planner.memory import Memory
 from shardwise.planner.peak import memory_of_share
 from shardwise.planner.shares import Shares
@@ -77,7 +77,8 @@ class Choice:
             words.append(f"{candidate.schedule}{stages}")
         words.append(f"micro-batch {candidate.micro_batch_size}")
         if candidate.recomputation != "none":
-            words.append(f"recompute {candidate.recomputation}")
+            chosen = candidate.recomputation
+            words.append(f"recompute {chosen if isinstance(chosen, str) else ', '.join(chosen)}")
         if not candidate.is_resharded:
             words.append("keeps gathered weights")
         if candidate.offload != "none":
@@ -123,8 +124,7 @@ class Exact:
         """Return the memory and time of a run that the rules allow."""
         question, num_ranks = self.question, self.question.num_ranks
         cluster, subject = question.cluster, self.subject
-        is_cpu = cluster.device.name in (HERE, "CPU-core")
-        priced = replace(cfg, training=replace(cfg.training, device="cpu" if is_cpu else "cuda"))
+        priced = replace(cfg, training=replace(cfg.training, device=question.device_type))
         pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
         boundaries = boundaries_of(cfg, subject, num_ranks)
@@ -167,7 +167,7 @@ def explain(question: Question) -> tuple[Choice, Subject]:
         parallel.reshard_after_forward,
         parallel.offload,
         cfg.training.micro_batch_size,
-        cfg.training.checkpointing,
+        hashable(cfg.training.checkpointing),
     )
     return Exact(question, subject).of_run(cfg, candidate), subject
 

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import prod
 from time import perf_counter
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, usable_bytes
+from shardwise.words import counted
 
 NUM_EXACT = 20
 """Divisions of the devices whose candidates are computed exactly, unless too few of them fit."""
@@ -102,7 +104,9 @@ def search(question: Question, top: int = 5) -> Answer:
         answer.changes = _changes(exact, space, best)
     answer.choices = _best_of_each(exact)[:top]
     answer.computed = [choice for choice in exact.choices.values() if choice is not None]
-    answer.refused = space.refused | exact.refused
+    # Refused choices explain nothing where others of the same layout are computed.
+    choices_refused = {} if answer.computed else space.refused_choices
+    answer.refused = space.refused | choices_refused | exact.refused
     answer.seconds = perf_counter() - start
     return answer
 
@@ -110,15 +114,34 @@ def search(question: Question, top: int = 5) -> Answer:
 def _require_any(divisions: Sequence[Division], space: Space) -> None:
     if divisions:
         return
-    question = space.question
-    if question.wanted is not None or question.fixed:
-        sizes = {axis: getattr(question.cfg.parallel, axis) for axis in ("pp", "cp", "tp", "ep")}
-        names = [f"{axis}:{size}" for axis, size in sizes.items()]
-        names = ["-".join(question.wanted or ()), *names, *space.refused]
-        for name in names:
-            if name in space.refused:
-                raise UserError(space.refused[name])
+    question, refused = space.question, space.refused
     rows, num_ranks = question.cfg.training.global_batch_size, question.num_ranks
+    wanted = question.wanted or {}
+    name = "-".join(wanted)
+    fixed = {
+        axis: (getattr(question.cfg.parallel, axis),)
+        for axis in ("pp", "cp", "tp", "ep")
+        if f"parallel.{axis}" in question.fixed
+    }
+    given = {part: size for part, size in (fixed | dict(wanted)).items() if size}
+    for key in (name, *(f"{part}:{size[0]}" for part, size in given.items())):
+        if key in refused:
+            raise UserError(refused[key])
+    # Ranks along `ep` are among those of the data-parallel axes and of cp.
+    ranks = prod(prod(size) for part, size in given.items() if part != "ep")
+    is_whole = bool(wanted) and all(part in given or part in ("single", "sp") for part in wanted)
+    if num_ranks % ranks or (is_whole and ranks != num_ranks):
+        sizes = ", ".join(f"{part}:{'x'.join(map(str, size))}" for part, size in given.items())
+        raise UserError(
+            f"{sizes} {'needs' if is_whole else 'needs a multiple of'} {counted(ranks, 'device')}, "
+            f"and --devices and --nodes give {num_ranks}; give other sizes or other devices"
+        )
+    layouts = [key for key in refused if ":" not in key]
+    if any(key.startswith("parallel.") for key in question.fixed) and layouts:
+        raise UserError(refused[layouts[0]])
+    for part in wanted:
+        if wanted.keys() <= {"single", "pp", "cp", "tp", "sp"} and f"{part}:{num_ranks}" in refused:
+            raise UserError(refused[f"{part}:{num_ranks}"])
     raise UserError(
         f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
         "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "
