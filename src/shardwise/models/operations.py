@@ -340,9 +340,10 @@ class Block:
     def attention_of_latents(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
         """Return the output of attention whose values have another size than its keys.
 
-        No fused kernel on a CPU takes that: there all scores are kept, [B, N, T, T].
+        torch has no fused kernel for that on a CPU: there all scores are kept, [B, N, T, T]. The
+        attention of context parallelism takes it everywhere.
         """
-        if not self.on_cpu:
+        if self.shares_rows or not self.on_cpu:
             return self.fused_attention(q, k, v, v.numel, v.numel // self.tokens // num_heads)
         itemsize = self.cast or v.itemsize
         q, k, v = (self.as_dtype(self.as_dtype(x, itemsize), WIDE) for x in (q, k, v))

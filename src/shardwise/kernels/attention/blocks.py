@@ -33,9 +33,13 @@ class Merged(NamedTuple):
 
     @classmethod
     def of_no_key(cls, q: torch.Tensor, v: torch.Tensor) -> Merged:
-        """Return what queries have before they see a key."""
+        """Return what queries have before they see a key.
+
+        In memory tokens come before heads, as the projection after them wants: nothing is copied.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+        rows, num_heads, length, _ = q.shape
+        out = q.new_zeros(rows, length, num_heads, v.shape[-1], dtype=wide).transpose(1, 2)
         return cls(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
 
     def of(self, queries: slice) -> Merged:
