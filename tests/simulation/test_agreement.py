@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.assembly.describe import describe
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.planner.peak import boundaries_of, memory_of_rank
+from shardwise.presets import MODELS
 from shardwise.simulation.simulate import simulate
 from tests.planner.grid import Cell, config_of
 
@@ -19,11 +21,42 @@ CELLS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("preset", "parallel", "checkpointing", "most"),
+    [
+        # A window has a mask of all tokens of each row, which recomputed layers read again.
+        ("tiny-qwen3", {}, "full", 0.03),
+        ("tiny-qwen3", {"cp": 2}, "none", 0.03),
+        # Attention under cp keeps no scores where keys are wider than values.
+        ("tiny-deepseek_v3", {"cp": 2}, "none", 0.06),
+        ("tiny-llama", {"cp": 2}, "full", 0.03),
+    ],
+)
+def test_they_agree_on_long_rows_of_tiny_models(preset, parallel, checkpointing, most):
+    cfg = RunConfig(
+        Model(str(MODELS / preset), init="random"),
+        Data("unused", sequence_length=512),
+        Training(
+            "unused",
+            global_batch_size=4,
+            micro_batch_size=2,
+            checkpointing=checkpointing,
+            device="cpu",
+        ),
+        lora=Lora(),
+        parallel=Parallel(**parallel),
+    )
+    check(cfg, cfg.parallel.ranks_of_a_model, most)
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_formulas_and_simulation_agree(cell, tmp_path):
-    cfg = config_of(cell, tmp_path)
-    run = describe(cfg, cell.num_ranks)
-    simulated = simulate(cfg, cell.num_ranks, 0)
+    check(config_of(cell, tmp_path), cell.num_ranks, 0.03)
+
+
+def check(cfg: RunConfig, num_ranks: int, most: float) -> None:
+    run = describe(cfg, num_ranks)
+    simulated = simulate(cfg, num_ranks, 0)
     first = dict.fromkeys(run.sizes, 0)
     memory = memory_of_rank(cfg, run, first, boundaries_of(cfg, run))
-    assert memory.total == pytest.approx(simulated.peak_bytes, rel=0.03), (memory, simulated)
+    assert memory.total == pytest.approx(simulated.peak_bytes, rel=most), (memory, simulated)

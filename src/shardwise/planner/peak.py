@@ -126,7 +126,7 @@ class _Rank:
             self.states |= dict.fromkeys(offloaded.get(cfg.parallel.offload, ()), 0)
         # Ids, labels, documents, and the places of targets: int64.
         rows = 4 * 8 * tokens * self.num_microbatches
-        constants = _constant_bytes(run.hf)
+        constants = _constant_bytes(run.hf) + self._mask_bytes()
         self.base = Memory(
             weights=self.states["weights"],
             optimizer=self.states["optimizer"],
@@ -173,6 +173,12 @@ class _Rank:
             units.append(Unit(name, self.memories[key], of_unit))
             is_trained |= any(weight.is_trained for weight in of_unit)
         return units
+
+    def _mask_bytes(self) -> int:
+        """Return the bytes of a mask of windows, which recomputed layers read again."""
+        is_windowed = any("sliding" in layer.kind for layer in self.run.spec.layers)
+        is_read_again = self.cfg.training.checkpointing != "none" and self.cfg.parallel.cp == 1
+        return self.cfg.data.sequence_length**2 if is_windowed and is_read_again else 0
 
     def moments(self) -> Iterator[Memory]:
         """Yield every moment that may be the peak of a step."""

@@ -125,8 +125,9 @@ def activations(block: Block, x: Tensor) -> Tensor:
     if rotary:
         q, k = block.rotated(q, rotary / size), block.rotated(k, rotary / size)
     mask = 0
-    if getattr(block.config, "sliding_window", None) and block.is_windowed:
-        mask = block.length * block.length
+    has_window = getattr(block.config, "sliding_window", None) and block.is_windowed
+    if has_window and not block.shares_rows:  # attention under cp makes none
+        mask = block.rows * block.length * block.length
     out = block.fused_attention(q, k, v, q.numel, size, mask)
     if gate is not None:
         out = block.product(out, block.pointwise(gate, keeps_outputs=True))
