@@ -106,7 +106,9 @@ def config(
         lora=Lora(r=4, dropout=0.1, targets=["q_proj", "down_proj"]) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
         parallel=parallel,
-        optimizer=Optimizer(lr=1e-2, warmup_steps=1, weight_decay=0.1),
+        optimizer=Optimizer(
+            lr=1e-2, lora_b_lr_ratio=4.0 if lora else 1.0, warmup_steps=1, weight_decay=0.1
+        ),
         training=Training(
             **{
                 "output_dir": str(folder / name),
