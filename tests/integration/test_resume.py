@@ -567,6 +567,17 @@ def schedule_that_restarts():
     SavedState.__init__ = without_step
 
 
+def one_rate_after_a_resume():
+    make = assembly.make_lr_schedule
+
+    def without_ratio(cfg, optimizer, num_steps, done):
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.lr
+        return make(cfg, optimizer, num_steps, done)
+
+    assembly.make_lr_schedule = without_ratio
+
+
 def loader_that_restarts():
     Start.loader = property(lambda self: None)
 
@@ -603,6 +614,7 @@ def weights_not_restored():
     ("bug", "layout"),
     [
         (schedule_that_restarts, "single"),
+        (one_rate_after_a_resume, "single"),
         (loader_that_restarts, "single"),
         (moments_forgotten, "single"),
         (weights_not_restored, "single"),
