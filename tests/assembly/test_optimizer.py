@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from math import ceil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
 from shardwise.assembly.optimizer import is_decayed, lr_factor, make_lr_schedule, make_optimizer
@@ -256,3 +259,33 @@ def test_a_ratio_of_1_makes_no_group_of_its_own():
     named = [(f"q.lora_{x}.default.weight", nn.Parameter(torch.ones(2, 2))) for x in "AB"]
     (group,) = make_optimizer(Optimizer(), named, {name for name, _ in named}).param_groups
     assert group["lr"] == Optimizer().lr
+
+
+def test_a_ratio_of_b_gives_the_weights_that_peft_gives():
+    """Three steps of AdamW on the same gradients as those of PEFT's LoRA+."""
+    adapters = LoraConfig(r=2, target_modules=["0", "1"])
+    model = get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), adapters)
+    other = deepcopy(model)
+    peft_optimizer = create_loraplus_optimizer(
+        other,
+        torch.optim.AdamW,
+        lr=0.01,
+        loraplus_lr_ratio=8.0,
+        loraplus_weight_decay=0.1,
+        weight_decay=0.1,
+        betas=(0.8, 0.9),
+        eps=1e-6,
+    )
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    cfg = Optimizer(lr=0.01, lora_b_lr_ratio=8.0, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = make_optimizer(cfg, named, {name for name, _ in named})
+    others = dict(other.named_parameters())
+    for _ in range(3):
+        for name, parameter in named:
+            parameter.grad = torch.randn(parameter.shape)
+            others[name].grad = parameter.grad.clone()
+        optimizer.step()
+        peft_optimizer.step()
+    assert named
+    for name, parameter in named:
+        torch.testing.assert_close(parameter, others[name])
