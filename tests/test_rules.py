@@ -318,6 +318,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         16,
     ),
     "cp with positions that the longest row scales": ("dynamic-rope", {"parallel": {"cp": 2}}, 2),
+    "lora_b_lr_ratio without LoRA": ("llama", {"optimizer": {"lora_b_lr_ratio": 16.0}}, 1),
     "full training of a quantised base": ("llama", {"model": {"base": "int8"}}, 1),
     "a quantised base under fsdp1": (
         "llama",

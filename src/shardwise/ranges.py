@@ -20,6 +20,7 @@ RANGES = {
     "parallel.pp": (1, 1_000_000),
     "parallel.virtual_stages": (1, 10_000),
     "optimizer.lr": (0, 1_000_000),
+    "optimizer.lora_b_lr_ratio": (0.001, 1_000_000),
     "optimizer.eps": (0, 1_000_000),
     "optimizer.weight_decay": (0, 1_000_000),
     "optimizer.warmup_steps": (0, 1_000_000_000),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from math import ceil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
 from shardwise.assembly.optimizer import is_decayed, lr_factor, make_lr_schedule, make_optimizer
@@ -225,3 +228,64 @@ def test_only_named_parameters_decay():
     optimizer.step()
     torch.testing.assert_close(one.data, torch.full((3,), 1 - 0.5 * 0.1))
     assert torch.equal(two.data, torch.ones(2, 2))
+
+
+def test_factors_b_have_a_rate_of_their_own_in_every_step():
+    """Of the linear and of the experts; the schedule multiplies it, and A comes first."""
+    model = on_meta(tiny("tiny-qwen3_moe"))
+    adapters = Lora(r=1, targets="all-linear", modules_to_save=["lm_head"])
+    inject(model, adapters, spec_of(model.config, model))
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    cfg = Optimizer(name="sgd", lr=0.5, weight_decay=0.1, lora_b_lr_ratio=16.0, warmup_steps=2)
+    of_b = {name for name, _ in named if ".lora_B." in name}
+    assert any(".experts." in name for name in of_b)
+    for done in (0, 3):  # a resumed run has the same rates
+        optimizer = make_optimizer(cfg, named[::-1], {name for name, _ in named})
+        others, factors = optimizer.param_groups
+        assert set(factors["param_names"]) == of_b
+        assert set(others["param_names"]) == {name for name, _ in named} - of_b
+        assert others["weight_decay"] == factors["weight_decay"] == 0.1
+        schedule = make_lr_schedule(cfg, optimizer, 6, done)
+        for step in range(done + 1, 7):
+            expected = 0.5 * lr_factor(cfg, step, 6)
+            assert [g["lr"] for g in optimizer.param_groups] == pytest.approx(
+                [expected, 16 * expected]
+            )
+            optimizer.step()
+            schedule.step()
+
+
+def test_a_ratio_of_1_makes_no_group_of_its_own():
+    named = [(f"q.lora_{x}.default.weight", nn.Parameter(torch.ones(2, 2))) for x in "AB"]
+    (group,) = make_optimizer(Optimizer(), named, {name for name, _ in named}).param_groups
+    assert group["lr"] == Optimizer().lr
+
+
+def test_a_ratio_of_b_gives_the_weights_that_peft_gives():
+    """Three steps of AdamW on the same gradients as those of PEFT's LoRA+."""
+    adapters = LoraConfig(r=2, target_modules=["0", "1"])
+    model = get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), adapters)
+    other = deepcopy(model)
+    peft_optimizer = create_loraplus_optimizer(
+        other,
+        torch.optim.AdamW,
+        lr=0.01,
+        loraplus_lr_ratio=8.0,
+        loraplus_weight_decay=0.1,
+        weight_decay=0.1,
+        betas=(0.8, 0.9),
+        eps=1e-6,
+    )
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    cfg = Optimizer(lr=0.01, lora_b_lr_ratio=8.0, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6)
+    optimizer = make_optimizer(cfg, named, {name for name, _ in named})
+    others = dict(other.named_parameters())
+    for _ in range(3):
+        for name, parameter in named:
+            parameter.grad = torch.randn(parameter.shape)
+            others[name].grad = parameter.grad.clone()
+        optimizer.step()
+        peft_optimizer.step()
+    assert named
+    for name, parameter in named:
+        torch.testing.assert_close(parameter, others[name])

@@ -58,6 +58,7 @@ def test_no_checkpoint_to_go_on_from(resume, tmp_path):
         ),
         ("lora", "r", 2, "lora.r is 2, .* with 4"),
         ("optimizer", "lr", 0.5, "optimizer.lr is 0.5, .* with 1.0"),
+        ("optimizer", "lora_b_lr_ratio", 4.0, "optimizer.lora_b_lr_ratio is 4.0, .* with 1.0"),
         ("data", "sequence_length", 9, "data.sequence_length is 9"),
     ],
 )

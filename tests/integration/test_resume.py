@@ -106,7 +106,9 @@ def config(
         lora=Lora(r=4, dropout=0.1, targets=["q_proj", "down_proj"]) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
         parallel=parallel,
-        optimizer=Optimizer(lr=1e-2, warmup_steps=1, weight_decay=0.1),
+        optimizer=Optimizer(
+            lr=1e-2, lora_b_lr_ratio=4.0 if lora else 1.0, warmup_steps=1, weight_decay=0.1
+        ),
         training=Training(
             **{
                 "output_dir": str(folder / name),
@@ -565,6 +567,17 @@ def schedule_that_restarts():
     SavedState.__init__ = without_step
 
 
+def one_rate_after_a_resume():
+    make = assembly.make_lr_schedule
+
+    def without_ratio(cfg, optimizer, num_steps, done):
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.lr
+        return make(cfg, optimizer, num_steps, done)
+
+    assembly.make_lr_schedule = without_ratio
+
+
 def loader_that_restarts():
     Start.loader = property(lambda self: None)
 
@@ -601,6 +614,7 @@ def weights_not_restored():
     ("bug", "layout"),
     [
         (schedule_that_restarts, "single"),
+        (one_rate_after_a_resume, "single"),
         (loader_that_restarts, "single"),
         (moments_forgotten, "single"),
         (weights_not_restored, "single"),

@@ -17,6 +17,8 @@ from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
 from tests.parity.pipelines import cell as pipeline
+from tests.parity.rates import CELLS as RATES
+from tests.parity.rates import FIXED as FIXED_RATES
 from tests.parity.spread_experts import EXPERTS as SPREAD_EXPERTS
 from tests.parity.spread_experts import FIXED as FIXED_EXPERTS
 from tests.parity.tensors import FIXED as FIXED_TENSORS
@@ -100,6 +102,7 @@ ALL = (
     *CONTEXTS,
     *SPREAD_EXPERTS,
     *BASES,
+    *RATES,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -135,6 +138,7 @@ _FIXED = (
     *FIXED_CONTEXTS,
     *FIXED_EXPERTS,
     *FIXED_BASES,
+    *FIXED_RATES,
 )
 
 
@@ -146,7 +150,7 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
     with weights whole on every rank, and those that shard them.
     """
     kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
-    if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1:
+    if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1 or cell.faster_b:
         return set()
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"

@@ -99,6 +99,8 @@ COPY = "-copy"
 """Suffix of a reference: plain weights, which were stored in the base's format and read back."""
 STILL = "still"
 """Variant of a control, float32 at the learning rate of the bfloat16 cells; or suffix of one."""
+FASTER = 4.0
+"""`optimizer.lora_b_lr_ratio` of cells with `faster_b`."""
 CAPACITY = 0.75
 """`model.expert_capacity` of cells with a capacity: experts drop a good part of the tokens."""
 OVERFLOWING_SCALE = 2.0**22
@@ -123,6 +125,7 @@ class Cell:
         0  # of a micro-batch; 0: 2, or 1 where more than 2 processes have different rows
     )
     spread: int = 0  # ranks that share experts; 0: 2 where the layout has `ep`
+    faster_b: bool = False  # LoRA's B learns at FASTER times the rate of A
 
     @property
     def id(self) -> str:
@@ -139,6 +142,7 @@ class Cell:
             self.variant,
             rows,
             f"ep{self.spread}" * bool(self.spread),
+            "faster-b" * self.faster_b,
         )
         return "-".join(filter(None, (*parts, "deep" * self.deep)))
 
@@ -239,6 +243,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3
             # of it.
             lr=0.0 if cell.variant == "bfloat16" or cell.variant.endswith(STILL) else 1.0,
+            lora_b_lr_ratio=FASTER if cell.faster_b else 1.0,
             lr_schedule="linear",
             weight_decay=0.01,
             # Less than half of what the gradients come to, so that clipping always acts.

@@ -91,6 +91,19 @@ def test_its_own_precision_may_be_compared(tmp_path: Path):
     assert (run.cfg.training.precision, run.cfg.optimizer.lr) == ("bfloat16", 0.0)
 
 
+def test_a_ratio_of_b_is_kept_and_makes_no_update_larger(tmp_path: Path):
+    def rates(ratio: float) -> tuple[float, float, float]:
+        cfg = config(Parallel("ddp"), lora=Lora(r=4))
+        cfg = replace(cfg, optimizer=replace(cfg.optimizer, lora_b_lr_ratio=ratio))
+        of_run = small(cfg, tmp_path).cfg.optimizer
+        of_b = of_run.lr * of_run.lora_b_lr_ratio
+        return of_run.lora_b_lr_ratio, max(of_run.lr, of_b), min(of_run.lr, of_b)
+
+    (_, plain, _) = rates(1.0)
+    assert rates(16.0) == (16.0, plain, plain / 16)
+    assert rates(0.5) == (0.5, plain, plain / 2)
+
+
 def test_a_given_split_keeps_its_stages_and_empty_ends(tmp_path: Path):
     parallel = Parallel(pp=4, split=[0, 1, 3, 0])
     run = small(config(parallel, global_batch_size=8), tmp_path)

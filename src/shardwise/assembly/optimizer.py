@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.config import Optimizer
 from shardwise.models.families import Family
 from shardwise.models.kinds import RATES
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import hf_name, is_adapter, is_factor_b
 
 STATES: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ()}
 """The states that an optimizer keeps of each parameter after a step, by `optimizer.name`.
@@ -46,17 +46,25 @@ def make_optimizer(
 
     `decayed`: names of the parameters on which weight decay acts; a shard need not show its
     parameter's shape. Each group has its parameters' names in `param_names`, by which an
-    optimizer's states are saved.
+    optimizer's states are saved. The first group has the learning rate that is reported, `cfg.lr`:
+    groups of LoRA's factors B at another rate come last.
     """
     # One group per kind of tensor: the multi-tensor path of torch's optimizers takes neither plain
     # tensors beside DTensors nor DTensors of several meshes.
-    groups: dict[tuple[Any, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[Any, bool, float], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((mesh, name in decayed), []).append((name, parameter))
+        ratio = cfg.lora_b_lr_ratio if is_factor_b(name) else 1.0
+        groups.setdefault((mesh, name in decayed, ratio), []).append((name, parameter))
     options: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": cfg.weight_decay if decays else 0.0}
-        for (_, decays), parameters in groups.items()
+        {
+            "params": parameters,
+            "weight_decay": cfg.weight_decay if decays else 0.0,
+            "lr": cfg.lr * ratio,
+        }
+        for (_, decays, ratio), parameters in sorted(
+            groups.items(), key=lambda group: group[0][2] != 1
+        )
     ]
     if not named:
         # A pipeline's stage may have nothing to train, but it has a learning rate.

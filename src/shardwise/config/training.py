@@ -16,6 +16,9 @@ class Optimizer(Section):
     """AdamW (arXiv 1711.05101), or SGD without momentum."""
     lr: float = 2e-4
     """Peak learning rate."""
+    lora_b_lr_ratio: float = 1.0
+    """The learning rate of LoRA's factors B, also those of experts, as a multiple of `lr` (LoRA+,
+    arXiv 2402.12354)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     eps: float = 1e-8

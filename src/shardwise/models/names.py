@@ -24,6 +24,11 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
+def is_factor_b(name: str) -> bool:
+    """Return whether a parameter is a LoRA factor B, [out, R] of a linear or of experts."""
+    return ".lora_B." in name
+
+
 def is_saved_copy(name: str) -> bool:
     """Return whether a parameter is the trained copy of one that `modules_to_save` names."""
     return ".modules_to_save.default." in name

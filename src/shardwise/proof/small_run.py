@@ -236,6 +236,7 @@ def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
     """Return the run with what a comparison needs: the small model, SGD, short rows, few steps."""
     # In 16 bits a weight that is off by 1e-7 may be rounded the other way, so weights stay.
     lr = 0.0 if is_in_16_bits(cfg) else UPDATE_NORM / MAX_NORM
+    ratio = cfg.optimizer.lora_b_lr_ratio
     length = min(cfg.data.sequence_length, Rows.length)
     stretches = cfg.parallel.cp
     if cfg.parallel.sequence_parallel:
@@ -259,7 +260,8 @@ def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
         data=replace(cfg.data, sequence_length=length),
         optimizer=Optimizer(
             name="sgd",
-            lr=lr,
+            lr=lr / max(1.0, ratio),  # B's updates are no larger than others' without a ratio
+            lora_b_lr_ratio=ratio,
             lr_schedule="linear",
             weight_decay=DECAY * MAX_NORM / UPDATE_NORM,
             max_grad_norm=MAX_NORM,

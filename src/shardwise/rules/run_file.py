@@ -131,6 +131,16 @@ RULES = (
     ),
     *duration.RULES,
     Rule(
+        "lora_b_lr_ratio without LoRA",
+        applies=lambda case: case.cfg.lora is None and case.cfg.optimizer.lora_b_lr_ratio != 1,
+        problem=(
+            "optimizer.lora_b_lr_ratio is {cfg.optimizer.lora_b_lr_ratio}, but without LoRA there "
+            "are no factors B"
+        ),
+        way_out="add a section lora, or leave it at 1",
+        why="the key would have no effect",
+    ),
+    Rule(
         "tokens in a step",
         applies=lambda case: _tokens(case) > MOST_TOKENS,
         problem=lambda case: (

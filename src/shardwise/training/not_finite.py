@@ -35,7 +35,7 @@ def look_through(pm: ParallelModel, optimizer: torch.optim.Optimizer | None = No
         if p.grad is not None
     ]
     order = {name: place for place, (name, _) in enumerate(pm.named_parameters())}
-    gradients.sort(key=lambda pair: order.get(pair[0], -1))  # groups are by weight decay
+    gradients.sort(key=lambda pair: order.get(pair[0], -1))  # groups are by weight decay and rate
     return NotFinite(_names(pm.named_parameters()), _names(gradients))
 
 
