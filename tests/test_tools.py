@@ -92,3 +92,15 @@ def test_the_page_on_planning_says_how_far_times_were_off() -> None:
     assert error["median"] <= 0.05
     assert times["choices"]
     assert all(choice["regret"] <= 0.05 for choice in times["choices"])
+
+
+def test_the_page_of_bases_says_what_was_measured() -> None:
+    root = TOOLS.parent
+    result = json.loads((root / "results" / "bases" / "quality.json").read_text())
+    page = (root / "docs" / "guides" / "quantised-bases.md").read_text(encoding="utf-8")
+    for by_seed in result["validation_loss"].values():
+        row = " | ".join(f"{by_seed[seed]:.3f}" for seed in sorted(by_seed))
+        assert f"| {row} |" in page
+    most = result["largest_difference_to_none"]
+    assert f"more than {max(map(abs, most.values())):.3f}" in page
+    assert f"rounding alone by {abs(most['nudged']):.3f}" in page
