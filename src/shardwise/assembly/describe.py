@@ -8,7 +8,7 @@ rank knows (its free memory, its files) is checked where it is known.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from shardwise import rules
 from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
-from shardwise.models import load, lora
+from shardwise.models import adapter_start, load, lora
 from shardwise.models.facts import facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
@@ -62,7 +62,9 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     multimodal = multimodal_of(cfg.model, hf)
     spec, family = spec_of(hf_config, hf), family_of(hf)
     if cfg.lora:
-        rules.check(cfg, Facts(num_ranks, adapters=lora.adapter_facts(hf, cfg.lora, spec)))
+        section = adapter_start.section_of(cfg.lora, cfg.model, hf)
+        adapters = lora.adapter_facts(hf, section, spec)
+        rules.check(replace(cfg, lora=section), Facts(num_ranks, adapters=adapters))
     model = prepare(WholeModel(hf, spec, family, coverage=None), cfg)
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.models import lora
+from shardwise.models import adapter_start, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
 from shardwise.models.patches import FOR_ANY_MODULE, PATCHES, Patch
@@ -62,7 +62,11 @@ class Entry(NamedTuple, Generic[Function]):
 
 def _with_adapters(model: WholeModel, cfg: RunConfig) -> WholeModel:
     assert cfg.lora is not None
-    return replace(model, coverage=lora.inject(model.hf, cfg.lora, model.spec))
+    section = adapter_start.section_of(cfg.lora, cfg.model, model.hf)
+    coverage = lora.inject(model.hf, section, model.spec)
+    if section.path is not None:
+        adapter_start.check_tensors(section, cfg.model, model.hf)
+    return replace(model, coverage=coverage)
 
 
 def _patched(name: str, patch: Patch) -> Apply:

@@ -18,9 +18,9 @@ from shardwise.assembly.optimizer import STATES, optimized_parameters
 from shardwise.config import RunConfig
 from shardwise.interfaces import ParallelModel, State
 from shardwise.kernels.quantised import quantise
-from shardwise.models import load, lora, weight_files
+from shardwise.models import adapter_start, load, lora, weight_files
 from shardwise.models.initialise import nudged
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.stored import stored_in
 from shardwise.process.watchdog import beat, paused
 
@@ -123,7 +123,11 @@ def persistent_buffers(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _initial_weights(
     pm: ParallelModel, cfg: RunConfig, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full CPU tensor): base weights from the model's files, drawn LoRA factors."""
+    """Yield (name, full CPU tensor): base weights from the model's files, LoRA factors drawn.
+
+    With `lora.path` the factors and the trained copies of modules are those of that folder.
+    """
+    section = cfg.lora if cfg.lora is not None and cfg.lora.path is not None else None
     # `modules_to_save` keeps the original beside the trained copy: two parameters for one weight.
     by_hf_name: dict[str, list[str]] = {}
     stored = {name: part for p in pm.parts for name, part in stored_in(p.hf).items()}
@@ -132,7 +136,7 @@ def _initial_weights(
         f"{name}.{tensor}": name for name in stored for tensor, _ in stored[name].named_parameters()
     }
     for name in dict.fromkeys(matrices.get(name, name) for name in names):
-        if not is_adapter(name):
+        if not is_adapter(name) and not (section and is_saved_copy(name)):
             by_hf_name.setdefault(hf_name(name), []).append(name)
     if by_hf_name:
         with paused():
@@ -148,7 +152,11 @@ def _initial_weights(
                 else:
                     yield name, full
     for part in pm.parts:
-        yield from lora.adapter_weights(part.hf, cfg.training.seed, names)
+        if section is None:
+            yield from lora.adapter_weights(part.hf, cfg.training.seed, names)
+        else:
+            assert isinstance(part.hf, PreTrainedModel), "a rule refuses LoRA on a caller's module"
+            yield from adapter_start.folder_weights(section, cfg.model, part.hf, names)
 
 
 def _weights(

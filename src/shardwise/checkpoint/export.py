@@ -20,6 +20,7 @@ from shardwise.checkpoint.folder import UNFINISHED
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
+from shardwise.models.adapter_start import section_of_layers
 from shardwise.models.load import other_weights
 from shardwise.models.save import save_for_generation, save_model, write_shards
 from shardwise.parallel.place import full_tensor
@@ -58,7 +59,8 @@ def save_result(
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
         path, multimodal = cfg.model.path, job.multimodal
-        save_adapter(job.hf, cfg.lora, dict(tensors), unfinished, path, multimodal)
+        section = section_of_layers(cfg.lora, job.hf)
+        save_adapter(job.hf, section, dict(tensors), unfinished, path, multimodal)
         save_for_generation(unfinished, tokenizer)
     shutil.rmtree(folder, ignore_errors=True)  # of the run that this one resumed
     return unfinished.rename(folder)

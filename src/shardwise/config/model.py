@@ -53,6 +53,9 @@ class Model(Section):
 class Lora(Section):
     """Low-rank adapters (arXiv 2106.09685) on a frozen model, through PEFT."""
 
+    path: str | None = None
+    """Folder with a PEFT adapter to start from; rank, scale and what is adapted are the folder's.
+    Null: drawn factors."""
     r: int = 8
     """Rank of the adapters."""
     alpha: float = 16.0

@@ -54,7 +54,9 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
     """Yield lines on what is planned: the model, the step and the devices."""
     cfg, cluster = question.cfg, question.cluster
     counts = subject.counts
-    trained = f"LoRA r={cfg.lora.r}" if cfg.lora else "in full"
+    trained = "in full"
+    if cfg.lora:
+        trained = f"LoRA of {cfg.lora.path}" if cfg.lora.path else f"LoRA r={cfg.lora.r}"
     yield (
         f"{subject.facts.family}, {counts.parameters / 1e9:.3g} B parameters, {trained}: "
         f"{counts.trainable_parameters / 1e6:,.4g} M trained; weights in {cfg.model.dtype}, "

@@ -78,6 +78,11 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
         "model.trust_remote_code is true, but a model with code of its own is not made smaller; "
         "prove the layout with a small model of your own, and train that",
     )
+    require(
+        cfg.lora is None or cfg.lora.path is None,
+        "lora.path is set, but an adapter of the whole model does not fit the small one that is "
+        "proven; give lora.r, alpha and targets of that adapter, and lora.path null",
+    )
     cfg, notes = _on_cpu(cfg)
     given = cfg.parallel
     parallel, num_ranks = _smaller_layout(given, nproc)

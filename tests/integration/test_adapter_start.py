@@ -1,0 +1,192 @@
+"""A run that starts from a saved adapter (`lora.path`): under each layout its factors and its loss
+are those of that adapter, and a folder that does not fit is refused before memory is taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.assembly.describe import describe
+from shardwise.config import Lora, Optimizer, Parallel, RunConfig, UserError
+from shardwise.models import adapter_start, lora
+from tests.distributed import run_ranks
+from tests.integration.test_train import CONFIGS, config, run, run_on
+
+SOURCES = {
+    "linears": ("tiny-qwen3_5", Lora(r=4, alpha=3.0, rslora=True)),
+    "experts": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, targets="all-linear")),
+    "head": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, modules_to_save=["lm_head"])),
+}
+
+
+def of(cfg: RunConfig, model: str, section: Lora) -> RunConfig:
+    return replace(cfg, model=replace(cfg.model, path=str(CONFIGS / model)), lora=section)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[str, tuple[Path, float]]:
+    """The adapter that two steps give, and the validation loss with it, by name."""
+    results = {}
+    for name, (model, section) in SOURCES.items():
+        cfg = of(config(folder, f"source-{name}", steps=2, eval_every=2), model, section)
+        record = run_on(1, cfg)
+        results[name] = (Path(cfg.training.output_dir) / "adapter", record.eval[-1]["loss"])
+    return results
+
+
+def start(folder: Path, name: str, adapter: Path, of_source: str, parallel: Parallel) -> RunConfig:
+    """A run of one step that changes nothing: its learning rate is lost in rounding."""
+    cfg = of(
+        config(folder, name, steps=1, eval_every=1), SOURCES[of_source][0], Lora(path=str(adapter))
+    )
+    return replace(cfg, parallel=parallel, optimizer=Optimizer(lr=1e-30))
+
+
+LAYOUTS = {
+    "single": (1, Parallel()),
+    "ddp": (2, Parallel("ddp")),
+    "zero2": (2, Parallel("zero2")),
+    "fsdp1": (2, Parallel("fsdp1")),
+    "fsdp2": (2, Parallel("fsdp2")),
+    "tp": (2, Parallel(tp=2)),
+    "pp": (2, Parallel(pp=2)),
+}
+CELLS = [
+    *((layout, "linears") for layout in LAYOUTS),
+    *((layout, "experts") for layout in ("single", "fsdp2", "tp")),
+    *((layout, "head") for layout in ("single", "fsdp2", "pp")),
+]
+
+
+@pytest.mark.parametrize(("layout", "source"), CELLS)
+def test_a_run_starts_with_the_factors_and_the_loss_of_the_adapter(
+    layout: str, source: str, trained, folder: Path
+) -> None:
+    adapter, loss = trained[source]
+    nproc, parallel = LAYOUTS[layout]
+    cfg = start(folder, f"start-{layout}-{source}", adapter, source, parallel)
+    record = run_on(nproc, cfg)
+    out = Path(cfg.training.output_dir) / "adapter"
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (adapter, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert record.eval[-1]["loss"] == pytest.approx(loss, rel=1e-6)
+    configs = [json.loads((p / "adapter_config.json").read_text()) for p in (adapter, out)]
+    assert configs[0] == configs[1]
+
+
+def drawn(cfg: RunConfig) -> float:
+    """The planted bug: the factors of the file are left out."""
+
+    def left_out(section, base, model, wanted):
+        return lora.adapter_weights(model, cfg.training.seed, wanted)
+
+    return _loss_with(cfg, "folder_weights", left_out)
+
+
+def default_scale(cfg: RunConfig) -> float:
+    """The planted bug: the scale is that of the run file's default."""
+    section_of = adapter_start.section_of
+
+    def unscaled(section, base, model):
+        return replace(section_of(section, base, model), alpha=Lora().alpha, rslora=False)
+
+    return _loss_with(cfg, "section_of", unscaled)
+
+
+def _loss_with(cfg: RunConfig, name: str, function) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"shardwise.models.adapter_start.{name}", function)
+        record = run(cfg)
+    assert record is not None
+    return record.eval[-1]["loss"]
+
+
+@pytest.mark.parametrize("bug", [drawn, default_scale])
+def test_a_planted_bug_changes_the_loss(bug, trained, folder: Path) -> None:
+    adapter, loss = trained["linears"]
+    cfg = start(folder, f"bug-{bug.__name__}", adapter, "linears", Parallel())
+    (with_bug,) = run_ranks(1, bug, cfg)
+    assert with_bug != pytest.approx(loss, rel=1e-6)
+
+
+def _config(**changes):
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def _tensors(change_tensors):
+    def change(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        change_tensors(tensors, sorted(key for key in tensors if "lora_A" in key)[0])
+        save_file(tensors, file)
+
+    return change
+
+
+def _remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+BAD = {
+    "no folder": (shutil.rmtree, r"no adapter_config.json here"),
+    "no config": (_remove("adapter_config.json"), r"no adapter_config.json here"),
+    "no file": (_remove("adapter_model.safetensors"), r"no adapter_model.safetensors here"),
+    "dora": (_config(use_dora=True), r"has use_dora.*; give an adapter of plain LoRA"),
+    "bias": (_config(lora_bias=True), r"has lora_bias"),
+    "bias of the base": (_config(bias="all"), r"has bias"),
+    "ranks": (_config(rank_pattern={"q_proj": 2}), r"has rank_pattern"),
+    "pissa": (_config(init_lora_weights="pissa"), r"init_lora_weights is pissa"),
+    "rank": (_config(r=3), r"is \[4, \d+\], but \[3, \d+\]"),
+    "missing": (_tensors(lambda t, key: t.pop(key)), r"lacks 1 tensors"),
+    "surplus": (
+        _tensors(lambda t, key: t.update({"base_model.model.other.weight": torch.ones(2)})),
+        r"has no place for, 1 tensors",
+    ),
+    "other model": (
+        _tensors(lambda t, key: t.update({key.replace("layers.", "blocks."): t.pop(key)})),
+        r"has no linear",
+    ),
+    "shape": (
+        _tensors(lambda t, key: t.update({key: torch.ones(4, 3)})),
+        r"is \[4, 3\], but \[4, \d+\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_folder_that_does_not_fit_is_refused(case, trained, folder: Path, tmp_path) -> None:
+    change, message = BAD[case]
+    adapter = tmp_path / "adapter"
+    shutil.copytree(trained["linears"][0], adapter)
+    change(adapter)
+    with pytest.raises(UserError, match=message) as error:
+        describe(start(folder, "unused", adapter, "linears", Parallel()), 1)
+    assert "\n" not in str(error.value)
+    assert "; " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"r": 5}, {"alpha": 2.0}, {"targets": "attention"}, {"experts": "shared"}], ids=str
+)
+def test_a_key_that_says_otherwise_is_refused(given, trained, folder: Path) -> None:
+    cfg = start(folder, "unused", trained["linears"][0], "linears", Parallel())
+    cfg = replace(cfg, lora=Lora(path=cfg.lora.path, **given))
+    (key,) = given
+    with pytest.raises(UserError, match=f"lora.{key} is .*; leave lora.{key} out"):
+        describe(cfg, 1)
+
+
+def test_equal_keys_pass(trained, folder: Path) -> None:
+    cfg = start(folder, "unused", trained["linears"][0], "linears", Parallel())
+    describe(replace(cfg, lora=Lora(path=cfg.lora.path, r=4, alpha=3.0, rslora=True)), 1)
