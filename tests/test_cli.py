@@ -99,7 +99,7 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         ),
         (
             ("export", "model", "adapter", "out"),
-            "one of the arguments --merge --for is required; see shardwise export --help",
+            "one of the arguments --merge --copy --for is required; see shardwise export --help",
         ),
         (
             ("export", "model", "adapter", "out", "--for", "gguf"),

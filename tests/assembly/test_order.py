@@ -45,6 +45,7 @@ def run_file(
 
 CASES = {
     "dense, lora by torch": run_file("llama", Lora(kernel="torch"), packing="isolated"),
+    "dense, stored base": run_file("llama", Lora(), base="int8"),
     "dense, in full": run_file("llama", sdpa_backend="math", training={"loss": "plain"}),
     "dense, dropouts of its own": run_file("gpt2", Lora(kernel="torch", dropout=0.1)),
     "hybrid, lora by peft": run_file(
@@ -67,6 +68,7 @@ SHOWN_BY = {
     "finite forget gates": "hybrid, gates",
     "gated activations": "dense, in full",
     "isolated documents": "dense, lora by torch",
+    "quantised base": "dense, stored base",
     "routed experts": "experts, router loss",
     "router loss": "experts, router loss",
     "loss in the head": "hybrid, operators",

@@ -38,7 +38,7 @@ def refused(capfd, *arguments: object) -> str:
 
 
 CASES = {
-    "misspelt key": (["--lora.rank=3"], r"unknown key lora.rank; known keys: r, alpha"),
+    "misspelt key": (["--lora.rank=3"], r"unknown key lora.rank; known keys: path, r, alpha"),
     "misspelt section": (["--modle.path=x"], r"unknown key modle; did you mean model\?"),
     "near key": (["--training.step=3"], r"unknown key training.step; did you mean steps\?"),
     "wrong type": (

@@ -198,6 +198,7 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
 
 
 TIMED: dict[str, Any] = {
+    "model.base": "int8",
     "model.router_aux_loss_coef": 0.01,
     "model.expert_capacity": 1.5,
     "model.trust_remote_code": True,  # another class may have the same config

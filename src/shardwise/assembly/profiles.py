@@ -33,7 +33,7 @@ KERNEL_PACKAGES = ("triton", "fla-core", "mamba-ssm", "causal-conv1d", "kernels"
 _NOT_TIMED_BECAUSE: Mapping[str, str] = {
     "the model is known by its config and its units' parameters, wherever it lies": "model.path",
     "the time of a product does not depend on the numbers in it": (
-        "model.init lora.alpha lora.rslora training.seed"
+        "model.init lora.path lora.alpha lora.rslora training.seed"
     ),
     "it is in the units' keys": ("model.dtype lora.r lora.targets lora.modules_to_save lora.dtype"),
     "a profile runs random tokens": (

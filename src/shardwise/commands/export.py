@@ -19,10 +19,13 @@ def run(args: Namespace) -> int:
     from shardwise.models.copy import copy_model
 
     model, adapter, out = args.model, args.adapter, args.out
-    require(
-        (adapter is None) == (args.copy is not None),
-        "--copy takes MODEL and OUT; every other form takes MODEL, ADAPTER and OUT",
-    )
+    if args.copy is None:
+        require(
+            adapter is not None,
+            "the following arguments are required: OUT; see shardwise export --help",
+        )
+    else:
+        require(adapter is None, "--copy takes MODEL and OUT; a copy has no adapter")
     require(
         args.base == "none" or args.merge, "--base is for --merge; an adapter alone has no base"
     )

@@ -20,10 +20,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import _backward
 
 from shardwise.assembly import order
@@ -38,14 +38,13 @@ from shardwise.assembly.profiles import (
     unit_keys,
     write,
 )
+from shardwise.assembly.state import FRESH, load_initial_weights
 from shardwise.batches import Batch
 from shardwise.config import Parallel, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models import load, lora
-from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.stage import Stage
-from shardwise.parallel.place import fill
+from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
@@ -255,12 +254,8 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
             parts.append(part)
 
     def load_parts(pm: ParallelModel) -> None:
-        for part in parts:
-            names = {hf_name(name) for name in part.hf.state_dict() if not is_adapter(name)}
-            weights = load.weights(part.hf, cfg.model, cfg.training.seed, names)
-            load.fill(part.hf, chain(weights, lora.adapter_weights(part.hf, cfg.training.seed)))
-            part.to(mesh.device)
-            beat()
+        materialise(nn.ModuleList(parts), mesh.device)
+        load_initial_weights(pm, cfg, FRESH)
 
     pm = ParallelModel(
         tuple(parts),
