@@ -16,16 +16,27 @@ from shardwise import cli
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Model, UserError
+from shardwise.kernels.quantised import dequantise, quantise
 from shardwise.models.adapter import save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.load import load_whole, read_config, weights
-from shardwise.models.published import STATE
+from shardwise.models.published import STATE, Entry
 from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.models.quantised_folders import BASE_OF, METHODS, write
 from tests.models.tiny import loaded_by_transformers, logits, on_meta, trained, with_adapters
-from tests.parity.harness import DEEP, Cell, run_config
+from tests.parity.harness import (
+    DEEP,
+    TOLERANCE,
+    Cell,
+    Outcome,
+    compare,
+    microbatches,
+    run,
+    run_config,
+    verdict,
+)
 
 CPU = torch.device("cpu")
 
@@ -41,7 +52,15 @@ def experts(tmp_path_factory) -> Path:
 
 
 def plain_folder(folder: Path, name: str) -> Path:
-    model = Model(str(DEEP / name), init="random")
+    """Write a model with whole blocks of 128 in half of each matrix."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads")
+    config = json.loads((DEEP / name / "config.json").read_text())
+    for size in (*sizes, "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"):
+        if size in config:
+            config[size] *= 2
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = Model(str(folder), init="random")
     load_whole(model, read_config(model)).save_pretrained(folder)
     return folder
 
@@ -89,6 +108,32 @@ def stored_by_a_run(folder: str, method: str, dtype: str) -> tuple[dict[str, tor
         for name, part in stored.items()
     }
     return values, sum(t.nbytes for part in stored.values() for t in part.parameters())
+
+
+LAYOUTS = (("fsdp2", 2), ("tp", 2), ("fsdp2-tp", 4))
+
+
+@pytest.mark.parametrize("source", ["plain", "experts"])
+@pytest.mark.parametrize("method", ["nf4 nested", "fp8", "torchao int8"])
+def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
+    """Neither shards nor ranks of tp may part a folder's blocks from their scales."""
+    folder, copy = tmp_path / "q", tmp_path / "copy"
+    write(folder, request.getfixturevalue(source), method)
+    copy_model(Model(str(folder)), BASE_OF[method], copy)
+    family = read_config(Model(str(folder))).model_type
+    expected = run_ranks(1, train, Cell(family, "single", "lora", 1), copy, "none")[0]
+    layouts = (*LAYOUTS, ("ddp-ep", 2)) if source == "experts" else LAYOUTS
+    for layout, num_ranks in layouts:
+        cell = Cell(family, layout, "lora", num_ranks)
+        outcomes = run_ranks(num_ranks, train, cell, folder, BASE_OF[method])
+        errors = compare(outcomes, expected)
+        assert not verdict(errors, TOLERANCE), (layout, errors)
+
+
+def train(cell: Cell, folder: Path, base: str) -> Outcome:
+    cfg = run_config(cell)
+    cfg = replace(cfg, model=replace(cfg.model, path=str(folder), init="weights", base=base))
+    return run(cfg, lambda mesh, step: microbatches(cfg, mesh, step))
 
 
 def test_fp8_in_blocks_has_the_values_that_transformers_reads(plain, tmp_path):
@@ -201,9 +246,12 @@ def test_a_note_says_where_a_folder_is_not_stored_as_it_is(base, fragment, plain
         {"quant_method": "mxfp4"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "nf4"},
         {"quant_method": "fp8"},
         {"quant_method": "torchao", "quant_type": "int8_weight_only"},
         {"quant_method": "compressed-tensors", "config_groups": 3},
+        METHODS["compressed-tensors"][0] | {"transform_config": {"config_groups": {"R1": {}}}},
+        METHODS["compressed-tensors"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         {"quant_method": ["fp8"]},
         {},
     ],
@@ -231,6 +279,21 @@ def cut(key: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({key: tensors[key][:-1].contiguous()})
 
 
+def to(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({key: change(tensors[key])})
+
+
+def state(**changed: object) -> Callable[[Tensors], object]:
+    def change(old: torch.Tensor) -> torch.Tensor:
+        new = json.dumps(json.loads(bytes(old.tolist())) | changed)
+        return torch.tensor([*new.encode()], dtype=torch.uint8)
+
+    return to(Q + STATE, change)
+
+
+OWNER = Q.removesuffix("weight") + "_weight"
+
+
 @pytest.mark.parametrize(
     ("method", "damage", "fragment", "is_early"),
     [
@@ -242,6 +305,13 @@ def cut(key: str) -> Callable[[Tensors], object]:
         ("nf4", cut(f"{Q}.absmax"), f"{Q}.absmax: .* values", False),
         ("nf4", cut(Q + STATE), "bitsandbytes__nf4: cannot be read", False),
         ("nf4", cut(f"{Q}.quant_map"), "quant_map: 15 values", False),
+        ("nf4", to(f"{Q}.quant_map", lambda t: t * 0.9), "quant_map: not nf4's levels", False),
+        ("nf4", to(f"{Q}.absmax", torch.Tensor.int), "absmax: I32 holds no scales", True),
+        ("nf4", state(shape=[-256, -128]), "bitsandbytes__nf4: cannot be read", False),
+        ("nf4", state(blocksize=64.0), "bitsandbytes__nf4: cannot be read", False),
+        ("nf4 nested", state(nested_blocksize="a"), "bitsandbytes__nf4: cannot be read", False),
+        ("fp8", to(f"{Q}_scale_inv", torch.Tensor.int), "_scale_inv: I32 holds no scales", True),
+        ("torchao int8", to(f"{OWNER}_zero_point", lambda t: t + 3), "not zero", False),
         ("nf4 nested", without(f"{Q}.nested_quant_map"), "nested_quant_map: not in", True),
         ("nf4 nested", without(f"{Q}.nested_absmax"), "nested|values", False),
         ("torchao int8", without(Q.replace("weight", "_weight_scale")), "_scale: not in", True),
@@ -256,6 +326,28 @@ def test_a_damaged_folder_is_refused(method, damage, fragment, is_early, plain, 
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(UserError, match=fragment):
         read_config(Model(str(tmp_path / "q"))) if is_early else values_of(tmp_path / "q")
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 3}', b'{"a": {}}', b"[" * 100_000])
+def test_a_damaged_header_is_refused(header, plain, tmp_path):
+    folder = with_index(plain, tmp_path / "q", without=())
+    (folder / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        read_config(Model(str(folder)))
+
+
+def test_codes_that_the_index_does_not_name_are_refused(plain, tmp_path):
+    folder = with_index(plain, tmp_path / "q", without=(Q,))
+    with pytest.raises(UserError, match=f"{Q}: not in the files"):
+        read_config(Model(str(folder)))
+
+
+def with_index(plain: Path, folder: Path, without: tuple[str, ...]) -> Path:
+    write(folder, plain, "fp8")
+    file = (folder / "model.safetensors").rename(folder / "a.safetensors")
+    names = {key: file.name for key in load_file(file) if key not in without}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
@@ -276,3 +368,28 @@ def test_transposed_matrices_of_bitsandbytes_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="transposed"):
         values_of(tmp_path)
+
+
+def test_fp8_in_odd_blocks_has_the_scale_of_each_column():
+    """Of [300, 192]: the last blocks are cut, and 64 columns share a scale of ours."""
+    matrix = torch.randn(300, 192)
+    tensors = METHODS["fp8"][1]("a.weight", matrix, {})
+    entry = Entry("a.weight", "fp8", "a.weight", "a.weight_scale_inv")
+    every = tensors["a.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = tensors["a.weight"].float() * every[:300, :192]
+    assert torch.equal(entry.values(tensors.__getitem__), expected)
+    scales = entry.own_scales(tensors.__getitem__)
+    assert scales is not None
+    assert scales.shape == (300, 3)
+    stored = quantise(expected, "fp8_blocks", scales)
+    assert torch.equal(dequantise(stored, "fp8_blocks", torch.float32), expected)
+
+
+def test_a_rank_that_would_cut_a_block_of_the_folder_is_refused(tmp_path):
+    model = Model(str(DEEP / "wide-qwen3_5"), init="random")
+    load_whole(model, read_config(model)).save_pretrained(tmp_path / "plain")
+    write(tmp_path / "q", tmp_path / "plain", "fp8")
+    cfg = run_config(Cell("qwen3_5_text", "tp", "lora", 2))
+    cfg = replace(cfg, model=Model(str(tmp_path / "q"), base="fp8"))
+    with pytest.raises(UserError, match=r"base is fp8, .* 64 columns .* blocks of 128; use int8"):
+        describe(cfg, 2)

@@ -193,7 +193,7 @@ def quantise(
     if fmt == "int8":
         codes = scaled.round().to(torch.int8)
     elif fmt in NF4:
-        levels = _levels(matrix.device)
+        levels = nf4_levels(matrix.device)
         # The nearest level: the number of midpoints that lie below.
         codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
         codes = (codes[..., ::2] << 4 | codes[..., 1::2]).to(torch.uint8)
@@ -210,7 +210,7 @@ def dequantise(
     if fmt in NF4:
         if fmt == "nf4":
             scales = _scales_of(scales, tensors["steps"])
-        levels = _levels(codes.device)
+        levels = nf4_levels(codes.device)
         pairs = torch.cartesian_prod(levels, levels)  # [256, 2]: a byte's levels at once
         values = pairs[codes.int()].flatten(-2)
     elif fmt != "int8":
@@ -236,5 +236,6 @@ def _scales_of(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _levels(device: torch.device) -> torch.Tensor:
+def nf4_levels(device: torch.device) -> torch.Tensor:
+    """Return the 16 values of the codes at scale 1, ascending, float32; one tensor a device."""
     return torch.tensor(_LEVELS, device=device)

@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import UserError
-from shardwise.kernels.quantised import BLOCK, FP8_BLOCK, NF4, Format, block_of
+from shardwise.kernels.quantised import BLOCK, FP8_BLOCK, NF4, Format, block_of, nf4_levels
 
 Header = Mapping[str, tuple[str, list[int]]]
 """Of each key in the files: its dtype as safetensors writes it, and its shape."""
 Read = Callable[[str], torch.Tensor]
+SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+"""Dtypes of scales, as safetensors writes them."""
 STATE = ".quant_state.bitsandbytes__nf4"
 _TORCHAO = {"Int8WeightOnlyConfig": "I8", "Float8WeightOnlyConfig": "F8_E4M3"}
 _KEPT: Mapping[tuple[str, str], Format] = {
@@ -64,15 +67,20 @@ def check_config(path: str, section: Any) -> None:
     method = section.get("quant_method")
     is_read = {
         "bitsandbytes": lambda: (
-            section.get("bnb_4bit_quant_type") == "nf4"
+            section.get("load_in_4bit") is True
+            and section.get("bnb_4bit_quant_type") == "nf4"
             and section.get("bnb_4bit_quant_storage", "uint8") == "uint8"
         ),
         "fp8": lambda: section.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK],
         "torchao": lambda: section["quant_type"]["default"]["_type"] in _TORCHAO,
-        "compressed-tensors": lambda: all(
-            [group["weights"][key] for key in ("num_bits", "type", "strategy")]
-            == [8, "float", "channel"]
-            for group in section["config_groups"].values()
+        "compressed-tensors": lambda: (
+            not section.get("transform_config")  # rotates activations, too
+            and (section.get("sparsity_config") or {}).get("format", "dense") == "dense"
+            and all(
+                [group["weights"][key] for key in ("num_bits", "type", "strategy")]
+                == [8, "float", "channel"]
+                for group in section["config_groups"].values()
+            )
         ),
     }.get(str(method))
     try:
@@ -105,6 +113,9 @@ class Entry:
         codes = read(self.codes)
         if self.format == "nf4":
             return self._nf4_values(codes, read)
+        for key in self.others:
+            if read(key).any():
+                raise UserError(f"{key}: not zero, which is not read; give symmetric codes")
         scales = self.grid(read, codes.shape)
         return (codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
@@ -132,7 +143,7 @@ class Entry:
     def _nf4_values(self, codes: torch.Tensor, read: Read) -> torch.Tensor:
         state = self._state(read)
         shape = torch.Size(state["shape"])
-        levels = read(f"{self.key}.quant_map").float()
+        levels = nf4_levels(codes.device)
         codes = codes.flatten().int()
         values = levels[torch.stack([codes >> 4, codes & 15], -1).flatten()[: shape.numel()]]
         scales = self._absmax(read, state)
@@ -154,13 +165,17 @@ class Entry:
         """Return what bitsandbytes writes of a matrix; UserError unless all tensors fit to it."""
         try:
             state = json.loads(bytes(read(self.key + STATE).tolist()))
-            num_values, block = torch.Size(state["shape"]).numel(), state["blocksize"]
+            *shape, block = torch.Size([*state["shape"], state["blocksize"]])
+            if min(*shape, block) < 1:
+                raise ValueError
+            num_values = torch.Size(shape).numel()
             sizes = {self.codes: -(-num_values // 2), f"{self.key}.quant_map": 16}
             sizes[self.scales] = num_blocks = -(-num_values // block)
             is_nested = f"{self.key}.nested_absmax" in self.others
             if is_nested:
                 sizes[f"{self.key}.nested_quant_map"] = 256
-                num_steps = -(-num_blocks // state["nested_blocksize"])
+                (nested_block,) = torch.Size([state["nested_blocksize"]])
+                num_steps = -(-num_blocks // nested_block)
                 sizes[f"{self.key}.nested_absmax"] = num_steps
                 float(state["nested_offset"])
         except (ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
@@ -171,6 +186,9 @@ class Entry:
                     f"{key}: {read(key).numel()} values of {read(key).dtype}, but the shape "
                     f"{state['shape']} needs {size}; fetch the model again"
                 )
+        levels = read(f"{self.key}.quant_map")
+        if not torch.equal(levels.float(), nf4_levels(levels.device)):
+            raise UserError(f"{self.key}.quant_map: not nf4's levels; give a folder in nf4")
         return state
 
 
@@ -201,11 +219,13 @@ def entries_in(files: Mapping[str, Path], method: str) -> dict[str, Entry]:
     header: dict[str, tuple[str, list[int]]] = {}
     for file in sorted(set(files.values())):
         try:
-            with file.open("rb") as opened:
-                content = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-            content.pop("__metadata__", None)
-            header |= {key: (entry["dtype"], entry["shape"]) for key, entry in content.items()}
-        except (OSError, ValueError, MemoryError, OverflowError) as error:
+            with safe_open(file, framework="pt") as opened:
+                keys = opened.keys()
+                for key in keys:
+                    if files.get(key) == file:
+                        part = opened.get_slice(key)
+                        header[key] = part.get_dtype(), part.get_shape()
+        except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
             ) from None
@@ -257,6 +277,10 @@ def _check_entry(entry: Entry, header: Header) -> None:
         raise UserError(
             f"{entry.codes}: {dtype}, not {wanted}; give a folder of plain weights (bfloat16)"
         )
+    for key in (entry.scales, *entry.others):
+        is_code = key.endswith((STATE, "_zero_point", ".absmax"))
+        if header[key][0] not in (*SCALES, *(("U8", "I8") if is_code else ())):
+            raise UserError(f"{key}: {header[key][0]} holds no scales; fetch the model again")
     if entry.format in NF4:  # its sizes are in a tensor, which is read with the matrix
         return
     scales = header[entry.scales][1]

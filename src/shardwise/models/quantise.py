@@ -99,7 +99,9 @@ def problem(
         lengths = [weight.shape[-1]]
         if name in cuts and cuts[name].dim == weight.dim() - 1:
             lengths = [segment.length for segment in cuts[name].rows.segments]
+        block = block_of(fmt, weight.shape[-1])
         for length in lengths:
-            if length % block_of(fmt, weight.shape[-1]):
-                return f"{hf_name(name)} has {length} columns on a rank"
+            if length % block:
+                columns = f"{length} columns on a rank, which are no whole blocks of {block}"
+                return f"{hf_name(name)} has {columns}"
     return None
