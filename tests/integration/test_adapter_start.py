@@ -56,10 +56,13 @@ LAYOUTS = {
     "fsdp2": (2, Parallel("fsdp2")),
     "tp": (2, Parallel(tp=2)),
     "pp": (2, Parallel(pp=2)),
+    "cp": (2, Parallel(cp=2)),
+    "ep": (2, Parallel("ddp", ep=2)),
+    "hsdp": (4, Parallel("fsdp2", dp_replicate=2)),
 }
 CELLS = [
-    *((layout, "linears") for layout in LAYOUTS),
-    *((layout, "experts") for layout in ("single", "fsdp2", "tp")),
+    *((layout, "linears") for layout in LAYOUTS if layout != "ep"),
+    *((layout, "experts") for layout in LAYOUTS if layout != "fsdp1"),
     *((layout, "head") for layout in ("single", "fsdp2", "pp")),
 ]
 

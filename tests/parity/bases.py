@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tests.parity.harness import BASES, Cell
 
-FAMILIES = ("qwen3_5_text", "granitemoehybrid", "kimi_linear", "jamba", "lfm2_moe")
+FAMILIES = (
+    *("qwen3_5_text", "granitemoehybrid", "kimi_linear", "jamba", "lfm2_moe"),
+    "jet_nemotron",
+)
 """With every kind of layer between them; each has a model of wide matrices."""
 LAYOUTS = (
     *((layout, 2, "") for layout in ("ddp", "zero1", "zero2", "fsdp2", "tp", "tp-sp", "cp")),
@@ -22,7 +25,7 @@ CELLS = tuple(
     for layout, nproc, schedule in (
         ("single", 1, ""),
         *LAYOUTS,
-        *(() if family == "qwen3_5_text" else WITH_EXPERTS),
+        *(() if family in ("qwen3_5_text", "jet_nemotron") else WITH_EXPERTS),
     )
 )
 FIXED = (

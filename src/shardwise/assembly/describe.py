@@ -18,7 +18,7 @@ from shardwise import rules
 from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
-from shardwise.models import adapter_start, load, lora
+from shardwise.models import adapter_start, load, lora, published
 from shardwise.models.facts import facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
@@ -69,6 +69,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
+    notes += _of_quantised_folder(cfg, hf.config)
     if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):
         notes += (f"experts run one after the other, which is slower: {reason}",)
     return Description(
@@ -80,6 +81,18 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
         notes=notes,
     )
+
+
+def _of_quantised_folder(cfg: RunConfig, hf_config: PretrainedConfig) -> tuple[str, ...]:
+    """Return a note where a folder that is quantised is not stored as it is."""
+    form = published.base_of(hf_config)
+    if form is None or form == cfg.model.base:
+        return ()
+    note = f"model.path: its matrices are stored as {form}, and here "
+    if cfg.model.base != "none":
+        return (f"{note}once more as {cfg.model.base}; model.base: {form} has the same values",)
+    advice = f"; model.base: {form} keeps them small" if cfg.lora else ""
+    return (f"{note}they take the memory of {cfg.model.dtype}{advice}",)
 
 
 def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[str, str]:

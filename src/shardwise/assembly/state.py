@@ -143,11 +143,13 @@ def _initial_weights(
             weight_files.fetch(cfg.model)
         hf = pm.parts[0].hf
         assert isinstance(hf, PreTrainedModel), "the state of a caller's module has all values"
-        base = load.weights(hf, cfg.model, cfg.training.seed, by_hf_name)
+        scales = None if cfg.model.base == "none" else weight_files.Scales(cfg.model.base)
+        base = load.weights(hf, cfg.model, cfg.training.seed, by_hf_name, scales)
         for disk_name, full in base:
             for name in by_hf_name[disk_name]:
                 if name in stored:
-                    tensors = quantise(full, stored[name].format).items()
+                    own = None if scales is None else scales.tensor
+                    tensors = quantise(full, stored[name].format, own).items()
                     yield from ((f"{name}.{tensor}", values) for tensor, values in tensors)
                 else:
                     yield name, full

@@ -6,9 +6,14 @@ wherever no block is cut: the same weight has the same codes under every layout.
 
 format   codes                        scales
 int8     int8 [..., out, in]          float32 [..., out, 1]
-fp8      uint8 [..., out, in]         float32 [..., out, in / block], or one a row
-nf4      uint8 [..., out, in / 2]     float32 [..., out, in / 64], or in 8 bits, with the least and
-                                      the step of a row's scales beside them, float32 [..., out, 2]
+fp8      uint8 [..., out, in]         float32 [..., out, 1]
+nf4      uint8 [..., out, in / 2]     in 8 bits [..., out, in / 64], with the least and the step of
+                                      a row's scales beside them, float32 [..., out, 2]
+
+Two more forms keep the scales of a folder that is quantised already, to the bit:
+
+nf4_float32   as nf4                  float32 [..., out, in / 64]
+fp8_blocks    as fp8                  float32 [..., out, in / block], block = gcd(in, 128)
 
 fp8 is e4m3, whose bits are kept as uint8, since gloo sends no float8. nf4 has the 16 levels of a
 normal distribution that QLoRA defines, blocks of 64 and doubly quantised scales: Dettmers et al.,
@@ -20,20 +25,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from statistics import NormalDist
+from math import gcd
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-Format = Literal["nf4", "int8", "fp8"]
-"""How codes are read."""
+Format = Literal["nf4", "int8", "fp8", "nf4_float32", "fp8_blocks"]
+"""How codes and scales are read."""
 BLOCK = 64
 """Consecutive inputs of a row that share a scale in nf4."""
+NF4 = ("nf4", "nf4_float32")
+FP8_BLOCK = 128
+"""Consecutive inputs of a row that share a scale in fp8_blocks, where `in` is a multiple."""
 _LARGEST_FP8 = 448.0
-_OFFSET = 0.9677083
-"""The quantile of nf4's outermost level before all are scaled to -1 and 1 (QLoRA's source)."""
+_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Those of nf4, as published: quantiles of a normal law, 8 above and 7 below zero."""
 
 
 class Layout(NamedTuple):
@@ -63,7 +76,7 @@ class Matrix(NamedTuple):
     def shape(self) -> torch.Size:
         """The shape of the matrix that is read."""
         codes = self.tensors[self.layout.names.index("codes")]
-        width = codes.shape[-1] * (2 if self.layout.format == "nf4" else 1)
+        width = codes.shape[-1] * (2 if self.layout.format in NF4 else 1)
         shape = torch.Size([*codes.shape[:-1], width])
         if self.layout.is_transposed:
             shape = torch.Size([*shape[:-2], shape[-1], shape[-2]])
@@ -138,44 +151,55 @@ def shapes_of(fmt: Format, shape: torch.Size) -> dict[str, tuple[torch.Size, tor
     rows, width = shape[:-1], shape[-1]
     if fmt == "int8":
         sizes = {"codes": (width, torch.int8), "scales": (1, torch.float32)}
-    elif fmt == "fp8":
-        sizes = {"codes": (width, torch.uint8), "scales": (1, torch.float32)}
+    elif fmt in NF4:
+        is_small = fmt == "nf4"
+        scales = (width // BLOCK, torch.uint8 if is_small else torch.float32)
+        sizes = {"codes": (width // 2, torch.uint8), "scales": scales}
+        sizes |= {"steps": (2, torch.float32)} if is_small else {}
     else:
-        sizes = {
-            "codes": (width // 2, torch.uint8),
-            "scales": (width // BLOCK, torch.uint8),
-            "steps": (2, torch.float32),
-        }
+        num_scales = width // block_of(fmt, width) if fmt == "fp8_blocks" else 1
+        sizes = {"codes": (width, torch.uint8), "scales": (num_scales, torch.float32)}
     return {name: (torch.Size([*rows, size]), dtype) for name, (size, dtype) in sizes.items()}
 
 
-def block_of(fmt: Format) -> int:
-    """Return how many inputs of a row must stay together."""
-    return BLOCK if fmt == "nf4" else 1
+def block_of(fmt: Format, width: int) -> int:
+    """Return how many inputs of a row of so many must stay together."""
+    if fmt == "fp8_blocks":
+        return gcd(width, FP8_BLOCK)
+    return BLOCK if fmt in NF4 else 1
 
 
-def quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
+def quantise(
+    matrix: torch.Tensor, fmt: Format, scales: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Return the stored tensors of a matrix [..., out, in], by their names.
 
     Arithmetic is in float32. Every value must be finite, and in nf4 `in` a multiple of BLOCK.
+    `scales`: float32, those that the values were made with; any form but nf4 keeps them, and so
+    gets the same codes again. Without them a block's largest value has the outermost code.
     """
-    matrix = matrix.float()
-    if fmt == "nf4":
-        blocks = matrix.unflatten(-1, (-1, BLOCK))
-        scales, steps = _quantised_scales(blocks.abs().amax(-1))
-        size = _scales_of(scales, steps).unsqueeze(-1)
-        levels = _levels(matrix.device)
-        # The nearest level: the number of midpoints that lie below.
-        middles = (levels[1:] + levels[:-1]) / 2
-        codes = torch.bucketize(blocks / size.clamp_min(1e-30), middles).flatten(-2)
-        packed = (codes[..., ::2] << 4 | codes[..., 1::2]).to(torch.uint8)
-        return {"codes": packed, "scales": scales, "steps": steps}
-    largest = matrix.abs().amax(-1, keepdim=True)
-    scales = (largest / (127 if fmt == "int8" else _LARGEST_FP8)).clamp_min(1e-30)
-    scaled = matrix / scales
+    size, dtype = shapes_of(fmt, matrix.shape)["scales"]
+    blocks = matrix.float().unflatten(-1, (size[-1], -1))
+    if scales is None:
+        outermost = {"int8": 127.0, "fp8": _LARGEST_FP8, "fp8_blocks": _LARGEST_FP8}.get(fmt, 1.0)
+        scales = blocks.abs().amax(-1) / outermost
+    stored = {"scales": scales}
+    if dtype == torch.uint8:
+        stored["scales"], stored["steps"] = _quantised_scales(scales)
+        scales = _scales_of(stored["scales"], stored["steps"])
+    assert stored["scales"].shape == size, (fmt, size)
+    # Where a scale is 0, so are the values. Another one may be negative in a folder.
+    scaled = (blocks / scales.where(scales != 0, 1e-30).unsqueeze(-1)).flatten(-2)
     if fmt == "int8":
-        return {"codes": scaled.round().to(torch.int8), "scales": scales}
-    return {"codes": scaled.to(torch.float8_e4m3fn).view(torch.uint8), "scales": scales}
+        codes = scaled.round().to(torch.int8)
+    elif fmt in NF4:
+        levels = nf4_levels(matrix.device)
+        # The nearest level: the number of midpoints that lie below.
+        codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
+        codes = (codes[..., ::2] << 4 | codes[..., 1::2]).to(torch.uint8)
+    else:
+        codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return {"codes": codes, **stored}
 
 
 def dequantise(
@@ -183,13 +207,13 @@ def dequantise(
 ) -> torch.Tensor:
     """Return the matrix [..., out, in] of stored tensors, in `dtype`: a new tensor."""
     codes, scales = tensors["codes"], tensors["scales"]
-    if fmt == "nf4":
-        if "steps" in tensors:
+    if fmt in NF4:
+        if fmt == "nf4":
             scales = _scales_of(scales, tensors["steps"])
-        levels = _levels(codes.device)
+        levels = nf4_levels(codes.device)
         pairs = torch.cartesian_prod(levels, levels)  # [256, 2]: a byte's levels at once
         values = pairs[codes.int()].flatten(-2)
-    elif fmt == "fp8":
+    elif fmt != "int8":
         values = codes.view(torch.float8_e4m3fn).float()
     else:
         values = codes.float()
@@ -212,14 +236,6 @@ def _scales_of(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _levels(device: torch.device) -> torch.Tensor:
-    """Return the 16 levels of nf4: 8 above and 7 below zero with equal shares of a normal law."""
-    normal = NormalDist()
-
-    def quantiles(number: int) -> list[float]:
-        width = (_OFFSET - 0.5) / number
-        return [normal.inv_cdf(_OFFSET - place * width) for place in range(number)]
-
-    above, below = quantiles(8), quantiles(7)
-    levels = torch.tensor([*(-level for level in below), 0.0, *above[::-1]], dtype=torch.float64)
-    return (levels / levels.max()).float().to(device)
+def nf4_levels(device: torch.device) -> torch.Tensor:
+    """Return the 16 values of the codes at scale 1, ascending, float32; one tensor a device."""
+    return torch.tensor(_LEVELS, device=device)

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
 from shardwise.models.families import family_of
-from shardwise.models.load import load_whole, other_weights, read_config
+from shardwise.models.load import fill, load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, num_sharing, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
@@ -139,8 +139,8 @@ def merge_adapter(
     model = load_whole(base, config, seed)
     family_of(model)
     if base.base != "none":
-        entries = read_back(model, model.named_parameters(), base.base)
-        model.load_state_dict({name: tensor.detach() for name, tensor in entries}, strict=False)
+        entries = read_back(model, base, seed, base.base)
+        fill(model, entries)
     multimodal = multimodal_of(base, model)
     _check_untied(adapter, base, model, multimodal)
     holder = model  # the class that the adapter's names are of

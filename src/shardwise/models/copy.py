@@ -10,7 +10,7 @@ import torch
 from shardwise.config import Model
 from shardwise.kernels.quantised import Format
 from shardwise.models.adapter import check_writable
-from shardwise.models.load import build_meta, other_weights, read_config, weights
+from shardwise.models.load import build_meta, other_weights, read_config
 from shardwise.models.multimodal import multimodal_of
 from shardwise.models.quantise import read_back
 from shardwise.models.save import save_for_generation, save_model
@@ -28,7 +28,7 @@ def copy_model(model: Model, fmt: Format, out_folder: str | Path, seed: int = 0)
         model = dataclasses.replace(model, dtype=str(config.dtype).removeprefix("torch."))
     hf = build_meta(model, config)
     multimodal = multimodal_of(model, hf)
-    entries = read_back(hf, weights(hf, model, seed), fmt)
+    entries = read_back(hf, model, seed, fmt)
     others = () if multimodal is None else other_weights(hf, model)
     save_model(hf, entries, out_folder, multimodal=multimodal, others=others)
     save_for_generation(Path(out_folder), None, model.path)

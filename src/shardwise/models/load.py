@@ -18,8 +18,9 @@ from shardwise.models.hub import ask_hub
 from shardwise.models.initialise import initialise_buffers, random_weights
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.notices import quiet_notices
+from shardwise.models.published import check_config, method_of
 from shardwise.models.sizes import check_parameters, check_read, check_written
-from shardwise.models.weight_files import other_entries, weights_from_files
+from shardwise.models.weight_files import Scales, check_quantised, other_entries, weights_from_files
 
 
 def read_config(model: Model) -> PretrainedConfig:
@@ -40,13 +41,28 @@ def read_whole_config(model: Model) -> PretrainedConfig:
         ask_hub(model.tokenizer, "tokenizer_config.json")
     quiet_notices()
     config = _config_by_transformers(model)
-    if getattr(config, "quantization_config", None):
-        raise UserError(
-            f"{model.path}: the weights are quantised; give a model folder with plain weights"
-        )
+    _check_quantised(model, config)
     if not model.trust_remote_code:
         check_read(model.path, config.get_text_config())
     return config
+
+
+def _check_quantised(model: Model, config: PretrainedConfig) -> None:
+    """Check a quantised folder, and leave how it is quantised on the language model's config too.
+
+    Raises UserError if its weights cannot be read; where it is on this machine, headers are read.
+    """
+    text, folder = config.get_text_config(), Path(model.path)
+    for holder in (config, text):
+        if section := getattr(holder, "quantization_config", None):
+            check_config(model.path, section)
+            config.quantization_config = text.quantization_config = section
+    if model.init == "random":
+        for holder in (config, text):
+            holder.__dict__.pop("quantization_config", None)
+    method = method_of(text)
+    if method is not None and any(folder.glob("*.safetensors")):
+        check_quantised(folder, method)
 
 
 def _check_folder(path: str) -> None:
@@ -151,22 +167,27 @@ def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) 
 
 
 def weights(
-    hf_model: PreTrainedModel, model: Model, seed: int, wanted: Container[str] | None = None
+    hf_model: PreTrainedModel,
+    model: Model,
+    seed: int,
+    wanted: Container[str] | None = None,
+    scales: Scales | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, full CPU tensor) of each parameter, tied ones once, and buffer.
 
     They come from safetensors, or are a function of (seed, module path) where `model.init` is
     `random`; buffers are the persistent ones. A tensor has the parameter's dtype, except one that
     is stored in a file as it is: that has the file's dtype, so that whoever fills a shard casts the
-    shard only. One parameter at a time is in memory (while experts are stacked, up to twice their
-    stack). Of `hf_model` only the config is used, so it may be sharded, a stage or have adapters.
-    `wanted`: the names to yield. No others are read or drawn, except those that come out of one
-    conversion or one module with them. UserError, on the first call of `next` or at a parameter, if
-    the files do not fit the model.
+    shard only; one that a file has in few bits is float32. One parameter at a time is in memory
+    (while experts are stacked, up to twice their stack). Of `hf_model` only the config is used, so
+    it may be sharded, a stage or have adapters. `wanted`: the names to yield. No others are read or
+    drawn, except those that come out of one conversion or one module with them. `scales` gets those
+    that a quantised folder has of each matrix. UserError, on the first call of `next` or at a
+    parameter, if the files do not fit the model.
     """
     skeleton = build_meta(model, hf_model.config)
     if model.init == "weights":
-        yield from weights_from_files(skeleton, model.path, wanted)
+        yield from weights_from_files(skeleton, model.path, wanted, scales)
         return
     yield from random_weights(skeleton, seed, wanted)
     for name, tensor in skeleton.state_dict().items():

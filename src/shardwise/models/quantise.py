@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -12,16 +12,24 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.config import Model
 from shardwise.kernels.quantised import Format, block_of, dequantise, quantise
 from shardwise.models.families import Family, family_of, spec_of
+from shardwise.models.load import weights
 from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.published import method_of, stored_form
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stored import QuantisedConv1D, QuantisedLinear, Stored
 from shardwise.models.tensor_plan import cuts_of
+from shardwise.models.weight_files import Scales
 
 
-def quantise_frozen(hf: nn.Module, spec: ModelSpec, family: Family, fmt: Format) -> None:
-    """Put `Stored` in the place of the frozen matrices of all layers, in place, on meta."""
+def quantise_frozen(hf: PreTrainedModel, spec: ModelSpec, family: Family, fmt: Format) -> None:
+    """Put `Stored` in the place of the frozen matrices of all layers, in place, on meta.
+
+    A folder that is quantised as `fmt` already keeps its own scales (`published.stored_form`).
+    """
+    fmt = stored_form(hf.config, fmt)
     for path in [*stored_paths(hf, spec, family)]:
         owner_path, _, name = path.rpartition(".")
         owner: Any = hf.get_submodule(owner_path)
@@ -62,16 +70,21 @@ def as_stored(hf: PreTrainedModel, fmt: Format | Literal["none"]) -> PreTrainedM
 
 
 def read_back(
-    hf: PreTrainedModel, entries: Iterable[tuple[str, torch.Tensor]], fmt: Format
+    hf: PreTrainedModel, model: Model, seed: int, base: Format, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of a model without adapters, as a run with `model.base` computes it.
+    """Yield (name, tensor) of `load.weights`, as a run with `model.base` computes it.
 
-    Matrices that are stored have the values that are read; all others are as they were.
+    `hf` has no adapters. Matrices that are stored have the values that are read, in the parameter's
+    dtype; all others are as they were.
     """
+    fmt, scales = stored_form(hf.config, base), Scales(base)
     stored = set(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)))
-    for name, tensor in entries:
+    dtypes = {name: tensor.dtype for name, tensor in hf.state_dict().items()}
+    for name, tensor in weights(hf, model, seed, wanted, scales):
         if name in stored:
-            tensor = dequantise(quantise(tensor, fmt), fmt, hf.get_parameter(name).dtype)
+            tensor = dequantise(quantise(tensor, fmt, scales.tensor), fmt, dtypes[name])
+        elif method_of(hf.config) is not None:  # the folder may have it in few bits
+            tensor = tensor.to(dtypes[name])
         yield name, tensor
 
 
@@ -79,13 +92,16 @@ def problem(
     hf: PreTrainedModel, spec: ModelSpec, family: Family, fmt: Format, num_ranks: int
 ) -> str | None:
     """Return a matrix that has no whole blocks in each of so many shares along `tp`, if any."""
+    fmt = stored_form(hf.config, fmt)
     cuts = cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
     for name in stored_paths(hf, spec, family):
         weight = hf.get_parameter(name)
         lengths = [weight.shape[-1]]
         if name in cuts and cuts[name].dim == weight.dim() - 1:
             lengths = [segment.length for segment in cuts[name].rows.segments]
+        block = block_of(fmt, weight.shape[-1])
         for length in lengths:
-            if length % block_of(fmt):
-                return f"{hf_name(name)} has {length} columns on a rank"
+            if length % block:
+                columns = f"{length} columns on a rank, which are no whole blocks of {block}"
+                return f"{hf_name(name)} has {columns}"
     return None

@@ -62,6 +62,8 @@ def save_model(
     else:
         config = copy.deepcopy(multimodal.model.config)
         config.dtype = config.get_text_config().dtype = hf_model.config.dtype
+    for holder in (config, config.get_text_config()):  # that of the folder that was read
+        holder.__dict__.pop("quantization_config", None)
     config.save_pretrained(folder)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(folder)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -26,6 +26,8 @@ from transformers.core_model_loading import (
 from transformers.utils import cached_file
 
 from shardwise.config import Model, UserError
+from shardwise.kernels.quantised import Format
+from shardwise.models.published import Entry, entries_in, plain_keys
 
 INDEX = "model.safetensors.index.json"
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -67,19 +69,38 @@ def plain_entries(file: Path) -> set[str]:
     return names
 
 
+@dataclass
+class Scales:
+    """What a folder that is quantised as `format` says of the matrix that was yielded last."""
+
+    format: Format
+    tensor: torch.Tensor | None = None
+    """float32, as `kernels.quantised` has them; None where the matrix is not quantised so."""
+
+
+def check_quantised(folder: Path, method: str) -> None:
+    """Raise UserError unless each quantised weight in the files has its scales; reads headers."""
+    entries_in(_files_by_key(folder), method)
+
+
 def weights_from_files(
-    skeleton: PreTrainedModel, path: str, wanted: Container[str] | None
+    skeleton: PreTrainedModel,
+    path: str,
+    wanted: Container[str] | None,
+    scales: Scales | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, full CPU tensor) from a model folder or hub id: see `load.weights`.
 
-    `skeleton`: the model on meta. Unless transformers converts a tensor, it has the file's dtype.
+    `skeleton`: the model on meta. Unless transformers converts a tensor, it has the file's dtype; a
+    quantised one is float32.
     """
-    files = _files_by_key(_weight_folder(path))
+    in_files = _files_by_key(_weight_folder(path))
+    files, entries = plain_keys(in_files, skeleton, path)
     state = skeleton.state_dict()
     tied = skeleton.all_tied_weights_keys
     sources = _sources(skeleton, state, files, path)
     with ExitStack() as stack:
-        read = _Reader(stack, files)
+        read = _Reader(stack, in_files | files, entries)
         for first, source in sources.items():
             if wanted is not None and not any(
                 tied.get(name, name) in wanted for name in source.targets(first)
@@ -88,7 +109,10 @@ def weights_from_files(
             if first in tied and tied[first] in sources:
                 _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
                 continue
-            for name, tensor in _convert(skeleton, state, first, source, read, path).items():
+            dtype = state[first].dtype
+            tensors = _convert(skeleton, dtype, first, source, read, path)
+            grids = _scales_of(skeleton, first, source, read, path, scales)
+            for name, tensor in tensors.items():
                 if tensor.shape != state[name].shape:
                     raise UserError(
                         f"{path}: {name} has the shape {list(tensor.shape)} (from "
@@ -96,6 +120,8 @@ def weights_from_files(
                         f"{list(state[name].shape)}; the config does not belong to these weights"
                     )
                 if wanted is None or tied.get(name, name) in wanted:
+                    if scales is not None:
+                        scales.tensor = grids.get(name)
                     yield tied.get(name, name), tensor.contiguous()
 
 
@@ -103,15 +129,16 @@ def other_entries(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, t
     """Yield (key, tensor) of each entry in the files that the model is not made of, as stored.
 
     `skeleton`: the model on meta. In a multimodal folder these are the weights of the vision tower,
-    of layers that predict several tokens, and others.
+    of layers that predict several tokens, and others. Quantised ones have the dtype of the config.
     """
-    files = _files_by_key(_weight_folder(path))
+    in_files = _files_by_key(_weight_folder(path))
+    files, entries = plain_keys(in_files, skeleton, path)
     sources = _sources(skeleton, skeleton.state_dict(), files, path)
     used = {key for source in sources.values() for key, _ in source.keys}
     with ExitStack() as stack:
-        read = _Reader(stack, files)
+        read = _Reader(stack, in_files | files, entries)
         for key in sorted(files.keys() - used):
-            yield key, read(key)
+            yield key, read(key).to(skeleton.dtype) if key in entries else read(key)
 
 
 @dataclass(frozen=True)
@@ -177,39 +204,63 @@ def _check_none(path: str, names: list[str], what: str) -> None:
 class _Reader:
     """Reads tensors by key; a file is opened with its first key, and closed with the stack."""
 
-    def __init__(self, stack: ExitStack, files: dict[str, Path]) -> None:
-        self._stack, self._files = stack, files
+    def __init__(self, stack: ExitStack, files: dict[str, Path], entries: dict[str, Entry]) -> None:
+        self._stack, self._files, self.entries = stack, files, entries
         self._opened: dict[Path, Any] = {}
 
     def __call__(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the tensor of a key, in the file's dtype; it is mapped from the file.
 
-        UserError if it cannot be read, or cannot stand for numbers of `dtype`, where one is given.
+        A quantised one is new memory, float32. UserError if it cannot be read, or cannot stand for
+        numbers of `dtype`, where one is given.
         """
+        if key in self.entries:
+            return self.entries[key].values(self.stored)
+        tensor = self.stored(key)
+        if dtype is not None and dtype.is_floating_point:
+            _check_plain(self._files[key], key, tensor.dtype)
+        return tensor
+
+    def stored(self, key: str) -> torch.Tensor:
+        """Return a tensor as it is in the file."""
         file = self._files[key]
         try:
             if file not in self._opened:
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            tensor = self._opened[file].get_tensor(key)
+            return self._opened[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{file}: cannot read {key} ({str(error)[:200]}); fetch the file again"
             ) from None
-        if dtype is not None and dtype.is_floating_point:
-            _check_plain(file, key, tensor.dtype)
-        return tensor
 
 
-def _convert(
+def _scales_of(
     skeleton: PreTrainedModel,
-    state: dict[str, torch.Tensor],
     name: str,
     source: _Source,
     read: _Reader,
     path: str,
+    scales: Scales | None,
+) -> dict[str, torch.Tensor]:
+    """Return the scales of what a source gives, by name: they are converted as the values are."""
+    entries = [read.entries.get(key) for key, _ in source.keys]
+    if scales is None or any(e is None or e.format != scales.format for e in entries):
+        return {}
+    grids = {e.key: e.own_scales(read.stored) for e in entries if e is not None}
+    if any(grid is None for grid in grids.values()):
+        return {}
+    return _convert(skeleton, torch.float32, name, source, lambda key, _: grids[key], path)
+
+
+def _convert(
+    skeleton: PreTrainedModel,
+    dtype: torch.dtype,
+    name: str,
+    source: _Source,
+    read: Callable[[str, torch.dtype], Any],
+    path: str,
 ) -> dict[str, torch.Tensor]:
     """Return the entries that one source gives, by name."""
-    dtype = state[name].dtype
     if source.converter is None:
         (key, _), *more = source.keys
         if more:
@@ -217,8 +268,11 @@ def _convert(
         return {name: read(key, dtype)}  # a cast here would take memory for all of it
     # A converter collects what reads its tensors, so each name has its own.
     converter: Any = copy.deepcopy(source.converter)
+    entries = read.entries if isinstance(read, _Reader) else {}
+    # Values of quantised ones stay in float32, so that they can be stored as they were.
+    as_dtype = torch.float32 if any(key in entries for key, _ in source.keys) else dtype
     for key, pattern in source.keys:
-        converter.add_tensor(name, key, pattern, lambda key=key: read(key, dtype).to(dtype))
+        converter.add_tensor(name, key, pattern, lambda key=key: read(key, dtype).to(as_dtype))
     try:
         converted = converter.convert(name, model=skeleton, config=skeleton.config)
     except UserError:

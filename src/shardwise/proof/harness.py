@@ -116,8 +116,7 @@ def start(cfg: RunConfig, read_back: Format | None = None) -> MemoryState:
     if read_back is not None:
         plain = load.build_meta(cfg.model, hf_config)
         names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf_config, hf), family_of(hf))}
-        weights = load.weights(plain, cfg.model, cfg.training.seed, names)
-        values = quantise.read_back(plain, weights, read_back)
+        values = quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names)
         state |= {f"weights/{names[name]}": value for name, value in values}
     return MemoryState(state)
 

@@ -47,11 +47,9 @@ MODEL_RULES = (
     Rule(
         "blocks of a quantised base",
         applies=lambda case: _is_stored(case) and _odd_blocks(case) is not None,
-        problem=lambda case: (
-            f"model.base is nf4, but {_odd_blocks(case)}, which are no whole blocks of 64"
-        ),
+        problem=lambda case: f"model.base is {case.cfg.model.base}, but {_odd_blocks(case)}",
         way_out=lambda case: (
-            "use int8 or fp8, which have one scale a row"
+            "use int8, which has one scale a row"
             + (", or a smaller parallel.tp" if case.parallel.tp > 1 else "")
         ),
         why="a block on two ranks would need a scale of both",

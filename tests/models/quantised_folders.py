@@ -1,0 +1,135 @@
+"""Model folders that are quantised already, written by the definitions of their formats."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from shardwise.kernels.quantised import _LEVELS
+
+Tensors = dict[str, torch.Tensor]
+Metadata = dict[str, str]
+
+
+def write(folder: Path, plain: Path, method: str) -> None:
+    """Write a plain folder's model, whose matrices of layers are quantised by this method."""
+    folder.mkdir(parents=True)
+    section, quantise = METHODS[method]
+    tensors: Tensors = {}
+    metadata: Metadata = {"format": "pt"}
+    for key, value in load_file(plain / "model.safetensors").items():
+        if value.dim() == 2 and re.search(r"\.layers\..*(proj(_\w+)?|w[123])\.weight$", key):
+            tensors |= quantise(key, value.float(), metadata)
+        else:
+            tensors[key] = value
+    save_file(tensors, folder / "model.safetensors", metadata)
+    config = json.loads((plain / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+
+
+def bitsandbytes(is_nested: bool) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
+    def quantise(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
+        levels = torch.tensor(_LEVELS)
+        blocks = value.reshape(-1, 64)
+        absmax = blocks.abs().amax(-1)
+        codes = ((blocks / absmax[:, None])[..., None] - levels).abs().argmin(-1).flatten()
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
+        state["shape"] = list(value.shape)
+        tensors = {
+            key: (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+            f"{key}.absmax": absmax,
+            f"{key}.quant_map": levels,
+        }
+        if is_nested:
+            offset = absmax.mean().item()
+            table = torch.linspace(-1, 1, 256)
+            rest = F.pad(absmax - offset, (0, -len(absmax) % 256)).view(-1, 256)
+            largest = rest.abs().amax(-1)
+            steps = ((rest / largest[:, None])[..., None] - table).abs().argmin(-1).flatten()
+            tensors[f"{key}.absmax"] = steps[: len(absmax)].to(torch.uint8)
+            tensors[f"{key}.nested_absmax"] = largest
+            tensors[f"{key}.nested_quant_map"] = table
+            state |= {"nested_blocksize": 256, "nested_offset": offset}
+        name = f"{key}.quant_state.bitsandbytes__nf4"
+        return tensors | {name: torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)}
+
+    return quantise
+
+
+def in_blocks(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
+    rows, columns = (ceil(size / 128) for size in value.shape)
+    padded = F.pad(value, (0, -value.shape[1] % 128, 0, -value.shape[0] % 128))
+    scales = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
+    # A power of two, as newer models have: the largest code is below 448.
+    scales[0] = scales[0].log2().ceil().exp2()
+    every = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    codes = (padded / every)[: value.shape[0], : value.shape[1]].to(torch.float8_e4m3fn)
+    return {key: codes, f"{key}_scale_inv": scales}
+
+
+def in_rows(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
+    scales = (value.abs().amax(-1, keepdim=True) / 448).bfloat16()
+    return {key: (value / scales.float()).to(torch.float8_e4m3fn), f"{key}_scale": scales}
+
+
+def torchao(is_float: bool) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
+    def quantise(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
+        owner = key.removesuffix("weight") + "_weight_"
+        largest = value.abs().amax(-1, keepdim=True)
+        scales = largest / (448 if is_float else 127.5)
+        data: dict[str, Any] = {"block_size": [1, value.shape[1]], "act_quant_kwargs": None}
+        metadata[key] = json.dumps(
+            {"_type": "Float8Tensor" if is_float else "Int8Tensor", "_data": data}
+        )
+        if is_float:
+            codes = (value / scales).to(torch.float8_e4m3fn)
+            return {f"{owner}qdata": codes, f"{owner}scale": scales}
+        codes = (value / scales).round().clamp(-128, 127).to(torch.int8)
+        zeros = torch.zeros_like(scales, dtype=torch.int8)
+        return {f"{owner}qdata": codes, f"{owner}scale": scales, f"{owner}zero_point": zeros}
+
+    return quantise
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+ROWS = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
+METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata], Tensors]]] = {
+    "nf4": (NF4, bitsandbytes(is_nested=False)),
+    "nf4 nested": (NF4 | {"bnb_4bit_use_double_quant": True}, bitsandbytes(is_nested=True)),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        in_blocks,
+    ),
+    "compressed-tensors": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": ROWS | {"targets": ["Linear"]}},
+        },
+        in_rows,
+    ),
+    **{
+        f"torchao {name}": (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}},
+            torchao(is_float),
+        )
+        for name, kind, is_float in (
+            ("int8", "Int8WeightOnlyConfig", False),
+            ("fp8", "Float8WeightOnlyConfig", True),
+        )
+    },
+}
+"""Of each method the section of config.json, and the tensors of one matrix."""
+BASE_OF = {
+    **{"nf4": "nf4", "nf4 nested": "nf4", "fp8": "fp8", "compressed-tensors": "fp8"},
+    **{"torchao int8": "int8", "torchao fp8": "fp8"},
+}
+"""The `model.base` that stores the same codes."""

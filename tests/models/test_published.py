@@ -1,0 +1,395 @@
+"""Folders that are quantised already: their values, what a run stores of them, and bad ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from shardwise import cli
+from shardwise.assembly.build import build
+from shardwise.assembly.describe import describe
+from shardwise.config import Lora, Model, UserError
+from shardwise.kernels.quantised import dequantise, quantise
+from shardwise.models.adapter import save_adapter
+from shardwise.models.copy import copy_model
+from shardwise.models.load import load_whole, read_config, weights
+from shardwise.models.published import STATE, Entry
+from shardwise.models.stored import stored_in
+from shardwise.parallel.mesh import build_mesh
+from tests.distributed import run_ranks
+from tests.models.quantised_folders import BASE_OF, METHODS, write
+from tests.models.tiny import loaded_by_transformers, logits, on_meta, trained, with_adapters
+from tests.parity.harness import (
+    DEEP,
+    TOLERANCE,
+    Cell,
+    Outcome,
+    compare,
+    microbatches,
+    run,
+    run_config,
+    verdict,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return plain_folder(tmp_path_factory.mktemp("plain") / "model", "wide-qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    return plain_folder(tmp_path_factory.mktemp("experts") / "model", "wide-lfm2_moe")
+
+
+def plain_folder(folder: Path, name: str) -> Path:
+    """Write a model with whole blocks of 128 in half of each matrix."""
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads")
+    config = json.loads((DEEP / name / "config.json").read_text())
+    for size in (*sizes, "num_key_value_heads", "linear_num_value_heads", "linear_num_key_heads"):
+        if size in config:
+            config[size] *= 2
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = Model(str(folder), init="random")
+    load_whole(model, read_config(model)).save_pretrained(folder)
+    return folder
+
+
+def values_of(folder: Path | str, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    model = Model(str(folder), dtype=dtype)  # ty: ignore[invalid-argument-type]
+    return dict(weights(on_meta(model), model, 0))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_values_are_near_those_that_were_quantised(method, plain, tmp_path):
+    write(tmp_path / "q", plain, method)
+    before, after = values_of(plain), values_of(tmp_path / "q")
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) > 20
+    most = 0.17 if BASE_OF[method] == "nf4" else 0.07  # half of the widest gap of codes
+    for name in changed:
+        error = (before[name] - after[name]).abs().max() / before[name].abs().max()
+        assert error < most, name
+
+
+@pytest.mark.parametrize("source", ["plain", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_stores_a_folder_without_loss(method, dtype, source, tmp_path, request):
+    write(tmp_path / "q", request.getfixturevalue(source), method)
+    expected = values_of(tmp_path / "q")
+    stored, num_bytes = run_ranks(1, stored_by_a_run, str(tmp_path / "q"), method, dtype)[0]
+    assert len(stored) > 15
+    for name, values in stored.items():
+        assert torch.equal(values, expected[name]), name
+    assert num_bytes < 1.07 * sum(values.numel() for values in stored.values())
+
+
+def stored_by_a_run(folder: str, method: str, dtype: str) -> tuple[dict[str, torch.Tensor], int]:
+    family = json.loads(Path(folder, "config.json").read_text())["model_type"]
+    cfg = run_config(Cell(family, "single", "lora", 1, BASE_OF[method]))
+    cfg = replace(cfg, model=Model(folder, base=BASE_OF[method], dtype=dtype))
+    job = build(cfg, build_mesh(cfg, CPU))
+    assert not job.notes
+    stored = stored_in(job.pm.parts[0].hf)
+    values = {
+        name.replace(".base_layer", ""): part.matrix.to(torch.float32)
+        for name, part in stored.items()
+    }
+    return values, sum(t.nbytes for part in stored.values() for t in part.parameters())
+
+
+LAYOUTS = (("fsdp2", 2), ("tp", 2), ("fsdp2-tp", 4))
+
+
+@pytest.mark.parametrize("source", ["plain", "experts"])
+@pytest.mark.parametrize("method", ["nf4 nested", "fp8", "torchao int8"])
+def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
+    """Neither shards nor ranks of tp may part a folder's blocks from their scales."""
+    folder, copy = tmp_path / "q", tmp_path / "copy"
+    write(folder, request.getfixturevalue(source), method)
+    copy_model(Model(str(folder)), BASE_OF[method], copy)
+    family = read_config(Model(str(folder))).model_type
+    expected = run_ranks(1, train, Cell(family, "single", "lora", 1), copy, "none")[0]
+    layouts = (*LAYOUTS, ("ddp-ep", 2)) if source == "experts" else LAYOUTS
+    for layout, num_ranks in layouts:
+        cell = Cell(family, layout, "lora", num_ranks)
+        outcomes = run_ranks(num_ranks, train, cell, folder, BASE_OF[method])
+        errors = compare(outcomes, expected)
+        assert not verdict(errors, TOLERANCE), (layout, errors)
+
+
+def train(cell: Cell, folder: Path, base: str) -> Outcome:
+    cfg = run_config(cell)
+    cfg = replace(cfg, model=replace(cfg.model, path=str(folder), init="weights", base=base))
+    return run(cfg, lambda mesh, step: microbatches(cfg, mesh, step))
+
+
+def test_fp8_in_blocks_has_the_values_that_transformers_reads(plain, tmp_path):
+    write(tmp_path / "q", plain, "fp8")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    assert_same(theirs.state_dict(), values_of(tmp_path / "q"))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_nf4_has_the_values_that_bitsandbytes_reads(is_nested, plain, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="writes the folder")
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=is_nested
+    )
+    save_quantised(plain, tmp_path / "q", config)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    state = {
+        name: bitsandbytes.functional.dequantize_4bit(p.data, p.quant_state)
+        if isinstance(p, bitsandbytes.nn.Params4bit)
+        else p.data
+        for name, p in theirs.named_parameters()
+    }
+    assert sum(isinstance(p, bitsandbytes.nn.Params4bit) for p in theirs.parameters()) > 20
+    assert_same(state, values_of(tmp_path / "q"))
+    assert_stored_as_it_is(tmp_path / "q", "nf4")
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_torchao_has_the_values_that_it_reads(name, plain, tmp_path):
+    pytest.importorskip("torchao", reason="writes the folder")
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    kind = Int8WeightOnlyConfig(version=2) if name == "int8" else Float8WeightOnlyConfig()
+    save_quantised(plain, tmp_path / "q", TorchAoConfig(kind))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    state = {
+        name: p.dequantize()
+        if hasattr(p, "dequantize") and type(p) is not torch.nn.Parameter
+        else p
+        for name, p in theirs.named_parameters()
+    }
+    assert_same(state, values_of(tmp_path / "q"))
+    assert_stored_as_it_is(tmp_path / "q", f"torchao {name}")
+
+
+def save_quantised(plain: Path, folder: Path, config: object) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
+    )
+    model.save_pretrained(folder)
+
+
+def assert_same(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() <= theirs.keys()
+    for name, values in ours.items():
+        assert torch.equal(theirs[name].bfloat16(), values.bfloat16()), name
+
+
+def assert_stored_as_it_is(folder: Path, method: str) -> None:
+    expected = values_of(folder)
+    stored, _ = run_ranks(1, stored_by_a_run, str(folder), method, "bfloat16")[0]
+    assert all(torch.equal(values, expected[name]) for name, values in stored.items())
+
+
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
+def test_a_copy_is_what_a_run_computes_and_is_plain(method, plain, tmp_path):
+    write(tmp_path / "q", plain, method)
+    copy_model(Model(str(tmp_path / "q")), BASE_OF[method], tmp_path / "copy")
+    assert "quantization_config" not in (tmp_path / "copy" / "config.json").read_text()
+    copied = loaded_by_transformers(tmp_path / "copy").state_dict()
+    assert all(torch.equal(copied[n], v) for n, v in values_of(tmp_path / "q").items())
+
+
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_an_adapter_is_merged_into_the_values_of_the_folder(base, plain, tmp_path):
+    write(tmp_path / "q", plain, "nf4")
+    model = Model(str(tmp_path / "q"))
+    adapted, _ = with_adapters(model, Lora(r=4))
+    save_adapter(adapted, Lora(r=4), trained(adapted), tmp_path / "adapter", model.path)
+    arguments = ["export", model.path, str(tmp_path / "adapter"), str(tmp_path / "out")]
+    assert cli.main([*arguments, "--merge", "--base", base]) == 0
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+    merged = logits(loaded_by_transformers(tmp_path / "out"))
+    torch.testing.assert_close(merged, logits(adapted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("base", "fragment"),
+    [
+        ("none", "take the memory of float32; model.base: nf4"),
+        ("int8", "once more as int8; model.base: nf4"),
+        ("nf4", None),
+    ],
+)
+def test_a_note_says_where_a_folder_is_not_stored_as_it_is(base, fragment, plain, tmp_path):
+    write(tmp_path / "q", plain, "nf4")
+    cfg = run_config(Cell("qwen3_5_text", "single", "lora", 1))
+    cfg = replace(cfg, model=Model(str(tmp_path / "q"), base=base))
+    notes = describe(cfg, 1).notes
+    assert [fragment in note for note in notes] == ([True] if fragment else [])
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "nf4"},
+        {"quant_method": "fp8"},
+        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+        {"quant_method": "compressed-tensors", "config_groups": 3},
+        METHODS["compressed-tensors"][0] | {"transform_config": {"config_groups": {"R1": {}}}},
+        METHODS["compressed-tensors"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        {"quant_method": ["fp8"]},
+        {},
+    ],
+)
+def test_other_methods_are_refused_by_the_config(section, plain, tmp_path):
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = section
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not section:
+        read_config(Model(str(tmp_path)))
+        return
+    with pytest.raises(UserError, match=r"weights are quantised .* plain weights"):
+        read_config(Model(str(tmp_path)))
+
+
+Tensors = dict[str, torch.Tensor]
+Q = "model.layers.3.self_attn.q_proj.weight"
+
+
+def without(key: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(key)
+
+
+def cut(key: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({key: tensors[key][:-1].contiguous()})
+
+
+def to(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({key: change(tensors[key])})
+
+
+def state(**changed: object) -> Callable[[Tensors], object]:
+    def change(old: torch.Tensor) -> torch.Tensor:
+        new = json.dumps(json.loads(bytes(old.tolist())) | changed)
+        return torch.tensor([*new.encode()], dtype=torch.uint8)
+
+    return to(Q + STATE, change)
+
+
+OWNER = Q.removesuffix("weight") + "_weight"
+
+
+@pytest.mark.parametrize(
+    ("method", "damage", "fragment", "is_early"),
+    [
+        ("fp8", without(f"{Q}_scale_inv"), f"{Q}: F8_E4M3, but no scales", True),
+        ("fp8", cut(f"{Q}_scale_inv"), f"{Q}_scale_inv: shape", True),
+        ("fp8", without(Q), f"{Q}: not in the files", True),
+        ("nf4", without(f"{Q}.absmax"), f"{Q}.absmax: not in the files", True),
+        ("nf4", without(Q + STATE), f"{Q}: U8, but no scales", True),
+        ("nf4", cut(f"{Q}.absmax"), f"{Q}.absmax: .* values", False),
+        ("nf4", cut(Q + STATE), "bitsandbytes__nf4: cannot be read", False),
+        ("nf4", cut(f"{Q}.quant_map"), "quant_map: 15 values", False),
+        ("nf4", to(f"{Q}.quant_map", lambda t: t * 0.9), "quant_map: not nf4's levels", False),
+        ("nf4", to(f"{Q}.absmax", torch.Tensor.int), "absmax: I32 holds no scales", True),
+        ("nf4", state(shape=[-256, -128]), "bitsandbytes__nf4: cannot be read", False),
+        ("nf4", state(blocksize=64.0), "bitsandbytes__nf4: cannot be read", False),
+        ("nf4 nested", state(nested_blocksize="a"), "bitsandbytes__nf4: cannot be read", False),
+        ("fp8", to(f"{Q}_scale_inv", torch.Tensor.int), "_scale_inv: I32 holds no scales", True),
+        ("torchao int8", to(f"{OWNER}_zero_point", lambda t: t + 3), "not zero", False),
+        ("nf4 nested", without(f"{Q}.nested_quant_map"), "nested_quant_map: not in", True),
+        ("nf4 nested", without(f"{Q}.nested_absmax"), "nested|values", False),
+        ("torchao int8", without(Q.replace("weight", "_weight_scale")), "_scale: not in", True),
+        ("compressed-tensors", cut(f"{Q}_scale"), f"{Q}_scale: shape", True),
+    ],
+)
+def test_a_damaged_folder_is_refused(method, damage, fragment, is_early, plain, tmp_path):
+    write(tmp_path / "q", plain, method)
+    file = tmp_path / "q" / "model.safetensors"
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match=fragment):
+        read_config(Model(str(tmp_path / "q"))) if is_early else values_of(tmp_path / "q")
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 3}', b'{"a": {}}', b"[" * 100_000])
+def test_a_damaged_header_is_refused(header, plain, tmp_path):
+    folder = with_index(plain, tmp_path / "q", without=())
+    (folder / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        read_config(Model(str(folder)))
+
+
+def test_codes_that_the_index_does_not_name_are_refused(plain, tmp_path):
+    folder = with_index(plain, tmp_path / "q", without=(Q,))
+    with pytest.raises(UserError, match=f"{Q}: not in the files"):
+        read_config(Model(str(folder)))
+
+
+def with_index(plain: Path, folder: Path, without: tuple[str, ...]) -> Path:
+    write(folder, plain, "fp8")
+    file = (folder / "model.safetensors").rename(folder / "a.safetensors")
+    names = {key: file.name for key in load_file(file) if key not in without}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_no_numbers_without_scales_are_taken_for_weights(dtype, plain, tmp_path):
+    tensors = load_file(plain / "model.safetensors")
+    tensors[Q] = tensors[Q].to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((plain / "config.json").read_text())
+    with pytest.raises(UserError, match=r"q_proj\.weight is .* no plain weights"):
+        values_of(tmp_path)
+
+
+def test_transposed_matrices_of_bitsandbytes_are_refused(tmp_path):
+    model = Model("configs/models/tiny-gpt2", init="random")
+    load_whole(model, read_config(model)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = METHODS["nf4"][0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="transposed"):
+        values_of(tmp_path)
+
+
+def test_fp8_in_odd_blocks_has_the_scale_of_each_column():
+    """Of [300, 192]: the last blocks are cut, and 64 columns share a scale of ours."""
+    matrix = torch.randn(300, 192)
+    tensors = METHODS["fp8"][1]("a.weight", matrix, {})
+    entry = Entry("a.weight", "fp8", "a.weight", "a.weight_scale_inv")
+    every = tensors["a.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    expected = tensors["a.weight"].float() * every[:300, :192]
+    assert torch.equal(entry.values(tensors.__getitem__), expected)
+    scales = entry.own_scales(tensors.__getitem__)
+    assert scales is not None
+    assert scales.shape == (300, 3)
+    stored = quantise(expected, "fp8_blocks", scales)
+    assert torch.equal(dequantise(stored, "fp8_blocks", torch.float32), expected)
+
+
+def test_a_rank_that_would_cut_a_block_of_the_folder_is_refused(tmp_path):
+    model = Model(str(DEEP / "wide-qwen3_5"), init="random")
+    load_whole(model, read_config(model)).save_pretrained(tmp_path / "plain")
+    write(tmp_path / "q", tmp_path / "plain", "fp8")
+    cfg = run_config(Cell("qwen3_5_text", "tp", "lora", 2))
+    cfg = replace(cfg, model=Model(str(tmp_path / "q"), base="fp8"))
+    with pytest.raises(UserError, match=r"base is fp8, .* 64 columns .* blocks of 128; use int8"):
+        describe(cfg, 2)
