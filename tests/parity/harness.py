@@ -95,6 +95,8 @@ CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 BASES = ("nf4", "int8", "fp8")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
+RECIPES = ("tensorwise", "rowwise")
+"""Variants: `training.matmul` in 8 bits."""
 COPY = "-copy"
 """Suffix of a reference: plain weights, which were stored in the base's format and read back."""
 STILL = "still"
@@ -201,7 +203,9 @@ class Cell:
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
         # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
         # so small, and show that size is free.
-        own = self.many and (self.mode == "full" or bool(self.schedule))
+        # In 8 bits a scale is that of a micro-batch, whose size is then not free.
+        is_scaled = self.variant in RECIPES
+        own = self.many and (self.mode == "full" or bool(self.schedule) or is_scaled)
         micro_rows = 1 if own else 0
         return replace(
             self,
@@ -259,6 +263,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             ),
             compile="aot_eager" if cell.variant.endswith("compile") else "none",
             precision=_precision(cell),
+            matmul=f"fp8_{cell.variant}" if cell.variant in RECIPES else "default",
             device="cpu",
         ),
     )
