@@ -14,12 +14,13 @@ matrices."""
 LAYOUTS = (
     *((layout, 2, "") for layout in ("ddp", "zero1", "fsdp1", "fsdp2", "tp", "tp-sp", "cp")),
     ("pp", 2, "1f1b"),
-    ("pp", 2, "zbv"),
     ("pp-fsdp2", 4, "1f1b"),
     ("pp-tp", 4, "1f1b"),
     *((layout, 4, "") for layout in ("tp", "hsdp", "fsdp2-tp", "fsdp2-tp-sp", "fsdp2-cp", "cp-tp")),
 )
 ROUNDED = (("ddp", 2, ""), ("fsdp2", 2, ""), ("tp", 2, ""), ("cp", 2, ""), ("pp", 2, "1f1b"))
+HALVED = ("pp", 2, "zbv")
+"""For models of four layers."""
 WITH_EXPERTS = (("ddp-ep", 2, ""), ("fsdp2-ep-tp", 8, ""))
 MODES = ("lora", "full")
 
@@ -31,6 +32,7 @@ CELLS = (
         for mode in MODES
         for layout, nproc, schedule in (
             *LAYOUTS,
+            *([HALVED] if family in ("qwen3_5_text", "lfm2_moe") else []),
             *(() if family == "qwen3_5_text" else WITH_EXPERTS),
         )
     ),
