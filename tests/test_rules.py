@@ -342,6 +342,16 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"lora": {**LORA, "kernel": "triton"}, "training": FP8},
         1,
     ),
+    "compiled products in 8 bits under cp": (
+        "llama",
+        {"parallel": {"cp": 2}, "training": {**FP8, "compile": "inductor"}},
+        2,
+    ),
+    "products in 8 bits with checkpointing of operators": (
+        "llama",
+        {"training": {**FP8, "checkpointing": "operators"}},
+        1,
+    ),
     "products in 8 bits of a family that is not listed": ("mistral", {"training": FP8}, 1),
     "no linear for products in 8 bits": ("narrow", {"training": FP8}, 1),
     "float32 sums in a pipeline whose stages add up": (

@@ -36,6 +36,28 @@ RULES = (
         way_out="set lora.kernel to auto, torch or peft",
         why="the kernel adds the adapter's output within the product",
     ),
+    Rule(
+        "compiled products in 8 bits under cp",
+        applies=lambda case: (
+            _is_fp8(case) and case.training.compile != "none" and case.parallel.cp > 1
+        ),
+        problem=(
+            "training.matmul is {training.matmul}, whose largest values parallel.cp reduces within "
+            "what training.compile compiles"
+        ),
+        way_out="set training.compile to none, or training.matmul to default",
+        why="such a run did not end",
+    ),
+    Rule(
+        "products in 8 bits with checkpointing of operators",
+        applies=lambda case: _is_fp8(case) and case.training.checkpointing == "operators",
+        problem=(
+            "training.checkpointing operators keeps the results of products, but not of those that "
+            "training.matmul {training.matmul} makes"
+        ),
+        way_out="use full, none or a list of layer kinds",
+        why="no cell of the parity matrix runs both",
+    ),
 )
 
 MODEL_RULES = (
