@@ -40,6 +40,7 @@ from tests.models.unproven import write_config
 ROOT = Path(__file__).parents[1]
 BFLOAT16 = {"dtype": "bfloat16"}
 FLOAT32_SUMS = {"accumulation": "float32"}
+FP8 = {"matmul": "fp8_tensorwise"}
 LORA = {"r": 4}
 PIPELINE = {"pp": 2}
 EXPERTS = {"r": 4, "targets": ["experts"]}
@@ -331,6 +332,28 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         1,
     ),
     "blocks of a quantised base": ("llama", {"model": {"base": "nf4"}, "lora": LORA}, 1),
+    "products in 8 bits of a stored base": (
+        "llama",
+        {"model": {"base": "int8"}, "lora": LORA, "training": FP8},
+        1,
+    ),
+    "products in 8 bits with a kernel for others": (
+        "llama",
+        {"lora": {**LORA, "kernel": "triton"}, "training": FP8},
+        1,
+    ),
+    "compiled products in 8 bits under cp": (
+        "llama",
+        {"parallel": {"cp": 2}, "training": {**FP8, "compile": "inductor"}},
+        2,
+    ),
+    "products in 8 bits with checkpointing of operators": (
+        "llama",
+        {"training": {**FP8, "checkpointing": "operators"}},
+        1,
+    ),
+    "products in 8 bits of a family that is not listed": ("mistral", {"training": FP8}, 1),
+    "no linear for products in 8 bits": ("narrow", {"training": FP8}, 1),
     "float32 sums in a pipeline whose stages add up": (
         "llama",
         {"parallel": {**PIPELINE, "data": "fsdp2"}, "model": BFLOAT16, "training": FLOAT32_SUMS},
@@ -394,6 +417,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),
             "llama4_text": ("qwen3_moe", LLAMA4),
             "dynamic-rope": ("llama", DYNAMIC),
+            "narrow": ("llama", {"hidden_size": 72, "head_dim": 16, "intermediate_size": 72}),
         }
         if name not in changed:
             return str(ROOT / "configs" / "models" / f"tiny-{name.removesuffix('_text')}")

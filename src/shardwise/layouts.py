@@ -148,6 +148,8 @@ class ModelFacts:
     odd_blocks: Callable[[Any, int], str | None] = lambda base, num_ranks: None
     """Return what of the model has no whole blocks of a form of `model.base` in each of so many
     shares along `tp`, or None."""
+    num_float8_linears: int = 0
+    """How many linears can multiply in 8 bits."""
     scaled_positions: str | None = None
     """The `rope_type` of positions that are scaled by the longest row at hand; None: no such."""
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardwise.assembly.build import build
-from shardwise.kernels.lora_linear import BackwardHalf, torch_backend
+from shardwise.kernels.backward_half import BackwardHalf
+from shardwise.kernels.lora_linear import torch_backend
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks

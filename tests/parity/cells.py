@@ -17,6 +17,8 @@ from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
 from tests.parity.pipelines import cell as pipeline
+from tests.parity.products import CELLS as PRODUCTS
+from tests.parity.products import FIXED as FIXED_PRODUCTS
 from tests.parity.rates import CELLS as RATES
 from tests.parity.rates import FIXED as FIXED_RATES
 from tests.parity.spread_experts import EXPERTS as SPREAD_EXPERTS
@@ -102,6 +104,7 @@ ALL = (
     *CONTEXTS,
     *SPREAD_EXPERTS,
     *BASES,
+    *PRODUCTS,
     *RATES,
 )
 
@@ -138,6 +141,7 @@ _FIXED = (
     *FIXED_CONTEXTS,
     *FIXED_EXPERTS,
     *FIXED_BASES,
+    *FIXED_PRODUCTS,
     *FIXED_RATES,
 )
 

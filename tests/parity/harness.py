@@ -7,7 +7,8 @@ per step, and clipping that acts. What is compared, and how, is `shardwise.proof
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ import torch
 from shardwise.batches import Batch
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import Mesh
+from shardwise.kernels import float8
 from shardwise.layouts import AXIS_PARTS, HALVING
 from shardwise.models import families
 from shardwise.parallel.mesh import build_mesh
@@ -95,6 +97,12 @@ CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 BASES = ("nf4", "int8", "fp8")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
+RECIPES = ("tensorwise", "rowwise")
+"""Variants: `training.matmul` in 8 bits, on the models that BASES have."""
+CURVE = "-curve"
+"""Suffix of a recipe: scaled numbers are bent by `curved` where they would be rounded."""
+WIDE = "wide"
+"""Variant of a control: the model that BASES and RECIPES have, in float32."""
 COPY = "-copy"
 """Suffix of a reference: plain weights, which were stored in the base's format and read back."""
 STILL = "still"
@@ -201,7 +209,9 @@ class Cell:
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
         # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
         # so small, and show that size is free.
-        own = self.many and (self.mode == "full" or bool(self.schedule))
+        # In 8 bits a scale is that of a micro-batch, whose size is then not free.
+        is_scaled = self.variant.startswith(RECIPES)
+        own = self.many and (self.mode == "full" or bool(self.schedule) or is_scaled)
         micro_rows = 1 if own else 0
         return replace(
             self,
@@ -219,7 +229,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
     """The run file of a cell."""
     name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
     path = DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name
-    if cell.variant.startswith(BASES):
+    if cell.variant.startswith((*BASES, *RECIPES, WIDE)):
         path = DEEP / name.replace("tiny", "wide")
     return RunConfig(
         model=Model(
@@ -259,6 +269,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             ),
             compile="aot_eager" if cell.variant.endswith("compile") else "none",
             precision=_precision(cell),
+            matmul=_matmul(cell),
             device="cpu",
         ),
     )
@@ -290,6 +301,11 @@ def _parallel(cell: Cell) -> Parallel:
     )
 
 
+def _matmul(cell: Cell) -> Any:
+    recipe = cell.variant.removesuffix(CURVE)
+    return f"fp8_{recipe}" if recipe in RECIPES else "default"
+
+
 def _precision(cell: Cell) -> str:
     name = cell.variant.partition("-")[0]
     return name if name in ("float16", "bfloat16") else "float32"
@@ -315,12 +331,36 @@ def _targets(cell: Cell) -> Any:
 def run_cell(cell: Cell) -> Outcome:
     """What this rank sees of a cell (equal on every rank); the process group must be up."""
     cfg = run_config(cell)
-    return run(
-        cfg,
-        lambda mesh, step: microbatches(cfg, mesh, step),
-        OVERFLOWING_SCALE * (cell.variant == "float16"),
-        cell.variant.removesuffix(COPY) if cell.variant.endswith(COPY) else None,
-    )
+    with bent() if cell.variant.endswith(CURVE) else nullcontext():
+        return run(
+            cfg,
+            lambda mesh, step: microbatches(cfg, mesh, step),
+            OVERFLOWING_SCALE * (cell.variant == "float16"),
+            cell.variant.removesuffix(COPY) if cell.variant.endswith(COPY) else None,
+        )
+
+
+@contextmanager
+def bent() -> Generator[None]:
+    """Bend scaled numbers by `curved` where 8 bits would round them."""
+    rounded = float8.rounded
+    float8.rounded = curved  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        float8.rounded = rounded
+
+
+def curved(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scaled numbers bent by a smooth curve, so that results depend on their scale.
+
+    Rounding to 8 bits would turn a difference of 1e-7, which any other order of a sum makes, into
+    one of 6e-2 where it crosses the middle between two numbers, and products of rounded operands
+    hardly change with the scale. So rounding hides wrong scales; a curve shows them, and keeps
+    small differences small.
+    """
+    bend = torch.finfo(dtype).max / (16 if dtype == torch.float8_e4m3fn else 8)
+    return scaled + bend / 2 * (1 - (scaled / bend).cos())
 
 
 def run(
@@ -343,9 +383,12 @@ def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]
 
 def control(cell: Cell) -> Cell | None:
     """One process in float32, where a cell need not round as one process in 16 bits does: its
-    products are sums of rounded ones. What it may differ by is then three times what 16 bits change
+    products are sums of rounded ones; or where products have 8 bits, as what differs by 1e-7 may be
+    rounded to other numbers. What it may differ by is then three times what 16 bits change
     on one process: as much as that again on its own way from float32, and as much to spare.
     """
+    if cell.variant in RECIPES:
+        return replace(cell.reference(), variant=WIDE)
     rounds_otherwise = max(cell.tp, cell.cp, cell.ep) > 1
     if rounds_otherwise and _precision(cell) != "float32":
         return replace(cell.reference(), variant=STILL)

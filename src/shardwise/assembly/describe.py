@@ -22,7 +22,7 @@ from shardwise.models import adapter_start, load, lora, published
 from shardwise.models.facts import facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.patches import cores, experts, lora_kernel
+from shardwise.models.patches import cores, experts, float8, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.process.world import device_type
@@ -72,6 +72,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     notes += _of_quantised_folder(cfg, hf.config)
     if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):
         notes += (f"experts run one after the other, which is slower: {reason}",)
+    notes += float8.notes(hf, spec, family, cfg, device_type(cfg))
     return Description(
         **vars(model),
         multimodal=multimodal,
@@ -104,8 +105,10 @@ def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[st
         kernels["experts"] = "loop" if is_loop else "grouped"
     if cfg.lora and lora_kernel.has_plain_layers(hf):
         kernels["lora"], _ = lora_kernel.kernel_for(
-            hf, cfg.lora.kernel, device, cfg.training.precision
+            hf, lora_kernel.kernel_of(cfg), device, cfg.training.precision
         )
+    if float8.recipe_of(cfg):
+        kernels["matmul"] = float8.kernel_for(cfg, device)
     return kernels
 
 

@@ -24,6 +24,7 @@ from shardwise.parallel import (
     context_parallel,
     ddp,
     expert_parallel,
+    float8_scales,
     fsdp1,
     fsdp2,
     offload,
@@ -104,6 +105,8 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     *(Entry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
     # Every rank stores its share, in blocks that no other rank has a part of.
     Entry("quantised base", lambda cfg: cfg.model.base != "none", _with_quantised_base),
+    # Reads how weights will be sharded, off blocks that are still complete.
+    Entry("FP8 scales", lambda cfg: cfg.training.matmul != "default", float8_scales.apply),
     # Shards the weights that all others then wrap.
     Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
     # Shards what tensor parallelism has left of experts.

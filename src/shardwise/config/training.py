@@ -74,6 +74,10 @@ class Training(Section):
     """`bfloat16`, `float16`: matrix products in that dtype (autocast); weights, reductions and the
     optimizer keep theirs. float16 scales the loss so that small gradients do not become 0, and
     skips a step whose gradients overflow."""
+    matmul: Literal["default", "fp8_tensorwise", "fp8_rowwise"] = "default"
+    """`fp8_tensorwise`, `fp8_rowwise`: the products of the layers' linears in 8-bit floating point,
+    with one scale of an operand or one for each of its rows (docs/guides/fp8.md). `default`: in
+    the dtype of `precision`."""
     accumulation: Literal["model", "float32"] = "model"
     """Dtype in which gradients add up over micro-batches: the weights' own, or float32."""
     checkpointing: Literal["none", "full", "operators"] | list[str] = "none"

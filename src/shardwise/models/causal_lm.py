@@ -6,11 +6,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig
+from shardwise.kernels.float8 import Float8
 from shardwise.models.families import Family
 from shardwise.models.part import ModelPart
 from shardwise.models.patches.experts import RoutedExperts
@@ -49,6 +51,8 @@ class CausalLM(ModelPart):
         self.loss_in_head = False
         self.experts: dict[str, RoutedExperts] = {}
         """The forwards of its routed experts, by the paths of their modules."""
+        self.float8: dict[nn.Module, Float8] = {}
+        """How its linears multiply in 8 bits, where they do."""
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
         """Return the loss summed over target tokens (scalar, float32), or logits [B, T, V].

@@ -17,7 +17,7 @@ from shardwise.models import expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.names import hf_name, in_use, is_adapter
-from shardwise.models.patches import experts, lora_kernel, router_loss
+from shardwise.models.patches import experts, float8, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.context import AttentionShape, ContextFacts
 
@@ -68,6 +68,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         ),
         context=context_facts(hf, spec),
         most_earlier_tokens=_most_earlier_tokens(hf, spec),
+        num_float8_linears=float8.num_linears(hf, spec, family),
         scaled_positions=_scaled_positions(hf),
     )
 

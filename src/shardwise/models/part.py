@@ -8,7 +8,7 @@ import torch
 
 from shardwise.batches import AnyBatch, Batch
 from shardwise.interfaces import Part
-from shardwise.kernels.lora_linear import BackwardHalf
+from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.patches.dropout import DropoutState

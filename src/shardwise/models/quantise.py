@@ -46,17 +46,30 @@ def stored_paths(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[str
     as small errors there choose other experts; so does what a layer's code reads past its linear
     (`Family.bypassed`).
     """
-    kept = {*family.gates, *family.gating, *family.bypassed}
+    linears = set(linears_of(hf, spec, family))
     for layer in spec.layers:
         for path, part in hf.get_submodule(layer.name).named_modules():
             used = hf_name(f"{path}.").removesuffix(".") if not is_adapter(f".{path}.") else ""
-            is_linear = type(part) in (nn.Linear, Conv1D) and used and used not in kept
             is_saved = ".original_module" in path or ".modules_to_save." in path
+            is_linear = f"{layer.name}.{path}" in linears
             for name, _ in part.named_parameters(recurse=False):
                 is_stack = f"{used}.{name}" in family.experts
                 is_matrix = is_stack or (is_linear and name == "weight")
                 if is_matrix and not is_saved:
                     yield f"{layer.name}.{path}.{name}"
+
+
+def linears_of(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[str]:
+    """Yield the paths of the linears of all layers, without adapters' and without routers, other
+    gates and what is read past its module; of two copies of one, that which computes.
+    """
+    kept = {*family.gates, *family.gating, *family.bypassed}
+    for layer in spec.layers:
+        for path, part in hf.get_submodule(layer.name).named_modules():
+            if type(part) not in (nn.Linear, Conv1D) or is_adapter(f".{path}."):
+                continue
+            if ".original_module" not in path and hf_name(f"{path}.").rstrip(".") not in kept:
+                yield f"{layer.name}.{path}"
 
 
 @lru_cache(maxsize=2)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
-from shardwise.rules import adapters, bases, context, experts, models, ranks, run_file
+from shardwise.rules import adapters, bases, context, experts, models, products, ranks, run_file
 from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -20,7 +20,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "grid": (*ranks.GRID_RULES, *experts.GRID_RULES),
     "step": ranks.STEP_RULES,
     "adapters": adapters.RULES,
-    "model": (*models.RULES, *context.MODEL_RULES, *experts.MODEL_RULES, *bases.MODEL_RULES),
+    "model": (
+        *models.RULES,
+        *context.MODEL_RULES,
+        *experts.MODEL_RULES,
+        *bases.MODEL_RULES,
+        *products.MODEL_RULES,
+    ),
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only
 where no earlier group refuses."""

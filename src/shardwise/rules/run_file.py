@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import bases, context, duration, experts
+from shardwise.rules import bases, context, duration, experts, products
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -278,6 +278,7 @@ RULES = (
     *context.RULES,
     *experts.RULES,
     *bases.RULES,
+    *products.RULES,
     Rule(
         "pp on an old torch",
         applies=lambda case: _is_pipeline(case) and case.facts.torch_version < PIPELINE_TORCH,

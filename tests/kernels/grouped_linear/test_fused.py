@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.grouped_linear import Adapter, grouped, grouped_linear, loop, naive, takes
 from shardwise.kernels.grouped_linear.gradients import Needs
-from shardwise.kernels.lora_linear import BackwardHalf
 from tests.kernels.gates import error, kept_elements, run
 from tests.kernels.lora_linear.cases import worst
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from shardwise.kernels.lora_linear import BackwardHalf, Linear, lora_linear, naive, torch_backend
+from shardwise.kernels.backward_half import BackwardHalf
+from shardwise.kernels.lora_linear import Linear, lora_linear, naive, torch_backend
 from tests.kernels.lora_linear.cases import Problem, draw, run, to, worst
 
 SHAPES = [

@@ -45,9 +45,9 @@ def calls(monkeypatch) -> list[int]:
     """How many linears each call of the kernel had."""
     found: list[int] = []
 
-    def noting(x, linears, drop, backend, half):
+    def noting(x, linears, drop, backend, half, float8):
         found.append(len(linears))
-        return lora_linear.lora_linear(x, linears, drop, backend, half)
+        return lora_linear.lora_linear(x, linears, drop, backend, half, float8)
 
     monkeypatch.setattr(lora_kernel, "lora_linear", noting)
     return found

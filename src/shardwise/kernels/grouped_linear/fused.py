@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.grouped_linear import grouped, loop
 from shardwise.kernels.grouped_linear.gradients import Needs
-from shardwise.kernels.lora_linear import BackwardHalf
 from shardwise.kernels.quantised import Layout, Weight, layouts_of, tensors_of, weights_of
 
 

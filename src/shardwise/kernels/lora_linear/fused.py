@@ -8,14 +8,15 @@ Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1; the gradients follow b
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
+from shardwise.kernels.float8 import Float8
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.kernels.lora_linear.backend import Backend
 from shardwise.kernels.quantised import Layout, Weight, layouts_of, tensors_of, weights_of
@@ -31,43 +32,20 @@ class Linear(NamedTuple):
     scale: float
 
 
-Half = Literal["full", "input", "weight"]
-
-
-class BackwardHalf:
-    """Which gradients the running backward computes: the input's, the weights', or both ("full").
-
-    A pipeline may compute the gradient of a stage's input first and those of its weights later.
-    autograd then runs a node in both halves and does not tell it which one is running, so that the
-    second half would compute the first again. Therefore a stage and its linears share this object,
-    and the stage sets it. A context variable would not do: on a GPU autograd runs backwards in a
-    thread of its own.
-    """
-
-    def __init__(self) -> None:
-        self.current: Half = "full"
-
-    @contextmanager
-    def running(self, half: Half) -> Generator[None]:
-        """Set the half of the backwards that run within the context."""
-        before, self.current = self.current, half
-        try:
-            yield
-        finally:
-            self.current = before
-
-
 def lora_linear(
     x: torch.Tensor,
     linears: Sequence[Linear],
     drop: Dropout | None = None,
     backend: Backend = torch_backend,
     half: BackwardHalf | None = None,
+    float8: Sequence[Float8 | None] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs [..., out] of linears that share the input x [..., in], one per linear.
 
     Weights and biases are frozen. `drop` has a module per linear, and its rows are the tokens of x
     in their order. `half` is needed only where a pipeline runs backwards in two halves.
+    `float8` has an entry per linear: how its product with the weight is done in 8 bits, if it is.
+    That needs torch's backend.
 
     All adapters have one rank and one dtype. If that is another dtype than x and the weights have,
     the products with the adapters are computed in it; under autocast, all products are in
@@ -86,7 +64,9 @@ def lora_linear(
     seeds, features, p = as_arguments(drop)
     scales = tuple(linear.scale for linear in linears)
     weights = [linear.weight for linear in linears]
-    options = _Options(backend, scales, layouts_of(weights), dtype, p, half)
+    assert backend is torch_backend or not any(float8)
+    in_8_bits = tuple(float8 or (None for _ in linears))
+    options = _Options(backend, scales, layouts_of(weights), dtype, p, half, in_8_bits)
     biases = [linear.bias for linear in linears]
     a = [linear.a for linear in linears]
     b = [linear.b for linear in linears]
@@ -113,6 +93,7 @@ class _Options(NamedTuple):
     dtype: torch.dtype  # of the products with the adapters
     p: float  # of the dropout
     half: BackwardHalf | None  # None: every backward is a full one
+    float8: tuple[Float8 | None, ...]  # one per linear
 
 
 class _LoraLinears(torch.autograd.Function):
@@ -139,10 +120,16 @@ class _LoraLinears(torch.autograd.Function):
         saved_x, saved_h = x if any(needs_da) else None, h if any(needs_db) else None
         ctx.save_for_backward(seeds, features, saved_x, saved_h, *stored, *a, *b)
         ys = []
-        parts = zip(weights, biases, h.chunk(len(a), 1), b, options.scales)
-        for weight, bias, h_i, b_i, scale in parts:
+        parts = zip(weights, biases, h.chunk(len(a), 1), b, options.scales, options.float8)
+        for weight, bias, h_i, b_i, scale, float8 in parts:
+            weight, b_i = weight.to(x.dtype), b_i.to(dtype)
             bias = None if bias is None else bias.to(x.dtype)
-            ys.append(backend.product(x, weight.to(x.dtype), bias, h_i, b_i.to(dtype), scale))
+            if float8 is None:
+                ys.append(backend.product(x, weight, bias, h_i, b_i, scale))
+            else:
+                y = float8.output(x, weight)
+                y = y if bias is None else y + bias
+                ys.append(torch_backend.with_update(y, h_i, b_i, scale))
         return tuple(ys)
 
     @staticmethod
@@ -173,13 +160,7 @@ class _LoraLinears(torch.autograd.Function):
         das: list[torch.Tensor | None] = [None] * num_linears
         if needs_dx:
             assert g is not None
-            dx = options.backend.input_gradient(
-                dys,
-                [weight.to(dys[0].dtype) for weight in weights],
-                g,
-                _stacked(a, options.dtype),
-                drop,
-            )
+            dx = _input_gradient(options, dys, weights, g, _stacked(a, options.dtype), drop)
         if half == "input":
             # g and dbs read dy together, so both are computed now, and kept for the second half.
             ctx.first_half = g, dbs
@@ -191,6 +172,28 @@ class _LoraLinears(torch.autograd.Function):
                 das[i] = part.to(a[i].dtype) if needs_da[i] else None
         dbs = [None if db is None else db.to(b_i.dtype) for db, b_i in zip(dbs, b)]
         return None, None, None, dx, *[None] * (len(stored) + num_linears), *das, *dbs
+
+
+def _input_gradient(
+    options: _Options,
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[Weight],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    drop: Dropout | None,
+) -> torch.Tensor:
+    """Return dx [rows, in], as Backend.input_gradient."""
+    plain = [weight.to(dys[0].dtype) for weight in weights]
+    if not any(options.float8):
+        return options.backend.input_gradient(dys, plain, g, a, drop)
+    parts = [
+        dy @ weight if float8 is None else float8.input_gradient(float8.completed(dy), weight)
+        for dy, weight, float8 in zip(dys, plain, options.float8)
+    ]
+    dx = parts[0]
+    for part in parts[1:]:
+        dx += part
+    return torch_backend.with_input_gradient(dx, g, a, drop)
 
 
 def _output_gradients(

@@ -38,7 +38,11 @@ def product(
     scale: float,
 ) -> torch.Tensor:
     """Return y = x weight^T + bias + scale h b^T [rows, out]."""
-    y = F.linear(x, weight, bias)
+    return with_update(F.linear(x, weight, bias), h, b, scale)
+
+
+def with_update(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return y + scale h b^T [rows, out] in y's dtype."""
     return torch.addmm(y.to(h.dtype), h, b.t(), alpha=scale).to(y.dtype)
 
 
@@ -62,6 +66,13 @@ def input_gradient(
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:]):
         dx.addmm_(dy, weight)
+    return with_input_gradient(dx, g, a, drop)
+
+
+def with_input_gradient(
+    dx: torch.Tensor, g: torch.Tensor, a: torch.Tensor, drop: Dropout | None
+) -> torch.Tensor:
+    """Return dx + the sum over i of drop_i(g_i a_i) [rows, in] in dx's dtype; dx may be changed."""
     if drop is None:
         return dx.to(g.dtype).addmm_(g, a).to(dx.dtype)
     total = dx.to(g.dtype)

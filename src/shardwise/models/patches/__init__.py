@@ -19,6 +19,7 @@ from shardwise.models.patches import (
     dropout,
     embedding,
     experts,
+    float8,
     forget_gate,
     gates,
     isolation,
@@ -44,6 +45,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("isolated documents", isolation.apply),  # around mixers; gives their dropouts the documents
     ("router loss", router_loss.apply),
     ("loss in the head", loss.apply),
+    ("FP8 products", float8.apply),
     ("LoRA kernel", lora_kernel.apply),  # inside mixers and blocks; replaces what PEFT computes
 )
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from transformers.integrations.moe import _default_apply_gate
 
 from shardwise.config import RunConfig
+from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.grouped_linear import Adapter, grouped_linear, take_rows, takes
-from shardwise.kernels.lora_linear import BackwardHalf
 from shardwise.kernels.quantised import Weight
 from shardwise.models.names import hf_name
 from shardwise.models.patches.capacity import Capacity

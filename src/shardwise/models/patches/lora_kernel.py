@@ -11,7 +11,7 @@ that the input is read once: see `_Shared`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,8 +20,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import RunConfig, UserError
+from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, load_backend, lora_linear
+from shardwise.kernels.float8 import Float8
+from shardwise.kernels.lora_linear import Backend, Linear, load_backend, lora_linear
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 OTHER_DTYPE = "set training.precision to bfloat16, or lora.kernel to auto"
 
+NO_FLOAT8: Mapping[nn.Module, Float8] = {}
 Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 """The values of `lora.kernel`."""
 
@@ -39,9 +42,15 @@ Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Let the plain adapters of a part compute with the kernel that `lora.kernel` asks for."""
     if cfg.lora and has_plain_layers(part.hf):
-        use_lora_kernel(
-            part.hf, cfg.lora.kernel, device, cfg.training.precision, part.backward_half
-        )
+        kernel, precision = kernel_of(cfg), cfg.training.precision
+        use_lora_kernel(part.hf, kernel, device, precision, part.backward_half, part.float8)
+
+
+def kernel_of(cfg: RunConfig) -> Kernel:
+    """Return `lora.kernel`, or what `auto` means where torch's backend alone has the products."""
+    assert cfg.lora is not None
+    is_default = cfg.lora.kernel == "auto" and cfg.training.matmul == "default"
+    return cfg.lora.kernel if is_default or cfg.lora.kernel != "auto" else "torch"
 
 
 def use_lora_kernel(
@@ -50,23 +59,24 @@ def use_lora_kernel(
     device: torch.device,
     precision: str = "float32",
     half: BackwardHalf | None = None,
+    float8: Mapping[nn.Module, Float8] = NO_FLOAT8,
 ) -> str:
     """Let the plain LoRA layers of a model compute with a kernel that runs on `device`.
 
     The model may still be on another device. Return the name of the kernel; with `peft` nothing is
     replaced. The model's dropouts must be `SlotDropout`s, which no strategy has wrapped yet. `half`
-    says which half of a backward runs, in a pipeline whose schedule has two. Raises UserError as
-    `kernel_for`.
+    says which half of a backward runs, in a pipeline whose schedule has two. Linears in
+    `float8` multiply in 8 bits, which torch's kernel alone can. Raises UserError as `kernel_for`.
     """
     kernel, backend = kernel_for(model, kernel, device, precision)
     if backend is None:
         return kernel
     for layer in _plain_layers(model):
-        _Shared([layer], backend, half)
+        _Shared([layer], backend, half, float8)
     for parent in list(model.modules()):
         together = _alike(_with_one_input(parent))
         if len(together) > 1:
-            shared = _Shared(together, backend, half)
+            shared = _Shared(together, backend, half, float8)
             parent.forward = shared.within(parent.forward)
     return kernel
 
@@ -160,11 +170,16 @@ class _Shared:
     """
 
     def __init__(
-        self, layers: list[PeftLinear], backend: Backend, half: BackwardHalf | None
+        self,
+        layers: list[PeftLinear],
+        backend: Backend,
+        half: BackwardHalf | None,
+        float8: Mapping[nn.Module, Float8],
     ) -> None:
         self.layers = layers
         self.backend = backend
         self.half = half
+        self.float8 = float8
         self.x: torch.Tensor | None = None  # the input of what waits
         self.version = 0  # how often it had been changed in place
         self.waiting: dict[int, torch.Tensor] = {}  # outputs by place in `layers`
@@ -193,12 +208,25 @@ class _Shared:
         if place in self.waiting and x is self.x and version == self.version:
             return self.waiting.pop(place)
         if len(self.layers) == 1 or version is None or self.waiting:
-            (output,) = _compute([self.layers[place]], x, self.backend, self.half)
+            (output,) = self._compute([self.layers[place]], x)
             return output
-        outputs = _compute(self.layers, x, self.backend, self.half)
+        outputs = self._compute(self.layers, x)
         self.x, self.version = x, version
         self.waiting = {other: y for other, y in enumerate(outputs) if other != place}
         return outputs[place]
+
+    def _compute(self, layers: list[PeftLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        linears = [_linear(layer) for layer in layers]
+        float8 = [self.float8.get(layer.get_base_layer()) for layer in layers]
+        dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
+        first, drop = dropouts[0], None
+        if isinstance(first, SlotDropout) and first.active:
+            seeds = torch.stack([dropout.seeds(x) for dropout in dropouts])
+            drop = Dropout(first.p, seeds, first.features)
+        try:
+            return lora_linear(x, linears, drop, self.backend, self.half, float8)
+        except UserError as error:  # only a forward knows the dtype of its input
+            raise UserError(f"lora.kernel: {error}: {OTHER_DTYPE}") from None
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of the module that holds the layers, after which nothing waits."""
@@ -226,18 +254,3 @@ def _version(x: torch.Tensor) -> int | None:
     if torch.compiler.is_compiling():
         return 0
     return None if x.is_inference() else x._version
-
-
-def _compute(
-    layers: list[PeftLinear], x: torch.Tensor, backend: Backend, half: BackwardHalf | None
-) -> tuple[torch.Tensor, ...]:
-    linears = [_linear(layer) for layer in layers]
-    dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
-    first, drop = dropouts[0], None
-    if isinstance(first, SlotDropout) and first.active:
-        seeds = torch.stack([dropout.seeds(x) for dropout in dropouts])
-        drop = Dropout(first.p, seeds, first.features)
-    try:
-        return lora_linear(x, linears, drop, backend, half)
-    except UserError as error:  # only a forward knows the dtype of its input
-        raise UserError(f"lora.kernel: {error}: {OTHER_DTYPE}") from None
