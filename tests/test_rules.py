@@ -319,6 +319,17 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         16,
     ),
     "cp with positions that the longest row scales": ("dynamic-rope", {"parallel": {"cp": 2}}, 2),
+    "muon with LoRA": ("llama", {"optimizer": {"name": "muon"}, "lora": LORA}, 1),
+    "muon under a layout that is not proven": (
+        "llama",
+        {"optimizer": {"name": "muon"}, "parallel": {"data": "zero1"}},
+        2,
+    ),
+    "muon with offload": (
+        "llama",
+        {"optimizer": {"name": "muon"}, "parallel": {"data": "fsdp2", "offload": "optimizer"}},
+        2,
+    ),
     "lora_b_lr_ratio without LoRA": ("llama", {"optimizer": {"lora_b_lr_ratio": 16.0}}, 1),
     "full training of a quantised base": ("llama", {"model": {"base": "int8"}}, 1),
     "a quantised base under fsdp1": (

@@ -524,18 +524,29 @@ def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     return values(job, cfg)
 
 
-def cross_all(folder: Path, family: str, layouts: dict[str, int]) -> Values:
+def cross_all(folder: Path, family: str, layouts: dict[str, int], variant: str = "") -> Values:
     """Each layout, on so many ranks, reads what the one before it wrote; what all of them have."""
     written, read = None, None
     for layout, nproc in layouts.items():
         for found in run_ranks(
-            nproc, cross, folder / layout, read, Cell(family, layout, "full", nproc)
+            nproc, cross, folder / layout, read, Cell(family, layout, "full", nproc, variant)
         ):
             assert written is None or equal(found, written), layout
             written = found
         read = folder / layout / "checkpoints" / "step-1"
     assert written is not None
     return written
+
+
+def test_momentum_of_matrices_crosses_layouts_unchanged(tmp_path):
+    # Three ranks cut unevenly.
+    written = cross_all(
+        tmp_path, "qwen3_moe", {"single": 1, "fsdp2": 3, "ddp": 2, "hsdp": 4}, "muon"
+    )
+    states = {key: value for key, value in written.items() if key.startswith("optimizer/")}
+    kinds = {key.rpartition("/")[2] for key in states}
+    assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+    assert all(value.any() for value in states.values())
 
 
 def test_shares_that_several_ranks_hold_cross_layouts_unchanged(tmp_path):

@@ -102,6 +102,9 @@ CELLS = [
     # With adapters in the upper layers only, the backward ends there.
     *(cell("llama", layout, "lora", 2, "upper") for layout in ("tp", "tp-sp", "fsdp2", "pp")),
     cell("llama", "fsdp2", "full", 2, "keep-gathered"),
+    # Muon gathers matrices, but not stacks that are cut between their experts.
+    *(cell(family, "fsdp2", "full", 2, "muon") for family in ("llama", "qwen3_moe")),
+    cell("llama", "ddp", "full", 2, "muon"),
     # A recomputation repeats what its forward sends, except after its last product, which a norm
     # follows in olmo2. Autocast halves what blocks return, unless experts are added up.
     *(cell("llama", "tp-sp", mode, 2, "checkpointing") for mode in ("lora", "full")),

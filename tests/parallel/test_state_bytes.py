@@ -141,6 +141,9 @@ CELLS = [
     Cell("qwen3_5_text", "tp-sp", "lora", 2),
     Cell("qwen3_5_text", "pp-tp", "full", 4, schedule="1f1b"),
     Cell("jamba", "tp", "lora", 4),
+    *(Cell("qwen3_moe", "fsdp2", "full", nproc, "muon") for nproc in (2, 4)),
+    Cell("qwen3_5_text", "ddp", "full", 2, "muon"),
+    Cell("llama", "hsdp", "full", 4, "muon"),
     *WITH_EXPERTS,
     *WITH_BASES,
 ]

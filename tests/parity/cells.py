@@ -14,6 +14,8 @@ from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
 from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
+from tests.parity.muon import CELLS as MUON
+from tests.parity.muon import FIXED as FIXED_MUON
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
 from tests.parity.pipelines import cell as pipeline
@@ -106,6 +108,7 @@ ALL = (
     *BASES,
     *PRODUCTS,
     *RATES,
+    *MUON,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -143,6 +146,7 @@ _FIXED = (
     *FIXED_BASES,
     *FIXED_PRODUCTS,
     *FIXED_RATES,
+    *FIXED_MUON,
 )
 
 

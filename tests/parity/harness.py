@@ -229,6 +229,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
     """The run file of a cell."""
     name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
     path = DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name
+    is_muon = cell.variant == "muon"
     if cell.variant.startswith((*BASES, *RECIPES, WIDE)):
         path = DEEP / name.replace("tiny", "wide")
     return RunConfig(
@@ -249,10 +250,16 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         ),
         parallel=_parallel(cell),
         optimizer=Optimizer(
-            name=optimizer,
+            name="muon" if is_muon else optimizer,
             # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3
             # of it.
-            lr=0.0 if cell.variant == "bfloat16" or cell.variant.endswith(STILL) else 1.0,
+            lr=0.0
+            if cell.variant == "bfloat16" or cell.variant.endswith(STILL)
+            else 0.01
+            if is_muon
+            else 1.0,
+            # Above most gradients: AdamW makes steps of rounding errors in tiny ones.
+            eps=0.01 if is_muon else 1e-8,
             lora_b_lr_ratio=FASTER if cell.faster_b else 1.0,
             lr_schedule="linear",
             weight_decay=0.01,

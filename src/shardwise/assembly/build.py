@@ -32,6 +32,7 @@ from shardwise.interfaces import Mesh, ParallelModel, State
 from shardwise.models import lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
+from shardwise.models.matrices import matrices_of, muon_dtype
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.own import OwnModel
 from shardwise.models.spec import ModelSpec
@@ -132,6 +133,9 @@ def build(
     # By the shapes of full parameters.
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, facts.family)}
 
+    matrices = matrices_of(hf, spec, facts.family.gating)
+    dtype = muon_dtype(cfg.training.precision)
+
     # By the model on meta: what the strategies make of its weights has other sizes.
     routing = None if own else Routing.of(hf, spec, mesh.device)
 
@@ -148,7 +152,7 @@ def build(
     pm = ParallelModel(
         parts=parts,
         run=run_in_turn,
-        make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
+        make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed, matrices, dtype),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
     pm = order.apply(pm, mesh, cfg, spec, load)

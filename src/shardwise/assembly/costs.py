@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.assembly.optimizer import STATES
+from shardwise.assembly.optimizer import states_of
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
 from shardwise.config import RunConfig
 from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks
@@ -18,6 +18,8 @@ from shardwise.models.activations import unit_memory
 from shardwise.models.counts import ModelCounts, Unit, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_of
+from shardwise.models.families import family_of
+from shardwise.models.matrices import matrices_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.process.world import device_type
@@ -173,12 +175,15 @@ def gradient_bytes(cfg: RunConfig, numel: int, itemsize: int) -> int:
     return numel * (4 if cfg.training.accumulation == "float32" else itemsize)
 
 
-def optimizer_bytes(cfg: RunConfig, weight_bytes: int, num_weights: int = 1) -> int:
+def optimizer_bytes(
+    cfg: RunConfig, weight_bytes: int, num_weights: int = 1, is_matrix: bool = False
+) -> int:
     """Return the bytes of optimizer states for so many trained weights, of `weight_bytes` together.
 
-    AdamW has two states in the weight's dtype, and a float32 count of steps for each weight.
+    AdamW has two states in the weight's dtype, and a float32 count of steps for each weight; Muon
+    has one state of each matrix (`is_matrix`).
     """
-    states = STATES[cfg.optimizer.name]
+    states = states_of(cfg.optimizer.name, is_matrix)
     counter = 4 if "step" in states else 0
     moments = [name for name in states if name != "step"]
     return len(moments) * weight_bytes + counter * num_weights
@@ -193,14 +198,18 @@ class _Ranks:
     ep: int
     experts: frozenset[nn.Parameter]
     """The weights that `ep` spreads."""
+    matrices: frozenset[nn.Parameter]
+    """The weights that Muon would update."""
 
     @classmethod
-    def of(cls, cfg: RunConfig, hf: nn.Module, spec: ModelSpec, num_processes: int) -> _Ranks:
+    def of(cls, cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, num_processes: int) -> _Ranks:
         is_sharded = cfg.parallel.data == "fsdp2"
         num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1
         modules = [module for _, module in experts_of(hf, spec)] if cfg.parallel.ep > 1 else []
         experts = frozenset(p for module in modules for p in module.parameters())
-        return cls(num_shards, cfg.parallel.ep, experts)
+        names = matrices_of(hf, spec, family_of(hf).gating)
+        matrices = frozenset(hf.get_parameter(name) for name in names)
+        return cls(num_shards, cfg.parallel.ep, experts, matrices)
 
     def shares(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return into how many parts `ep` cuts a weight, and fsdp2 each of these."""
@@ -226,5 +235,6 @@ def _state_bytes(
             weights += num_bytes
         if parameter.requires_grad:
             gradients += gradient_bytes(cfg, parameter.numel() // num_parts, parameter.itemsize)
-            states += optimizer_bytes(cfg, num_bytes // num_shards)
+            is_matrix = parameter in ranks.matrices
+            states += optimizer_bytes(cfg, num_bytes // num_shards, is_matrix=is_matrix)
     return weights, gradients, states

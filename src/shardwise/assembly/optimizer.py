@@ -14,12 +14,20 @@ from shardwise.config import Optimizer
 from shardwise.models.families import Family
 from shardwise.models.kinds import RATES
 from shardwise.models.names import hf_name, is_adapter, is_factor_b
+from shardwise.parallel.muon import MOMENTUM_BUFFER, Muon
 
-STATES: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq", "step"), "sgd": ()}
-"""The states that an optimizer keeps of each parameter after a step, by `optimizer.name`.
+_OF_ADAMW = ("exp_avg", "exp_avg_sq", "step")
 
-`step` is a count, and the others are tensors of the parameter's shape and dtype.
-"""
+
+def states_of(name: str, is_matrix: bool) -> tuple[str, ...]:
+    """Return the states that the optimizer `name` keeps of a parameter after a step.
+
+    `step` is a count, and the others are tensors of the parameter's shape and dtype.
+    `is_matrix`: whether it is one that Muon would update.
+    """
+    if name == "sgd":
+        return ()
+    return (MOMENTUM_BUFFER,) if name == "muon" and is_matrix else _OF_ADAMW
 
 
 def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
@@ -40,35 +48,45 @@ def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
 
 
 def make_optimizer(
-    cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]], decayed: Container[str]
+    cfg: Optimizer,
+    named: Sequence[tuple[str, nn.Parameter]],
+    decayed: Container[str],
+    matrices: Container[str] = (),
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.optim.Optimizer:
-    """Return AdamW (arXiv 1711.05101) or plain SGD over this rank's trainable parameters or shards.
+    """Return the optimizer `cfg.name` over this rank's trainable parameters or shards.
 
     `decayed`: names of the parameters on which weight decay acts; a shard need not show its
     parameter's shape. Each group has its parameters' names in `param_names`, by which an
     optimizer's states are saved. The first group has the learning rate that is reported, `cfg.lr`:
     groups of LoRA's factors B at another rate come last.
+    `matrices`: names of those that Muon updates; `dtype`: see `Muon`.
     """
     # One group per kind of tensor: the multi-tensor path of torch's optimizers takes neither plain
     # tensors beside DTensors nor DTensors of several meshes.
-    groups: dict[tuple[Any, bool, float], list[tuple[str, nn.Parameter]]] = {}
+    is_muon = cfg.name == "muon"
+    groups: dict[tuple[Any, bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         ratio = cfg.lora_b_lr_ratio if is_factor_b(name) else 1.0
-        groups.setdefault((mesh, name in decayed, ratio), []).append((name, parameter))
+        key = mesh, name in decayed, ratio, is_muon and name in matrices
+        groups.setdefault(key, []).append((name, parameter))
     options: list[dict[str, Any]] = [
         {
             "params": parameters,
             "weight_decay": cfg.weight_decay if decays else 0.0,
             "lr": cfg.lr * ratio,
         }
-        for (_, decays, ratio), parameters in sorted(
+        | ({"is_matrix": is_matrix} if is_muon else {})
+        for (_, decays, ratio, is_matrix), parameters in sorted(
             groups.items(), key=lambda group: group[0][2] != 1
         )
     ]
     if not named:
         # A pipeline's stage may have nothing to train, but it has a learning rate.
-        options = [{"params": [], "param_names": [], "weight_decay": 0.0}]
+        options = [{"params": [], "param_names": [], "weight_decay": 0.0, "is_matrix": False}]
+    if is_muon:
+        return Muon(options, cfg.lr, cfg.betas, cfg.eps, dtype)
     if cfg.name == "sgd":
         return torch.optim.SGD(options, lr=cfg.lr)
     return torch.optim.AdamW(options, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)

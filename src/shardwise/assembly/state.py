@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.assembly.optimizer import STATES, optimized_parameters
+from shardwise.assembly.optimizer import optimized_parameters, states_of
 from shardwise.config import RunConfig
 from shardwise.interfaces import ParallelModel, State
 from shardwise.kernels.quantised import quantise
@@ -43,7 +43,7 @@ class MemoryState:
         names = [name for name, _ in model.named_parameters()]
         known = {f"weights/{name}" for name in names}
         known |= {f"buffers/{name}" for name, _ in persistent_buffers(model)}
-        kinds = STATES[cfg.optimizer.name]
+        kinds = {kind for matrix in (0, 1) for kind in states_of(cfg.optimizer.name, bool(matrix))}
         known |= {f"optimizer/{name}/{kind}" for name in names for kind in kinds}
         unknown = set(self.keys) - known
         assert not unknown, f"the model has no {min(unknown)}"
@@ -84,8 +84,9 @@ def load_state(
 
     `optimizer` has not made a step, so it has no states yet.
     """
+    matrices = {p for g in optimizer.param_groups if g.get("is_matrix") for p in g["params"]}
     for name, parameter in optimized_parameters(optimizer):
-        for kind in STATES[cfg.optimizer.name]:
+        for kind in states_of(cfg.optimizer.name, parameter in matrices):
             if f"optimizer/{name}/{kind}" in state.keys:
                 is_count = kind == "step"
                 zeros = torch.zeros(()) if is_count else torch.zeros_like(parameter)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from shardwise.assembly.optimizer import STATES
+from shardwise.assembly.optimizer import states_of
 from shardwise.assembly.state import persistent_buffers
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.index import read_index
@@ -68,7 +68,8 @@ class SavedState:
         for name, states in self._optimizer_states().items():
             if name not in trained:
                 return f"{name} was trained, and is not here"
-            if states != set(STATES[cfg.optimizer.name]):
+            kept = [set(states_of(cfg.optimizer.name, is_matrix)) for is_matrix in (False, True)]
+            if states not in kept:
                 return f"{cfg.optimizer.name} does not keep {', '.join(sorted(states))} of {name}"
             for state in sorted(states):
                 like = count if state == "step" else trained[name]

@@ -12,8 +12,9 @@ from shardwise.config.section import Section, require
 class Optimizer(Section):
     """How the weights are updated."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """AdamW (arXiv 1711.05101), or SGD without momentum."""
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    """AdamW (arXiv 1711.05101), or SGD without momentum. `muon` (arXiv 2502.16982): Muon for the
+    matrices of layers, and AdamW for everything else, at the same learning rate."""
     lr: float = 2e-4
     """Peak learning rate."""
     lora_b_lr_ratio: float = 1.0

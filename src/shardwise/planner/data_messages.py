@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from shardwise.models.matrices import muon_dtype
 from shardwise.planner.messages import Messages, Step
 from shardwise.planner.share import Weight
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
@@ -93,6 +94,22 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
                     yield Messages("reduce-scatter", axis, times, times * num_bytes)
                     yield Messages("all-reduce", step.replicas, 1, num_bytes // step.size(axis))
         yield from sums_over_copies(step, unsharded)
+        if step.cfg.optimizer.name == "muon":
+            yield from _gathered_updates(step, [w for w in chunk.weights if w not in unsharded])
+
+
+def _gathered_updates(step: Step, weights: Iterable[Weight]) -> Iterator[Messages]:
+    """Yield an all-gather of each matrix's momentum, in the dtype in which Muon multiplies.
+
+    A stack that is cut between its experts is not gathered.
+    """
+    itemsize = muon_dtype(step.cfg.training.precision).itemsize
+    for weight in weights:
+        dim = weight.shard_dim
+        is_cut = dim is not None and dim >= len(weight.shape) - 2
+        if weight.is_matrix and weight.is_trained and is_cut:
+            num_bytes = weight.padded_numel * itemsize
+            yield Messages("all-gather", step.data_axis(weight), 1, num_bytes)
 
 
 DATA_FORMULAS: Mapping[str, Callable[[Step], Iterator[Messages]]] = {

@@ -141,4 +141,5 @@ def _add(
         gradient = state
         total["optimizer"] += state * weight.itemsize
     total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
-    total["optimizer"] += optimizer_bytes(cfg, state * weight.itemsize)
+    size = state * weight.itemsize
+    total["optimizer"] += optimizer_bytes(cfg, size, is_matrix=weight.is_matrix)

@@ -21,6 +21,7 @@ from shardwise.config import RunConfig
 from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, unit_memory
 from shardwise.models.dtypes import hidden_dtype
+from shardwise.models.matrices import muon_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.holding import (
     Ddp,
@@ -353,7 +354,9 @@ class _Rank:
         is_adamw = self.cfg.optimizer.name == "adamw"
         # torch updates one weight after the other on a CPU, and all together on a GPU.
         update = (2 if is_adamw else 1) * largest
-        if not self.is_gloo:
+        if self.cfg.optimizer.name == "muon":
+            update = max(update, *(self._of_muon(weight) for weight in trained))
+        elif not self.is_gloo:
             update = every if parallel.offload == "none" else 0
         yield base.plus(temporary=update)._replace(moment="update of the largest weight")
         if self.cfg.parallel.data in ("zero1", "zero2"):
@@ -362,6 +365,18 @@ class _Rank:
                 copy = size if self.is_gloo else 0
                 gathered = size // self.num_shards + size + copy
                 yield base.plus(buffers=gathered)._replace(moment="gathering of updated weights")
+
+    def _of_muon(self, weight: Weight) -> int:
+        """Return the bytes that Muon needs to update a matrix; 0 for what AdamW updates.
+
+        They are the update of a shard, then the matrix and two like it, and three Gram matrices.
+        """
+        if not weight.is_matrix:
+            return 0
+        itemsize = muon_dtype(self.cfg.training.precision).itemsize
+        rows = min(weight.shape[-2:])
+        grams = weight.numel // prod(weight.shape[-2:]) * rows**2
+        return self._local_numel(weight) * 4 + (3 * weight.numel + 3 * grams) * itemsize
 
     def _local_numel(self, weight: Weight) -> int:
         if self.cfg.parallel.data in ("single", "ddp"):

@@ -25,6 +25,8 @@ from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.counts import Unit as CountedUnit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
+from shardwise.models.families import family_of
+from shardwise.models.matrices import matrices_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
@@ -50,6 +52,8 @@ class Weight:
     """The dim along which `ep` shards it; None: it belongs to no routed expert."""
     has_partial_gradient: bool = False
     """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
+    is_matrix: bool = False
+    """Whether Muon would update it."""
     shared_numels: tuple[int, ...] = ()
     """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
 
@@ -237,8 +241,9 @@ def _cut_weights(
     rank: int,
 ) -> tuple[Weight, ...]:
     """Return all weights as rank `rank` of `tp` and any of `ep` hold them, each with one copy."""
+    matrices = matrices_of(hf, spec, family_of(hf).gating)
     weights = [
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, num_shards=1)
+        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, 1, is_matrix=name in matrices)
         for name, p in hf.named_parameters()
     ]
     if num_expert_ranks > 1:

@@ -1,0 +1,36 @@
+"""Which weights Muon updates, and in which dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.models.expert_plan import experts_of
+from shardwise.models.kinds import RATES
+from shardwise.models.spec import ModelSpec
+
+
+def muon_dtype(precision: str) -> torch.dtype:
+    """Return the dtype in which Muon multiplies and gathers, by `training.precision`."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def matrices_of(hf: nn.Module, spec: ModelSpec, gating: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of the parameters that Muon updates, by the shapes of full parameters.
+
+    They are the weights of layers' linears, and the stacks of their experts. Convolutions, norms,
+    biases, rates of decay, routers and linears that make gates and rates (`gating`) are not
+    among them.
+    """
+    in_layers = tuple(f"{layer.name}." for layer in spec.layers)
+    stacks = tuple(f"{path}." for path, _ in experts_of(hf, spec))
+    names = set()
+    for name, parameter in hf.named_parameters():
+        module, _, leaf = name.rpartition(".")
+        if not name.startswith(in_layers) or leaf in RATES or leaf.endswith("bias"):
+            continue
+        if any(module.endswith(f".{gate}") for gate in gating) or min(parameter.shape) == 1:
+            continue
+        if parameter.dim() == 2 or (parameter.dim() == 3 and name.startswith(stacks)):
+            names.add(name)
+    return frozenset(names)
