@@ -1,4 +1,5 @@
 import math
+import re
 from contextlib import nullcontext
 from functools import cache
 
@@ -277,6 +278,13 @@ def test_a_list_names_weights_by_the_end_of_their_names(
             r"out_proj of nemotron_h takes no adapter: its layer reads",
         ),
         ("tiny-jamba", ["dt_proj"], r"dt_proj of jamba takes no adapter: its layer reads"),
+        (
+            "tiny-qwen3_next",
+            ["gate_up_proj"],
+            r"gate_up_proj is a stack of routed experts .*; name it experts.gate_up_proj, or all "
+            "stacks experts$",
+        ),
+        ("tiny-qwen3_next", ["gate_up"], r"did you mean .*experts.gate_up_proj"),
         ("tiny-llama", ["lm_head"], r"lm_head is the head; .*modules_to_save: \[lm_head\]"),
     ],
 )
@@ -285,6 +293,17 @@ def test_a_name_that_adapts_nothing_is_the_users_mistake(
 ) -> None:
     with pytest.raises(UserError, match=message):
         injected(name, Lora(targets=targets))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-nemotron_h", "tiny-llama"])
+@pytest.mark.parametrize("wrong", ["gate", "gate_up_pro", "up", "expert", "xyz"])
+def test_every_name_that_is_suggested_is_taken(name: str, wrong: str) -> None:
+    with pytest.raises(UserError) as error:
+        injected(name, Lora(targets=[wrong]))
+    suggested = re.search(r"(?:did you mean|there are) (.*?)\??$", str(error.value))
+    assert suggested is not None
+    for target in re.split(" or |, ", suggested[1]):
+        assert any(row.adapted for row in injected(name, Lora(targets=[target])).rows), target
 
 
 def facts(name: str, lora: Lora) -> AdapterFacts:

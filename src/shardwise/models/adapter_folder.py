@@ -117,13 +117,53 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
 def _read_config(file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        is_lora = config.get("peft_type") == "LORA"
-        is_number = [isinstance(config[key], (int, float)) for key in ("r", "lora_alpha")]
-    except (ValueError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{file}: not the config of a LoRA adapter; fetch the file again") from None
-    if not is_lora or not all(is_number) or config["r"] <= 0:
+    except (ValueError, OSError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: not the config of a LoRA adapter; fetch the file again")
+    if config.get("peft_type") != "LORA":
         raise UserError(
-            f"{file}: peft_type {config.get('peft_type')}, r {config['r']}, lora_alpha "
-            f"{config['lora_alpha']}; give a LoRA adapter with a rank of at least 1"
+            f"{file}: peft_type is {_shown(config.get('peft_type'))}; give the folder of a LoRA "
+            "adapter"
         )
+    for key, is_valid, wanted in _TYPES:
+        if not is_valid(config.get(key, _DEFAULTS.get(key))):
+            raise UserError(
+                f"{file}: {key} is {_shown(config.get(key))} instead of {wanted}; save the adapter "
+                "again with PEFT, or correct the file"
+            )
     return config
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 1  # True is an int too
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _are_names(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(name, str) for name in value)
+    return value is None or isinstance(value, str)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:100]
+
+
+_DEFAULTS = {"use_rslora": False}
+_TYPES = (
+    ("r", _is_rank, "a whole number of at least 1"),
+    ("lora_alpha", _is_positive, "a finite number above 0"),
+    ("use_rslora", _is_bool, "true or false"),
+    ("target_modules", _are_names, "a list of names or a pattern"),
+    ("target_parameters", _are_names, "a list of names or a pattern"),
+    ("modules_to_save", _are_names, "a list of names or a pattern"),
+)
+"""Keys that are computed with, what their JSON must be, and that in words."""

@@ -309,10 +309,16 @@ def _matches(target: str, weights: list[_Weight], spec: ModelSpec, family: Famil
             f"lora.targets: {target} is the head; train it in full with lora.modules_to_save: "
             f"[{target}]"
         )
+    stacks = {_ends(weight.name)[0] for weight in weights if _is_of_stack(weight, target)}
+    if not matches and stacks:
+        raise UserError(
+            f"lora.targets: {target} is a stack of routed experts of this {spec.family}; name it "
+            f"{' or '.join(sorted(stacks))}, or all stacks experts"
+        )
     if not matches:
         raise UserError(
             f"lora.targets: {target} is no linear of this {spec.family}; "
-            f"{_near(target, [weight.name for weight in weights])}"
+            f"{_near(target, [w.name for w in weights if w.name not in family.bypassed])}"
         )
     if all(weight.name in family.bypassed for weight in matches):
         raise UserError(
@@ -349,13 +355,24 @@ def _ends_with(path: str, target: str) -> bool:
     return path == target or path.endswith(f".{target}")
 
 
+def _is_of_stack(weight: _Weight, target: str) -> bool:
+    return weight.is_stack and _ends_with(weight.path, target)
+
+
 def _near(target: str, names: Iterable[str]) -> str:
-    parts = [name.split(".") for name in names]
-    pool = sorted({".".join(part[i:]) for part in parts for i in range(len(part))})
+    ends = [_ends(name) for name in names]
+    pool = sorted({end for of_one in ends for end in of_one})
     near = difflib.get_close_matches(target, pool, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"there are {', '.join(sorted({part[-1] for part in parts}))}"
+    return f"there are {', '.join(sorted({shortest for shortest, *_ in ends}))}"
+
+
+def _ends(name: str) -> list[str]:
+    """Return the ends of a name that a list may give, from the shortest: `experts.down_proj`."""
+    parts = name.split(".")
+    shortest = 2 if parts[-2:-1] == ["experts"] else 1
+    return [".".join(parts[-length:]) for length in range(shortest, len(parts) + 1)]
 
 
 def _coverage(model: PreTrainedModel, weights: list[_Weight], adapted: set[str]) -> Coverage:
