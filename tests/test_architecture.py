@@ -95,12 +95,12 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_330,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_400,
     "cli commands library __main__ __init__": 1_550,
     "presets": 300,
-    "assembly training checkpoint process launch": 5_900,
+    "assembly training checkpoint process launch": 6_000,
     "models": 10_900,
-    "parallel": 3_300,
+    "parallel": 3_400,
     "data": 3_760,
     "kernels": 7_120,
     "planner schedule metrics": 8_150,
