@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,11 @@ def test_an_adapter_is_merged_into_what_it_was_trained_on(tmp_path, capsys):
     copy_of_base(model, tmp_path / "base")
     merge = ["export", str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "out")]
     assert cli.main([*merge, "--merge", "--base", "int8"]) == 0
+    rounding, moved = rounding_of(tmp_path / "out", tmp_path / "copy")
+    assert 1e-4 < rounding < 0.02 < moved < 1
+    note = capsys.readouterr().out.splitlines()[0]
+    assert f"model.base by {moved:.2%} of" in note
+    assert f"would move them by {rounding:.2%}" in note
     merged = logits(loaded_by_transformers(tmp_path / "out"))
     torch.testing.assert_close(merged, logits(adapted), rtol=1e-4, atol=1e-5)
     assert (
@@ -95,6 +101,30 @@ def test_an_adapter_is_merged_into_what_it_was_trained_on(tmp_path, capsys):
     assert all(torch.equal(again[name], values) for name, values in copied.items())
     assert cli.main([*merge, "--copy", "int8"]) == 2
     assert "--copy takes MODEL and OUT" in capsys.readouterr().err
+
+
+def rounding_of(merged: Path, copy: Path) -> tuple[float, float]:
+    """How far int8 moves the matrices of layers in a folder, and how far they are from a copy's."""
+    after = loaded_by_transformers(merged).state_dict()
+    before = loaded_by_transformers(copy).state_dict()
+    linears = [  # every matrix that two roundings by rows change
+        name
+        for name, values in after.items()
+        if values.dim() == 2 and ".layers." in name and not torch.equal(by_rows(values), values)
+    ]
+    stored = [name for name in linears if torch.allclose(by_rows(before[name]), before[name])]
+    size = norm(after[name] for name in stored)
+    rounding = norm(by_rows(after[name]) - after[name] for name in stored)
+    return rounding / size, norm(after[name] - before[name] for name in stored) / size
+
+
+def by_rows(matrix: torch.Tensor) -> torch.Tensor:
+    scales = matrix.abs().amax(-1, keepdim=True) / 127
+    return (matrix / scales).round() * scales
+
+
+def norm(parts: Iterable[torch.Tensor]) -> float:
+    return sum(part.double().square().sum().item() for part in parts) ** 0.5
 
 
 def copy_of_base(model: Model, folder: Path) -> None:

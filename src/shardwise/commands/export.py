@@ -37,8 +37,14 @@ def run(args: Namespace) -> int:
     tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None
     if args.merge:
         base = Model(path=model, base=args.base)
-        merge_adapter(base, adapter, out, tokenizer=tokenizer)
+        moved = merge_adapter(base, adapter, out, tokenizer=tokenizer)
         done = f"merged {adapter} into {model}: {out}"
+        if moved is not None:
+            print(
+                f"note: the adapter has moved the matrices of model.base by {moved[1]:.2%} of "
+                f"their norm; to store the merged ones as {args.base} again would move them by "
+                f"{moved[0]:.2%}"
+            )
     else:
         export_adapter(Model(path=model), adapter, out, args.reader, tokenizer)
         done = f"wrote {adapter} for {args.reader}: {out}"

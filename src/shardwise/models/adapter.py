@@ -23,11 +23,11 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
 from shardwise.models.families import family_of
-from shardwise.models.load import fill, load_whole, other_weights, read_config
+from shardwise.models.load import build_meta, fill, load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, num_sharing, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
-from shardwise.models.quantise import read_back
+from shardwise.models.quantise import read_back, rounding_of_merge
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
 from shardwise.models.weight_files import plain_entries, weights_from_files
 
@@ -120,7 +120,7 @@ def merge_adapter(
     out_folder: str | Path,
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> None:
+) -> tuple[float, float] | None:
     """Write the model with the adapters added into its weights: W + scale * BA.
 
     `transformers` alone loads it, as the class that the base's `architectures` names; what the base
@@ -128,7 +128,8 @@ def merge_adapter(
     has the values that it stores, on which the adapter was trained. The adapter's names may be
     those of the text class or of that one. Beside it stand the `tokenizer` and the
     base's generation config. `seed` is for a base with `init: random`. All of the model is in
-    memory. UserError if the folder holds no adapters, or those of another model.
+    memory. With `base.base`, return `quantise.rounding_of_merge`. UserError if the folder holds no
+    adapters, or those of another model.
     """
     adapter = read_adapter(adapter_folder)
     check_writable(Path(out_folder))
@@ -187,6 +188,9 @@ def merge_adapter(
     others = ((key, changed.get(key, tensor)) for key, tensor in others)
     save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
+    if base.base == "none":
+        return None
+    return rounding_of_merge(build_meta(base, config), state, base, seed, base.base)
 
 
 def _check_untied(

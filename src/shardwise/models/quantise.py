@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -99,6 +99,27 @@ def read_back(
         elif method_of(hf.config) is not None:  # the folder may have it in few bits
             tensor = tensor.to(dtypes[name])
         yield name, tensor
+
+
+def rounding_of_merge(
+    hf: PreTrainedModel, merged: Mapping[str, torch.Tensor], model: Model, seed: int, base: Format
+) -> tuple[float, float]:
+    """Return how far storing the merged matrices as `base` once more would move them, and how far
+    the merge has moved them.
+
+    Both are root mean squares over all matrices that are stored, relative to that of the merged
+    ones. `merged`: the weights by the names of `hf`, which has no adapters.
+    """
+    stored = set(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)))
+    squares = torch.zeros(3, dtype=torch.float64)
+    for name, before in read_back(hf, model, seed, base, stored):
+        if name in stored:
+            after = merged[name]
+            again = dequantise(quantise(after, base), base, torch.float32)
+            parts = (again - after, after - before, after)
+            squares += torch.stack([part.double().square().sum() for part in parts])
+    again, moved, size = squares.sqrt().tolist()
+    return again / size, moved / size
 
 
 def problem(
