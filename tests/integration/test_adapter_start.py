@@ -21,6 +21,7 @@ from tests.integration.test_train import CONFIGS, config, run, run_on
 SOURCES = {
     "linears": ("tiny-qwen3_5", Lora(r=4, alpha=3.0, rslora=True)),
     "experts": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, targets="all-linear")),
+    "dora": ("tiny-qwen3_5", Lora(r=4, alpha=3.0, dora=True)),
     "head": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, modules_to_save=["lm_head"])),
 }
 
@@ -63,6 +64,7 @@ LAYOUTS = {
 CELLS = [
     *((layout, "linears") for layout in LAYOUTS if layout != "ep"),
     *((layout, "experts") for layout in LAYOUTS if layout != "fsdp1"),
+    *((layout, "dora") for layout in ("single", "zero2", "fsdp1", "fsdp2", "tp", "pp", "hsdp")),
     *((layout, "head") for layout in ("single", "fsdp2", "pp")),
 ]
 
@@ -145,7 +147,8 @@ BAD = {
     "no folder": (shutil.rmtree, r"no adapter_config.json here"),
     "no config": (_remove("adapter_config.json"), r"no adapter_config.json here"),
     "no file": (_remove("adapter_model.safetensors"), r"no adapter_model.safetensors here"),
-    "dora": (_config(use_dora=True), r"has use_dora.*; give an adapter of plain LoRA"),
+    "dora without lengths": (_config(use_dora=True), r"lacks \d+ tensors, such as .*magnitude"),
+    "dora of text": (_config(use_dora="false"), r'use_dora is "false" instead of true or false'),
     "bias": (_config(lora_bias=True), r"has lora_bias"),
     "bias of the base": (_config(bias="all"), r"has bias"),
     "rslora of text": (_config(use_rslora="false"), r'use_rslora is "false" instead of true or'),
@@ -191,7 +194,9 @@ def test_a_folder_that_does_not_fit_is_refused(case, trained, folder: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "given", [{"r": 5}, {"alpha": 2.0}, {"targets": "attention"}, {"experts": "shared"}], ids=str
+    "given",
+    [{"r": 5}, {"alpha": 2.0}, {"targets": "attention"}, {"experts": "shared"}, {"dora": True}],
+    ids=str,
 )
 def test_a_key_that_says_otherwise_is_refused(given, trained, folder: Path) -> None:
     cfg = start(folder, "unused", trained["linears"][0], "linears", Parallel())

@@ -80,7 +80,8 @@ def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, C
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
     """Return how each parameter of a block that is not whole is cut, by its name there.
 
-    An adapter is cut as its base is: B with the features that come out, A with those that go in.
+    An adapter is cut as its base is: B and magnitudes with the features that come out, A with those
+    that go in.
     """
     names = {parameter: name for name, parameter in block.named_parameters()}
     cuts = {
@@ -98,6 +99,8 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
         goes_in = _goes_in(unwrapped(layer), cut)
         for factor in (layer.lora_A if goes_in else layer.lora_B).parameters():
             cuts[names[factor]] = Cut(int(goes_in), cut.rows)
+        for magnitude in () if goes_in else layer.lora_magnitude_vector.parameters():
+            cuts[names[magnitude]] = Cut(0, cut.rows)
     return cuts
 
 
