@@ -68,17 +68,23 @@ def with_adapters(
         for name, value in adapter_weights(built, seed=0)
     )
     values = dict(weights(built, model, seed=0))
-    places = starts(built, dict(built.named_parameters()))
-    lengths = {
-        magnitude: first_magnitude(layer, values[hf_name(base)])
-        for base, (magnitude, layer) in places.items()
-    }
     magnitudes = (
-        (name, length * (0.8 + 0.4 * torch.rand(length.shape, generator=generator)))
-        for name, length in lengths.items()
+        (name, lengths * (0.8 + 0.4 * torch.rand(lengths.shape, generator=generator)))
+        for name, lengths in first_magnitudes(built, values).items()
     )
     fill(built, chain(values.items(), factors, magnitudes))
     return built, coverage
+
+
+def first_magnitudes(
+    built: PreTrainedModel, values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Where DoRA starts with these weights, by name; {} without it."""
+    places = starts(built, dict(built.named_parameters()))
+    return {
+        magnitude: first_magnitude(layer, values[hf_name(base)])
+        for base, (magnitude, layer) in places.items()
+    }
 
 
 def loaded_by_transformers(folder: Path) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from tests.parity.harness import Cell
+from tests.parity.pipelines import FEW_LAYERS
 
 _cell = partial(Cell, mode="lora", dora=True)
 
@@ -21,10 +22,15 @@ WITH_EXPERTS = (("ddp-ep", 2), ("fsdp2-ep", 4))
 
 CELLS = (
     *(
-        _cell(family, layout, nproc=nproc, schedule=schedule)
+        _cell(
+            family,
+            layout,
+            nproc=nproc,
+            schedule=schedule,
+            deep=schedule == "zbv" and family in FEW_LAYERS,
+        )
         for family in FAMILIES
         for layout, nproc, schedule in LAYOUTS
-        if not (family == "gpt2" and layout.endswith("cp"))
     ),
     *(
         _cell(family, layout, nproc=nproc)

@@ -245,18 +245,18 @@ class Block:
             forward=forward,
             backward=backward,
         )
-        lengths = [adapter.magnitude for adapter in adapters]
-        pairs = zip(lengths, outputs)
+        pairs = zip([adapter.magnitude for adapter in adapters], outputs)
         return [y if m is None else self._with_magnitude(m, num_in, y) for m, y in pairs]
 
     def _with_magnitude(self, magnitude: Parameter, num_in: int, y: Tensor) -> Tensor:
         """Return y with the lengths of rows; see kernels/lora_linear/magnitude.py."""
         num_out, wide = magnitude.shape[0], y.numel * WIDE
-        trained = parameter(num_out, magnitude.itemsize, magnitude.is_trained)
+        inputs = [y, parameter(num_out, magnitude.itemsize, magnitude.is_trained)]
         of_rows = min(num_out, max(1, CHUNK_ELEMENTS // num_in)) * num_in * WIDE
-        forward = max(2 * of_rows, wide if y.itemsize < WIDE else 0)
+        copied = wide if y.itemsize < WIDE else 0
         size, keeps = [(y.numel, y.itemsize)], [y, self.tape.tensor(num_out, WIDE)]
-        return self.tape.run([y, trained], size, keeps=keeps, forward=forward, backward=wide)[0]
+        most, back = max(of_rows, copied), wide + copied
+        return self.tape.run(inputs, size, keeps=keeps, forward=most, backward=back)[0]
 
     def num_out(self, name: str) -> int:
         """Return the features that come out of a linear [out, in], or a Conv1D [in, out]."""

@@ -35,7 +35,7 @@ def row_norms(
     with torch.autocast(a.device.type, enabled=False):
         values, a = weight.to(weight.dtype), a.to(dtype)
         squares = [
-            torch.addmm(rows.to(dtype), b_rows.to(dtype), a, alpha=scale).square().sum(1)
+            torch.addmm(rows.to(dtype), b_rows.to(dtype), a, alpha=scale).square_().sum(1)
             for rows, b_rows in zip(values.split(num_rows), b.split(num_rows))
         ]
         total = torch.cat(squares)
@@ -70,8 +70,10 @@ class _WithMagnitude(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(y, magnitude, norms)
         ctx.half = half
-        scaled = (magnitude.to(norms.dtype) / norms) * y
-        return (scaled if bias is None else scaled + bias.to(norms.dtype)).to(y.dtype)
+        scaled = _times(y, magnitude.to(norms.dtype) / norms)
+        if bias is not None:
+            scaled += bias
+        return scaled.to(y.dtype)
 
     @staticmethod
     @once_differentiable
@@ -81,8 +83,13 @@ class _WithMagnitude(torch.autograd.Function):
         needs_y, needs_magnitude, *_ = ctx.needs_input_grad
         d_y, d_magnitude = None, None
         if needs_y and half != "weight":
-            d_y = ((magnitude.to(norms.dtype) / norms) * dy).to(y.dtype)
+            d_y = _times(dy, magnitude.to(norms.dtype) / norms).to(y.dtype)
         if needs_magnitude and half != "input":
-            products = (dy.to(norms.dtype) * y).flatten(0, -2)
+            products = _times(dy, y.to(norms.dtype)).flatten(0, -2)
             d_magnitude = (products.sum(0) / norms).to(magnitude.dtype)
         return d_y, d_magnitude, None, None, None
+
+
+def _times(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return x * factor in the dtype of the factor, as one new tensor."""
+    return x.to(factor.dtype, copy=True).mul_(factor)
