@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.models.dora import Magnitude
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
@@ -113,6 +114,17 @@ def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
             if cut is not None and _goes_in(module, cut):
                 cuts[path] = cut
     return cuts
+
+
+def cut_rows(block: nn.Module, split: BlockSplit) -> tuple[int, ...]:
+    """Return the rows of each matrix under DoRA of which a rank has a part of each row."""
+    layers = [
+        block.get_submodule(path.removesuffix(".base_layer")) for path in rows_in(block, split)
+    ]
+    magnitudes = [
+        part for layer in layers for part in layer.modules() if isinstance(part, Magnitude)
+    ]
+    return tuple(magnitude.weight.numel() for magnitude in magnitudes)
 
 
 def _goes_in(base: nn.Module, cut: Cut) -> bool:
