@@ -1,4 +1,4 @@
-"""DoRA on one process is PEFT's: where it starts, loss, gradients, and four steps of AdamW."""
+"""DoRA on one process is PEFT's: where it starts, loss, gradients, four steps of AdamW, files."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from shardwise.assembly.build import build
 from shardwise.batches import IGNORED
-from shardwise.config import Optimizer, RunConfig
+from shardwise.config import Lora, Model, Optimizer, RunConfig, UserError
+from shardwise.models.adapter import merge_adapter, save_adapter
+from shardwise.models.adapter_export import export_adapter
+from shardwise.models.adapter_start import check_tensors, section_of
+from shardwise.models.audit import audit
+from shardwise.models.families import spec_of
 from shardwise.models.kinds import RATES
-from shardwise.models.lora import adapter_layers
+from shardwise.models.lora import adapter_layers, inject
+from shardwise.models.multimodal import multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_magnitude
 from shardwise.parallel.mesh import build_mesh
 from shardwise.proof.harness import start
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
-from tests.models.tiny import entries, relative_error
+from tests.models import multimodal
+from tests.models.tiny import entries, logits, on_meta, relative_error, trained, with_adapters
 from tests.parity.harness import Cell, microbatches, run_config
 
 STEPS = 4
@@ -131,3 +139,30 @@ def test_four_steps_are_those_of_peft(family):
     assert max(errors.values()) < EXACT, errors
     assert decayed
     assert not any(map(is_magnitude, decayed))
+
+
+def test_an_adapter_of_a_multimodal_class_is_read_by_all_and_by_no_server(tmp_path):
+    """PEFT loads it, a merge has it, `lora.path` starts from it, and `shardwise check` finds
+    nothing."""
+    multimodal.write(tmp_path / "base")
+    base, section = Model(str(tmp_path / "base")), Lora(r=3, alpha=7.0, dora=True)
+    model, _ = with_adapters(base, section)
+    expected, adapter = logits(model), tmp_path / "adapter"
+    save_adapter(model, section, trained(model), adapter, base.path, multimodal_of(base, model))
+    whole = AutoModelForImageTextToText.from_pretrained(base.path)
+    with pytest.warns(FutureWarning):  # PEFT 0.21 uses a name that transformers will drop
+        loaded: Any = PeftModel.from_pretrained(whole, adapter)
+    assert relative_error(logits(loaded), expected) < EXACT
+    merge_adapter(base, adapter, tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert relative_error(logits(merged), expected) < EXACT
+    text = on_meta(base)
+    found = section_of(Lora(path=str(adapter)), base, text)
+    assert (found.dora, found.r) == (True, 3)
+    inject(text, found, spec_of(text.config, text))
+    check_tensors(found, base, text)
+    assert audit(adapter, base).findings == ()
+    export_adapter(base, adapter, tmp_path / "hf", "hf")
+    assert len(load_file(tmp_path / "hf" / "adapter_model.safetensors")) == len(trained(model))
+    with pytest.raises(UserError, match=r"plain LoRA of one rank only, .* use_dora"):
+        export_adapter(base, adapter, tmp_path / "vllm", "vllm")
