@@ -218,6 +218,11 @@ def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
             "model.expert_capacity: FLOPs (mfu and hfu) are counted as if no token were dropped; "
             "routing.dropped is the share that was"
         )
+    if facts.lora is not None and facts.lora.dora:
+        notes.append(
+            "lora.dora: FLOPs (mfu and hfu) are counted without the product B A of each matrix, "
+            "which a forward makes to take the lengths of rows"
+        )
     if cfg.parallel.tp > 1:
         units = tensor_plan.replicated_weights(facts.hf, facts.spec, cfg.parallel.tp)
         if any(units):
