@@ -47,6 +47,13 @@ CELLS = (
         for variant in ("checkpointing", "operators", "compile", "head", "offload-all")
     ),
     _cell("llama", "fsdp1", nproc=2, variant="naive"),
+    *(_cell("llama", "tp", nproc=2, variant=variant) for variant in ("checkpointing", "bfloat16")),
+    *(
+        _cell(family, "fsdp2-tp", nproc=4)
+        for family in ("nemotron_h", "falcon_h1", "kimi_linear", "jet_nemotron")
+    ),
+    # Adapters on attention alone, in a family of whose MLPs PEFT takes the linears for experts.
+    *(_cell("qwen3_moe", layout, nproc=2, variant="upper") for layout in ("ddp-ep", "tp")),
 )
 FIXED = (
     _cell("llama", "fsdp2-tp", nproc=4),
