@@ -28,6 +28,8 @@ from shardwise.config import CALLERS, Lora, Model, RunConfig, UserError
 from shardwise.keys import known_keys
 from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of, shortened
 from shardwise.models import load, lora
+from shardwise.models.adapter import save_adapter
+from shardwise.models.adapter_start import contradicted, section_of
 from shardwise.models.catalogue import model_table
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
@@ -35,6 +37,7 @@ from shardwise.models.own import OwnModel
 from shardwise.planner.split_view import plan
 from shardwise.rules.rule import Case
 from shardwise.run_file import parse_config
+from tests.models.tiny import tiny, trained, with_adapters
 from tests.models.unproven import write_config
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +47,7 @@ FP8 = {"matmul": "fp8_tensorwise"}
 LORA = {"r": 4}
 PIPELINE = {"pp": 2}
 EXPERTS = {"r": 4, "targets": ["experts"]}
+ADAPTER = "an adapter of rank 4"
 
 Sections = dict[str, dict[str, Any]]
 
@@ -268,6 +272,20 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         1,
     ),
     "dropout on adapters of experts": ("qwen3_moe", {"lora": {**EXPERTS, "dropout": 0.1}}, 1),
+    "a key that the adapter of lora.path contradicts": (
+        "llama",
+        {"lora": {"path": ADAPTER, "r": 5}},
+        1,
+    ),
+    "dropout under DoRA": ("llama", {"lora": {**LORA, "dora": True, "dropout": 0.1}}, 1),
+    "DoRA computed by PEFT": ("llama", {"lora": {**LORA, "dora": True, "kernel": "peft"}}, 1),
+    "DoRA with products in 8 bits": ("llama", {"lora": {**LORA, "dora": True}, "training": FP8}, 1),
+    "DoRA on experts": ("granitemoehybrid", {"lora": {**EXPERTS, "dora": True}}, 1),
+    "DoRA on linears that PEFT takes for experts": (
+        "qwen3_next",
+        {"lora": {**LORA, "dora": True}},
+        1,
+    ),
     "LoRA kernel without plain adapters": (
         "qwen3_moe",
         {"lora": {**EXPERTS, "kernel": "torch"}},
@@ -422,6 +440,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     @cache
     def find(name: str) -> str:
         folder = tmp_path_factory.mktemp(name)
+        if name == ADAPTER:
+            section = Lora(r=4, targets="attention")
+            model, _ = with_adapters(tiny("tiny-llama"), section)
+            save_adapter(model, section, trained(model), folder, "base")
+            return str(folder)
         if name == "mistral":
             return str(write_config(name, folder))
         changed = {
@@ -477,6 +500,8 @@ def test_every_rule_has_an_example_and_a_name_of_its_own():
 def test_a_rule_forbids_its_example_before_a_rank_starts(name, folder_of):
     model, sections, num_ranks = EXAMPLES[name]
     cfg = run_of(folder_of(model), sections)
+    if cfg.lora is not None and cfg.lora.path == ADAPTER:
+        cfg = replace(cfg, lora=replace(cfg.lora, path=folder_of(ADAPTER)))
     messages = dict(rules.refusals(cfg, facts_of_run(cfg, num_ranks)))
     assert name in messages
     assert "\n" not in messages[name]
@@ -523,10 +548,13 @@ def facts_of_run(cfg: RunConfig, num_ranks: int) -> Facts:
     hf = load.build_meta(cfg.model, hf_config)
     spec, facts = spec_of(hf_config, hf), Facts(num_ranks)
     if cfg.lora:
-        facts = replace(facts, adapters=lora.adapter_facts(hf, cfg.lora, spec))
-        if any(rules.refusals(cfg, facts)):
+        section = section_of(cfg.lora, cfg.model, hf)
+        adapters = lora.adapter_facts(hf, section, spec)
+        adapters = replace(adapters, contradicted=contradicted(cfg.lora, section))
+        facts = replace(facts, adapters=adapters)
+        if any(rules.refusals(replace(cfg, lora=section), facts)):
             return facts
-        lora.inject(hf, cfg.lora, spec)
+        lora.inject(hf, section, spec)
     return replace(facts, model=facts_of(hf, spec, family_of(hf)))
 
 

@@ -22,7 +22,7 @@ from shardwise.batches import AnyBatch, Batch
 from shardwise.layouts import AXES, EXPERT_AXES
 
 if TYPE_CHECKING:
-    from shardwise.config import RunConfig
+    from shardwise.config import Lora, RunConfig
     from shardwise.schedule.timeline import Event
 
 
@@ -317,6 +317,11 @@ class State(Protocol):
     @property
     def loss_scale(self) -> Mapping[str, float | int | bool] | None:
         """`LossScale.state_dict()` after that step; None: that of a new run."""
+        ...
+
+    @property
+    def lora(self) -> Lora | None:
+        """What the folder of `lora.path` gave the run that it is of; None: as the run says."""
         ...
 
     @property

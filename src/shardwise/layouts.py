@@ -124,7 +124,7 @@ class ModelFacts:
     trains_in_16_bits: bool
     """Whether a trained weight has another dtype than float32."""
     has_plain_adapters: bool
-    """Whether an adapter is plain LoRA on a linear, which kernels/lora_linear computes."""
+    """Whether an adapter lies on a plain linear, which kernels/lora_linear computes."""
     saved_layers: str | None
     """A module of `lora.modules_to_save` that holds whole decoder layers."""
     blocks: tuple[str, ...]
@@ -169,6 +169,10 @@ class AdapterFacts:
     """Whether an adapter lies on stacked experts."""
     highest_rank: int
     """The highest rank that a weight of the model can have."""
+    renamed_by_peft: tuple[str, ...] = ()
+    """Linears with an adapter, by their names in a layer, that PEFT takes for routed experts'."""
+    contradicted: tuple[str, object, object] | None = None
+    """A key of `lora`, its value, and the other one that the folder of `lora.path` has."""
 
 
 @cache

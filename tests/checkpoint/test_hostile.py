@@ -173,6 +173,10 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a file at the root": lambda content: (
         content | {"files": content["files"] | {"/etc/hostname": FILE}}
     ),
+    "lora is text": lambda content: content | {"lora": "x"},
+    "lora of another shape": lambda content: content | {"lora": {"r": "four"}},
+    "lora with another key": lambda content: content | {"lora": {"more": 1}},
+    "lora out of range": lambda content: content | {"lora": {"r": -1}},
     "config is text": lambda content: content | {"config": "x"},
     "config is empty": lambda content: content | {"config": {}},
     "config of another shape": lambda content: (

@@ -13,14 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.assembly.describe import describe
+from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Lora, Optimizer, Parallel, RunConfig, UserError
+from shardwise.launch import local
 from shardwise.models import adapter_start, lora
+from shardwise.models.names import is_magnitude
 from tests.distributed import run_ranks
 from tests.integration.test_train import CONFIGS, config, run, run_on
+from tests.models.tiny import relative_error
 
 SOURCES = {
     "linears": ("tiny-qwen3_5", Lora(r=4, alpha=3.0, rslora=True)),
     "experts": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, targets="all-linear")),
+    "dora": ("tiny-qwen3_5", Lora(r=4, alpha=3.0, dora=True)),
     "head": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, modules_to_save=["lm_head"])),
 }
 
@@ -63,6 +68,7 @@ LAYOUTS = {
 CELLS = [
     *((layout, "linears") for layout in LAYOUTS if layout != "ep"),
     *((layout, "experts") for layout in LAYOUTS if layout != "fsdp1"),
+    *((layout, "dora") for layout in ("single", "zero2", "fsdp1", "fsdp2", "tp", "pp", "hsdp")),
     *((layout, "head") for layout in ("single", "fsdp2", "pp")),
 ]
 
@@ -145,7 +151,8 @@ BAD = {
     "no folder": (shutil.rmtree, r"no adapter_config.json here"),
     "no config": (_remove("adapter_config.json"), r"no adapter_config.json here"),
     "no file": (_remove("adapter_model.safetensors"), r"no adapter_model.safetensors here"),
-    "dora": (_config(use_dora=True), r"has use_dora.*; give an adapter of plain LoRA"),
+    "dora without lengths": (_config(use_dora=True), r"lacks \d+ tensors, such as .*magnitude"),
+    "dora of text": (_config(use_dora="false"), r'use_dora is "false" instead of true or false'),
     "bias": (_config(lora_bias=True), r"has lora_bias"),
     "bias of the base": (_config(bias="all"), r"has bias"),
     "rslora of text": (_config(use_rslora="false"), r'use_rslora is "false" instead of true or'),
@@ -191,7 +198,9 @@ def test_a_folder_that_does_not_fit_is_refused(case, trained, folder: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "given", [{"r": 5}, {"alpha": 2.0}, {"targets": "attention"}, {"experts": "shared"}], ids=str
+    "given",
+    [{"r": 5}, {"alpha": 2.0}, {"targets": "attention"}, {"experts": "shared"}, {"dora": True}],
+    ids=str,
 )
 def test_a_key_that_says_otherwise_is_refused(given, trained, folder: Path) -> None:
     cfg = start(folder, "unused", trained["linears"][0], "linears", Parallel())
@@ -204,3 +213,93 @@ def test_a_key_that_says_otherwise_is_refused(given, trained, folder: Path) -> N
 def test_equal_keys_pass(trained, folder: Path) -> None:
     cfg = start(folder, "unused", trained["linears"][0], "linears", Parallel())
     describe(replace(cfg, lora=Lora(path=cfg.lora.path, r=4, alpha=3.0, rslora=True)), 1)
+
+
+@pytest.fixture(scope="module")
+def in_two_parts(trained, folder: Path) -> dict[str, RunConfig]:
+    """By source: runs of four steps, which have saved step 2, from a copy of an adapter each."""
+    runs = {}
+    for source in ("linears", "dora", "head"):
+        adapter = folder / f"copy-{source}"
+        shutil.copytree(trained[source][0], adapter)
+        cfg = config(folder, f"whole-{source}", steps=4, save_every=2, keep_last=9)
+        section = Lora(path=str(adapter), kernel="torch")
+        runs[source] = of(cfg, SOURCES[source][0], section)
+        run_on(1, runs[source])
+    return runs
+
+
+def resumed(cfg: RunConfig, name: str, step: int = 2, **changes) -> RunConfig:
+    """The run from this step on, in a folder of its own."""
+    before = Path(cfg.training.output_dir)
+    checkpoint = str(before / "checkpoints" / f"step-{step}")
+    training = replace(cfg.training, output_dir=str(before.parent / name), resume=checkpoint)
+    return replace(cfg, training=training, **changes)
+
+
+def adapter_of(cfg: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(cfg.training.output_dir) / "adapter" / "adapter_model.safetensors")
+
+
+def other_rank(folder: Path) -> None:
+    _config(r=2, lora_alpha=9.0)(folder)
+    _tensors(lambda tensors, key: tensors.pop(key))(folder)
+
+
+@pytest.mark.parametrize("source", ["linears", "dora", "head"])
+@pytest.mark.parametrize("change", [other_rank, shutil.rmtree])
+def test_a_resume_needs_no_folder(change, source, in_two_parts) -> None:
+    """Neither one that was changed nor one that is gone."""
+    whole = in_two_parts[source]
+    adapter = Path(whole.lora.path)
+    kept = adapter.with_name(f"kept-{source}")
+    shutil.copytree(adapter, kept)
+    change(adapter)
+    try:
+        cfg = resumed(whole, f"again-{source}-{change.__name__}")
+        with pytest.raises(UserError, match=r"lora\.path|no adapter_config"):
+            describe(cfg, 1)
+        local._prepare(cfg, 1, None)
+        run_on(1, cfg)
+        last = resumed(cfg, f"last-{source}-{change.__name__}", step=4)
+        run_on(1, last)  # from a checkpoint of the resumed run: no step is left
+    finally:
+        shutil.rmtree(adapter, ignore_errors=True)
+        kept.rename(adapter)
+    expected = adapter_of(whole)
+    for again in (cfg, last):
+        found = adapter_of(again)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    configs = [Path(c.training.output_dir) / "adapter/adapter_config.json" for c in (whole, last)]
+    assert configs[0].read_text() == configs[1].read_text()
+
+
+@pytest.mark.parametrize("layout", ["tp", "fsdp2", "pp"])
+def test_magnitudes_cross_layouts(layout, in_two_parts) -> None:
+    whole = in_two_parts["dora"]
+    nproc, parallel = LAYOUTS[layout]
+    cfg = resumed(whole, f"crossed-{layout}", parallel=parallel)
+    run_on(nproc, cfg)
+    expected, found = adapter_of(whole), adapter_of(cfg)
+    assert max(relative_error(found[key], expected[key]) for key in expected) < 1e-4
+
+
+def magnitudes_lost(cfg: RunConfig) -> None:
+    """The planted bug: a resume begins with the lengths of the base's rows."""
+    keys = SavedState.keys
+
+    def without(self) -> set[str]:
+        return {key for key in keys.fget(self) if not is_magnitude(key)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SavedState, "keys", property(without))
+        run(cfg)
+
+
+def test_magnitudes_that_are_not_resumed_change_the_result(in_two_parts) -> None:
+    whole = in_two_parts["dora"]
+    cfg = resumed(whole, "magnitudes-lost")
+    run_ranks(1, magnitudes_lost, cfg)
+    expected, found = adapter_of(whole), adapter_of(cfg)
+    assert max(relative_error(found[key], expected[key]) for key in expected) > 1e-3

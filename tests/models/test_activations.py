@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +22,7 @@ from shardwise.models.lora import adapter_weights, inject
 from shardwise.models.patches import patch
 from shardwise.models.spec import LayerSpec
 from shardwise.parallel.activation_checkpoint import recompute
-from tests.models.tiny import on_meta, tiny
+from tests.models.tiny import first_magnitudes, on_meta, tiny
 
 LENGTH = 256
 FAMILIES = (
@@ -70,7 +71,9 @@ class Part:
         self.spec = spec_of(hf.config, hf)
         if cfg.lora:
             inject(hf, cfg.lora, self.spec)
-        fill(hf, [*weights(hf, cfg.model, seed=0), *adapter_weights(hf, seed=0)])
+        values = dict(weights(hf, cfg.model, seed=0))
+        magnitudes = first_magnitudes(hf, values)
+        fill(hf, chain(values.items(), adapter_weights(hf, seed=0), magnitudes.items()))
         self.part = CausalLM(hf, self.spec, family_of(hf), cfg)
         patch(self.part, cfg, torch.device("cpu"))
         recompute(hf, self.spec, cfg.training.checkpointing, self.part.dropout)
@@ -169,6 +172,28 @@ def test_a_layer_keeps_what_its_formula_says(family, setting):
         formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
         counted = part.measured(layer, needs_input=True)
         assert close(formula.kept, counted.kept, 0.01), (layer.kind, formula, counted)
+
+
+DORA = Lora(r=8, dora=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting"),
+    [
+        *((family, Setting(DORA)) for family in ("llama", "gpt2", "qwen3_5", "jamba")),
+        *((family, Setting(DORA, precision="bfloat16")) for family in ("llama", "gpt2", "qwen3_5")),
+        *((family, Setting(DORA, checkpointing="operators")) for family in ("llama", "qwen3_5")),
+    ],
+    ids=str,
+)
+def test_the_most_that_is_alive_with_lengths_of_rows(family, setting):
+    part = Part(config(family, setting))
+    for place, layer in layers_of_every_kind(part):
+        formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
+        counted = part.measured(layer, needs_input=True)
+        total = formula.kept + formula.backward, counted.kept + counted.backward
+        assert close(formula.kept, counted.kept, 0.01), (layer.kind, formula, counted)
+        assert close(*total, 0.05), (layer.kind, formula, counted)
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])

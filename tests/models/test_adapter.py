@@ -56,7 +56,8 @@ for folder in sys.argv[3:]:
 save_file(out, sys.argv[2])
 """
 
-CASES = ("auto", "all", "list")
+CASES = ("auto", "all", "list", "dora")
+WITH_MAGNITUDES = ("tiny-llama", "tiny-gpt2", "tiny-qwen3_5", "tiny-qwen3_next", "tiny-jamba")
 
 
 def lora_for(name: str, case: str) -> Lora | None:
@@ -67,6 +68,10 @@ def lora_for(name: str, case: str) -> Lora | None:
         spec = spec_of(model.config, model)
         names = [spec.norm] if spec.tied else [spec.head, spec.norm]
         return Lora(r=4, alpha=4.0, targets="all-linear", rslora=True, modules_to_save=names)
+    if case == "dora":
+        targets = "attention" if name == "tiny-qwen3_next" else "auto"
+        lora = Lora(r=3, alpha=7.0, dora=True, targets=targets)
+        return lora if name in WITH_MAGNITUDES else None
     # No linear that PEFT can be told of as a module, and names that not all layers have.
     targets = ["layers.1.mlp.down_proj", "layers.2.mlp.shared_expert.up_proj"]
     return Lora(r=2, targets=targets) if name == "tiny-qwen3_next" else None

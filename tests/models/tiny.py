@@ -12,9 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import Lora, Model
+from shardwise.models.dora import first_magnitude, starts
 from shardwise.models.families import FAMILIES, Family, spec_of
 from shardwise.models.load import build_meta, fill, read_config, weights
 from shardwise.models.lora import Coverage, adapter_weights, inject
+from shardwise.models.names import hf_name
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 TINY_OF = {family: f"tiny-{family.replace('_text', '')}" for family in FAMILIES}
@@ -55,7 +57,8 @@ def with_adapters(
 ) -> tuple[PreTrainedModel, Coverage]:
     """The model with its weights and with adapters, whose factors are all drawn at random.
 
-    With B = 0, its usual start, an adapter does nothing and A has no gradient.
+    With B = 0, its usual start, an adapter does nothing and A has no gradient. Magnitudes are
+    within a fifth of the lengths of rows.
     """
     built = on_meta(model)
     coverage = inject(built, lora, spec_of(built.config, built))
@@ -64,8 +67,24 @@ def with_adapters(
         (name, (torch.randn(value.shape, generator=generator) * factor_std).to(value.dtype))
         for name, value in adapter_weights(built, seed=0)
     )
-    fill(built, chain(weights(built, model, seed=0), factors))
+    values = dict(weights(built, model, seed=0))
+    magnitudes = (
+        (name, lengths * (0.8 + 0.4 * torch.rand(lengths.shape, generator=generator)))
+        for name, lengths in first_magnitudes(built, values).items()
+    )
+    fill(built, chain(values.items(), factors, magnitudes))
     return built, coverage
+
+
+def first_magnitudes(
+    built: PreTrainedModel, values: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Where DoRA starts with these weights, by name; {} without it."""
+    places = starts(built, dict(built.named_parameters()))
+    return {
+        magnitude: first_magnitude(layer, values[hf_name(base)])
+        for base, (magnitude, layer) in places.items()
+    }
 
 
 def loaded_by_transformers(folder: Path) -> PreTrainedModel:

@@ -154,6 +154,18 @@ CELLS = [
     *(cell("llama", layout, "full", 4) for layout in ("zero2-cp", "fsdp1-cp")),
     *(cell("llama", layout, "full", 8) for layout in ("fsdp2-cp-tp", "pp-fsdp2-cp", "pp-cp-tp-sp")),
     *WITH_EXPERTS,
+    # DoRA adds up squares of parts of rows.
+    *(
+        replace(cell(family, layout, "lora", nproc, variant), dora=True)
+        for family, layout, nproc, variant in (
+            ("llama", "tp", 2, ""),
+            ("llama", "tp-sp", 2, "checkpointing"),
+            ("qwen3_5_text", "tp", 2, "operators"),
+            ("jamba", "tp", 4, ""),
+            ("llama", "fsdp2-tp", 4, ""),
+            ("llama", "zero1", 2, ""),
+        )
+    ),
 ]
 
 

@@ -110,7 +110,14 @@ WITH_BASES = (
     Cell("jamba", "tp", "lora", 2, "nf4"),
     Cell("kimi_linear", "hsdp", "lora", 4, "int8"),
 )
+WITH_MAGNITUDES = (
+    *(Cell("qwen3_5_text", layout, "lora", 2, dora=True) for layout in ("zero1", "fsdp2", "tp")),
+    *(Cell("llama", layout, "lora", 2, dora=True) for layout in ("fsdp1", "tp-sp", "zero2")),
+    Cell("jamba", "fsdp2-tp", "lora", 4, dora=True),
+    Cell("qwen3_5_text", "tp", "lora", 2, "nf4", dora=True),
+)
 CELLS = [
+    *WITH_MAGNITUDES,
     *(Cell("llama", layout, "lora", 4) for layout in ("fsdp2-cp", "zero1-cp", "cp")),
     *(
         Cell("qwen3_5_text", layout, mode, nproc)

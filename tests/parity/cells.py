@@ -12,6 +12,8 @@ from tests.parity.bases import CELLS as BASES
 from tests.parity.bases import FIXED as FIXED_BASES
 from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
+from tests.parity.dora import CELLS as DORA
+from tests.parity.dora import FIXED as FIXED_DORA
 from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.muon import CELLS as MUON
@@ -108,6 +110,7 @@ ALL = (
     *BASES,
     *PRODUCTS,
     *RATES,
+    *DORA,
     *MUON,
 )
 
@@ -146,6 +149,7 @@ _FIXED = (
     *FIXED_BASES,
     *FIXED_PRODUCTS,
     *FIXED_RATES,
+    *FIXED_DORA,
     *FIXED_MUON,
 )
 
@@ -158,7 +162,7 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
     with weights whole on every rank, and those that shard them.
     """
     kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
-    if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1 or cell.faster_b:
+    if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1 or cell.faster_b or cell.dora:
         return set()
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"

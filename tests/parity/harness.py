@@ -134,6 +134,7 @@ class Cell:
     )
     spread: int = 0  # ranks that share experts; 0: 2 where the layout has `ep`
     faster_b: bool = False  # LoRA's B learns at FASTER times the rate of A
+    dora: bool = False  # `lora.dora`
 
     @property
     def id(self) -> str:
@@ -151,6 +152,7 @@ class Cell:
             rows,
             f"ep{self.spread}" * bool(self.spread),
             "faster-b" * self.faster_b,
+            "dora" * self.dora,
         )
         return "-".join(filter(None, (*parts, "deep" * self.deep)))
 
@@ -325,6 +327,7 @@ def _lora(cell: Cell) -> Lora:
         dropout=0.2 * ("dropout" in cell.variant),
         targets=_targets(cell),
         experts="shared" if cell.variant == "shared" else "each",
+        dora=cell.dora,
         modules_to_save=["lm_head"] if cell.variant == "head" else [],
     )
 

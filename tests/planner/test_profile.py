@@ -206,6 +206,7 @@ TIMED: dict[str, Any] = {
     "lora.dropout": 0.1,
     "lora.experts": "shared",
     "lora.kernel": "peft",
+    "lora.dora": True,
     "data.sequence_length": 25,
     "data.packing": "isolated",
     "training.micro_batch_size": 1,
@@ -214,6 +215,7 @@ TIMED: dict[str, Any] = {
     "training.checkpointing": "full",
     "training.compile": "aot_eager",
     "training.loss": "plain",
+    "training.matmul": "fp8_tensorwise",
 }
 """Keys of the run file that a profile depends on by themselves, each with another value."""
 

@@ -27,9 +27,9 @@ from shardwise.assembly.own import describe_own, own_costs, own_parts
 from shardwise.assembly.routing import Routing
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.batches import AnyBatch
-from shardwise.config import RunConfig
+from shardwise.config import Lora, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, State
-from shardwise.models import lora, tensor_plan
+from shardwise.models import adapter_start, lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.models.matrices import matrices_of, muon_dtype
@@ -85,6 +85,8 @@ class Job:
     counts: ModelCounts | None
     """The counts of the whole model; None where FLOPs cannot be counted, as a note explains."""
     coverage: lora.Coverage | None
+    lora: Lora | None
+    """The section `lora`, with what the folder of `lora.path` gave."""
     loss_scale: LossScale
     positions: int | None
     """How many positions the model has learned; None: it takes any number."""
@@ -118,6 +120,7 @@ def build(
     `own`: a module of the caller, which is trained in place of the model that `cfg` names. Memory
     is taken after all checks; UserError, the same on every rank, if one fails.
     """
+    cfg = adapter_start.resumed(cfg, state.lora)
     num_steps = num_steps or cfg.training.num_steps or 1
     num_ranks = mesh.dense.size()
     facts = describe_own(cfg, num_ranks, own) if own else describe(cfg, num_ranks, mesh.device)
@@ -172,6 +175,7 @@ def build(
         parameters=parameters,
         counts=counts,
         coverage=facts.coverage,
+        lora=facts.lora,
         loss_scale=loss_scale,
         positions=facts.positions,
         cut=cut,
@@ -213,6 +217,11 @@ def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
         notes.append(
             "model.expert_capacity: FLOPs (mfu and hfu) are counted as if no token were dropped; "
             "routing.dropped is the share that was"
+        )
+    if facts.lora is not None and facts.lora.dora:
+        notes.append(
+            "lora.dora: FLOPs (mfu and hfu) are counted without the product B A of each matrix, "
+            "which a forward makes to take the lengths of rows"
         )
     if cfg.parallel.tp > 1:
         units = tensor_plan.replicated_weights(facts.hf, facts.spec, cfg.parallel.tp)

@@ -61,11 +61,16 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     hf = load.build_meta(cfg.model, hf_config)
     multimodal = multimodal_of(cfg.model, hf)
     spec, family = spec_of(hf_config, hf), family_of(hf)
+    section = None
     if cfg.lora:
         section = adapter_start.section_of(cfg.lora, cfg.model, hf)
-        adapters = lora.adapter_facts(hf, section, spec)
+        seen = hf_config if multimodal is None else multimodal.model.config
+        adapters = replace(
+            lora.adapter_facts(hf, section, spec, seen.model_type),
+            contradicted=adapter_start.contradicted(cfg.lora, section),
+        )
         rules.check(replace(cfg, lora=section), Facts(num_ranks, adapters=adapters))
-    model = prepare(WholeModel(hf, spec, family, coverage=None), cfg)
+    model = prepare(WholeModel(hf, spec, family, coverage=None, lora=section), cfg)
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.config import Optimizer
 from shardwise.models.families import Family
 from shardwise.models.kinds import RATES
-from shardwise.models.names import hf_name, is_adapter, is_factor_b
+from shardwise.models.names import hf_name, is_adapter, is_factor_b, is_magnitude
 from shardwise.parallel.muon import MOMENTUM_BUFFER, Muon
 
 _OF_ADAMW = ("exp_avg", "exp_avg_sq", "step")
@@ -35,12 +35,13 @@ def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
 
     It acts on LoRA factors, also of rank 1, and on whatever has two dims longer than 1: a
     convolution ([C, 1, K]) and the gate of an MLP are weights of a product like any other.
-    It does not act on norms, biases, rates of decay (`A_log`, in Mamba one per channel and state;
-    `dt_bias`, `D`) and the linears that make gates and rates out of the input (`Family.gating`):
-    their size is no sign of overfitting, and pulled to 0 they change what the layer computes.
+    It does not act on norms, magnitudes of DoRA, biases, rates of decay (`A_log`, in Mamba one per
+    channel and state; `dt_bias`, `D`) and the linears that make gates and rates out of the input
+    (`Family.gating`): their size is no sign of overfitting, and pulled to 0 they change what the
+    layer computes.
     """
     if is_adapter(name):
-        return True
+        return not is_magnitude(name)
     module, _, leaf = hf_name(name).rpartition(".")
     if leaf in RATES or any(module.endswith(f".{gate}") for gate in family.gating):
         return False

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
-from shardwise.config import RunConfig
+from shardwise.config import Lora, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models import adapter_start, lora
 from shardwise.models.causal_lm import CausalLM
@@ -48,6 +48,8 @@ class WholeModel:
     family: Family
     coverage: lora.Coverage | None
     """The modules that LoRA adapts; None without LoRA."""
+    lora: Lora | None
+    """The section `lora`, with what the folder of `lora.path` gave."""
 
 
 Function = TypeVar("Function")
@@ -62,11 +64,10 @@ class Entry(NamedTuple, Generic[Function]):
 
 
 def _with_adapters(model: WholeModel, cfg: RunConfig) -> WholeModel:
-    assert cfg.lora is not None
-    section = adapter_start.section_of(cfg.lora, cfg.model, model.hf)
-    coverage = lora.inject(model.hf, section, model.spec)
-    if section.path is not None:
-        adapter_start.check_tensors(section, cfg.model, model.hf)
+    assert model.lora is not None
+    coverage = lora.inject(model.hf, model.lora, model.spec)
+    if model.lora.path is not None:
+        adapter_start.check_tensors(model.lora, cfg.model, model.hf)
     return replace(model, coverage=coverage)
 
 

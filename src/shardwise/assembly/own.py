@@ -35,6 +35,7 @@ def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
         sizes=axis_sizes(cfg, num_ranks),
         positions=None,
         coverage=None,
+        lora=None,
         kernels={},
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
         notes=(),

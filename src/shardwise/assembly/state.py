@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.assembly.optimizer import optimized_parameters, states_of
-from shardwise.config import RunConfig
+from shardwise.config import Lora, RunConfig
 from shardwise.interfaces import ParallelModel, State
-from shardwise.kernels.quantised import quantise
-from shardwise.models import adapter_start, load, lora, weight_files
+from shardwise.kernels.quantised import dequantise, quantise
+from shardwise.models import adapter_start, dora, load, lora, weight_files
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.stored import stored_in
@@ -32,6 +33,7 @@ class MemoryState:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
     loss_scale: Mapping[str, float | int | bool] | None = None
+    lora: Lora | None = None
 
     @property
     def keys(self) -> Collection[str]:
@@ -126,7 +128,8 @@ def _initial_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full CPU tensor): base weights from the model's files, LoRA factors drawn.
 
-    With `lora.path` the factors and the trained copies of modules are those of that folder.
+    Magnitudes of DoRA are those of base weights. With `lora.path` the factors, the magnitudes and
+    the trained copies of modules are those of that folder.
     """
     section = cfg.lora if cfg.lora is not None and cfg.lora.path is not None else None
     # `modules_to_save` keeps the original beside the trained copy: two parameters for one weight.
@@ -136,7 +139,11 @@ def _initial_weights(
     matrices = {
         f"{name}.{tensor}": name for name in stored for tensor, _ in stored[name].named_parameters()
     }
-    for name in dict.fromkeys(matrices.get(name, name) for name in names):
+    magnitudes: dict[str, tuple[str, Any]] = {}
+    for part in () if section else pm.parts:
+        magnitudes |= dora.starts(part.hf, names)
+    bases = [matrices.get(name, name) for name in names]
+    for name in dict.fromkeys([*bases, *magnitudes]):
         if not is_adapter(name) and not (section and is_saved_copy(name)):
             by_hf_name.setdefault(hf_name(name), []).append(name)
     if by_hf_name:
@@ -150,10 +157,14 @@ def _initial_weights(
             for name in by_hf_name[disk_name]:
                 if name in stored:
                     own = None if scales is None else scales.tensor
-                    tensors = quantise(full, stored[name].format, own).items()
-                    yield from ((f"{name}.{tensor}", values) for tensor, values in tensors)
-                else:
+                    tensors = quantise(full, stored[name].format, own)
+                    yield from ((f"{name}.{tensor}", values) for tensor, values in tensors.items())
+                    full = dequantise(tensors, stored[name].format, stored[name].of_dtype)
+                elif name in names:
                     yield name, full
+                if name in magnitudes:
+                    magnitude, layer = magnitudes[name]
+                    yield magnitude, dora.first_magnitude(layer, full)
     for part in pm.parts:
         if section is None:
             yield from lora.adapter_weights(part.hf, cfg.training.seed, names)

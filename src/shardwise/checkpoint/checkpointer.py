@@ -30,6 +30,7 @@ from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
 from shardwise.interfaces import Evaluation
+from shardwise.models.adapter_start import of_folder
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.ending import MAKE_ROOM, RunError, is_full
 from shardwise.process.watchdog import beat, paused, watched
@@ -124,6 +125,7 @@ class Checkpointer:
             best=self._best,
             files={},
             format=folders.FORMAT,
+            lora=None if lora is None or lora.path is None else of_folder(job.lora),
         )
         portable = portable_tensors(job.pm, job.optimizer, trained_only=lora is not None)
         metrics = b""

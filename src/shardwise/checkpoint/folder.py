@@ -23,7 +23,7 @@ from shardwise.checkpoint.index import (
     read_file,
     read_index,
 )
-from shardwise.config import UserError
+from shardwise.config import RunConfig, UserError
 from shardwise.records.record import dumps
 from shardwise.run_file import parse_config, without_removed
 
@@ -108,6 +108,18 @@ class Manifest(Strict):
     format: int
     num_steps: int | None = None
     """The optimizer steps of the whole run, which `training.epochs` come to."""
+    lora: dict[str, Any] | None = None
+    """What the folder of `lora.path` gave, by key of `lora`; None without one."""
+
+    def configured(self, source: str) -> RunConfig:
+        """Return the run, as it was after the folder of `lora.path` was read.
+
+        Raises UserError where this version cannot read it.
+        """
+        config = without_removed(self.config)
+        if self.lora is not None:
+            config = {**config, "lora": {**(config.get("lora") or {}), **self.lora, "path": None}}
+        return parse_config(config, source=source)
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,8 @@ def _check_content(folder: Path, manifest: Manifest) -> None:
     if re.fullmatch(r"step-\d+", folder.name) and step_of(folder) != manifest.step:
         raise DamagedError(f"{path} is altered: it is of step {manifest.step}")
     try:
-        cfg = parse_config(without_removed(manifest.config), source=str(path))
+        parse_config(without_removed(manifest.config), source=str(path))
+        cfg = manifest.configured(str(path))
     except UserError as error:
         raise DamagedError(f"{error}: this version cannot read its config") from None
     slots = {str(slot) for slot in range(cfg.training.global_batch_size)}

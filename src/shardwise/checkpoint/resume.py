@@ -20,12 +20,14 @@ from shardwise.checkpoint.folder import (
     read_manifest,
     step_of,
 )
+from shardwise.checkpoint.index import DamagedError
 from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Optimizer, RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.interfaces import State
 from shardwise.keys import flat
 from shardwise.models import weight_files
+from shardwise.models.adapter_start import resumed
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.run_file import parse_config, without_removed
 
@@ -64,6 +66,10 @@ MAY_DIFFER = frozenset(
     )
 )
 """Sections and keys that a resumed run may change: what is computed does not depend on them."""
+
+
+_BY_AGE = ("latest", "latest-good", "auto")
+"""Values of `training.resume` that name no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,8 @@ def find_start(cfg: RunConfig) -> Start:
     resume = cfg.training.resume
     if resume is None:
         return Start()
-    by_name = resume not in ("latest", "latest-good", "auto")
-    candidates = [Path(resume)] if by_name else complete(cfg.training.output_dir)
-    candidates = of_every_rank(candidates)[0]
+    by_name = resume not in _BY_AGE
+    candidates = of_every_rank(_candidates(cfg, resume))[0]
     if resume == "auto" and not candidates:
         return Start()
     passed_over: list[str] = []
@@ -133,6 +138,28 @@ def find_start(cfg: RunConfig) -> Start:
         f"training.resume is {resume}, but {cfg.training.output_dir} holds {missing}"
         f"{''.join(f' ({line})' for line in passed_over)}; leave resume out to start from scratch"
     )
+
+
+def with_saved_adapter(cfg: RunConfig) -> RunConfig:
+    """Return a run with what its checkpoint says of its adapter, which needs no `lora.path` then.
+
+    It is for checks before ranks start, which read the checkpoint themselves. A checkpoint that
+    cannot be read says nothing.
+    """
+    resume = cfg.training.resume
+    for folder in () if resume is None else _candidates(cfg, resume):
+        try:
+            manifest = read_manifest(folder)
+            saved = None if manifest.lora is None else manifest.configured(str(folder)).lora
+        except (DamagedError, UserError):
+            continue
+        return resumed(cfg, saved)
+    return cfg
+
+
+def _candidates(cfg: RunConfig, resume: str) -> list[Path]:
+    """Return the checkpoint that `training.resume` names, or those of the run, newest first."""
+    return complete(cfg.training.output_dir) if resume in _BY_AGE else [Path(resume)]
 
 
 def _set_aside(output_dir: str, step: int) -> list[str]:

@@ -32,6 +32,7 @@ class SavedState:
         self._reader = Reader(folder, self._tensors)
         self.step = manifest.step
         self.loss_scale = asdict(manifest.loss_scale)
+        self.lora = None if manifest.lora is None else manifest.configured(str(folder)).lora
 
     @property
     def keys(self) -> Collection[str]:

@@ -71,6 +71,9 @@ class Lora(Section):
     of a stack, which the saved adapter repeats for each."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
+    dora: bool = False
+    """Give each row of an adapted matrix a trained length beside its direction (arXiv
+    2402.09353)."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules that are trained in full and saved beside the adapters."""
     dtype: Literal["float32", "model"] = "float32"

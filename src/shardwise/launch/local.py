@@ -135,8 +135,9 @@ def _prepare(cfg: RunConfig, nproc: int, train: Train | None) -> str:
         torch.set_num_threads(1)  # a pool of threads, once started here, would be missing in forks
     if train is None:
         from shardwise.assembly.describe import describe
+        from shardwise.checkpoint.resume import with_saved_adapter
 
-        describe(cfg, nproc)
+        describe(with_saved_adapter(cfg), nproc)
     return "fork" if forks else "spawn"
 
 

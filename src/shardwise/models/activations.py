@@ -217,7 +217,8 @@ def _weights(
         factors: list[Any] = [*adapter.lora_A.values(), *adapter.lora_B.values()]
         if factors:
             a, b = (local[factor.weight] for factor in factors)
-            adapters[path] = Adapter(a, b)
+            lengths = [local[p] for p in adapter.lora_magnitude_vector.parameters()]
+            adapters[path] = Adapter(a, b, lengths[0] if lengths else None)
     return parameters, adapters
 
 

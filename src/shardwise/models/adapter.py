@@ -5,28 +5,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
-from peft.utils.transformers_weight_conversion import (
-    _MODEL_TO_CONVERSION_PATTERN,
-    _MOE_TARGET_MODULE_MAPPING,
-)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
+from shardwise.models.adapter_folder import PREFIX, AdapterFolder, as_in_file, read_adapter
 from shardwise.models.families import family_of
 from shardwise.models.load import build_meta, fill, load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, num_sharing, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.names import hf_name, is_adapter, is_saved_copy
+from shardwise.models.names import hf_name, is_adapter, is_saved_copy, renamed_by_peft
 from shardwise.models.quantise import read_back, rounding_of_merge
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
 from shardwise.models.weight_files import plain_entries, weights_from_files
@@ -47,7 +43,7 @@ def save_adapter(
     PEFT finds the base model. With `multimodal` the names are those of that class.
 
     PEFT renames, by model type, targets that look like a checkpoint's per-expert matrices, and so
-    loses linears of MLPs (`_renamed_by_peft`). Those are listed as parameters (`....weight`)
+    loses linears of MLPs (`names.renamed_by_peft`). Those are listed as parameters (`....weight`)
     instead of modules, which gives the same factors under the same names. PEFT then computes W + BA
     rather than Wx + BAx, and the config must not have dropout.
     """
@@ -63,7 +59,7 @@ def save_adapter(
     parameters: list[str] = []
     layers = adapter_layers(model)
     loaded = model if multimodal is None else multimodal.model
-    renamed_targets = _renamed_by_peft(loaded.config.model_type)
+    renamed_targets = renamed_by_peft(loaded.config.model_type)
     for path in layers:
         if path in base_names:
             parameters.append(path)
@@ -107,11 +103,6 @@ def _for_each_expert(model: PreTrainedModel, name: str, tensor: torch.Tensor) ->
     if ".lora_A." in name:
         return tensor.repeat(num_copies, 1)  # [E R, in], by expert
     return tensor.repeat_interleave(num_copies, dim=-1)  # [out, R E], by rank
-
-
-def _renamed_by_peft(model_type: str) -> Collection[str]:
-    """Return last parts of names that PEFT takes for those of routed experts in a model type."""
-    return _MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(model_type, ""), {})
 
 
 def merge_adapter(
@@ -238,4 +229,4 @@ def short_targets(paths: list[str], all_names: Iterable[str], layers: str) -> li
 def _file_key(name: str) -> str:
     for wrapper in (".modules_to_save.default.", ".default."):
         name = name.replace(wrapper, ".")
-    return PREFIX + name
+    return PREFIX + as_in_file(name)

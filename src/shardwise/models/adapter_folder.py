@@ -39,7 +39,7 @@ class AdapterFolder:
     factors: Mapping[str, Mapping[str, Factor]]
     """Factors, `A` and `B`, by the name of the module that they adapt."""
     others: tuple[str, ...]
-    """Keys of the file that are no factors, such as weights of `modules_to_save`."""
+    """Keys of the file that are no factors: magnitudes, and weights of `modules_to_save`."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every entry of the file by its key."""
 
@@ -79,6 +79,12 @@ class AdapterFolder:
             own_name = inside or name
             names[name] = own_name if own_name.replace(".base_layer", "") in modules else None
         return names
+
+
+def as_in_file(name: str) -> str:
+    """Return a parameter's name as PEFT's files have it, in which magnitudes are no modules."""
+    module, magnitude, _ = name.partition(".lora_magnitude_vector")
+    return module + magnitude if magnitude else name
 
 
 def read_adapter(folder: str | Path) -> AdapterFolder:
@@ -157,11 +163,12 @@ def _shown(value: Any) -> str:
     return json.dumps(value)[:100]
 
 
-_DEFAULTS = {"use_rslora": False}
+_DEFAULTS = {"use_rslora": False, "use_dora": False}
 _TYPES = (
     ("r", _is_rank, "a whole number of at least 1"),
     ("lora_alpha", _is_positive, "a finite number above 0"),
     ("use_rslora", _is_bool, "true or false"),
+    ("use_dora", _is_bool, "true or false"),
     ("target_modules", _are_names, "a list of names or a pattern"),
     ("target_parameters", _are_names, "a list of names or a pattern"),
     ("modules_to_save", _are_names, "a list of names or a pattern"),

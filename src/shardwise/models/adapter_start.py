@@ -14,54 +14,74 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
+from shardwise.config import Lora, Model, RunConfig, UserError
+from shardwise.models.adapter_folder import PREFIX, AdapterFolder, as_in_file, read_adapter
 from shardwise.models.lora import adapter_layers
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import is_adapter, is_saved_copy
 
 _READ = re.compile(
     "peft_type|peft_version|task_type|base_model_name_or_path|revision|inference_mode|auto_mapping|"
-    "r|lora_alpha|lora_dropout|use_rslora|target_modules|target_parameters|exclude_modules|"
+    "r|lora_alpha|lora_dropout|use_rslora|use_dora|target_modules|target_parameters|exclude_modules|"
     "modules_to_save|fan_in_fan_out|layers_to_transform|layers_pattern|init_lora_weights"
 )
 """Keys of PEFT's config that this library computes, or that only say which weights are adapted."""
 _KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` with which PEFT leaves the base weights as they are."""
+_FROM_FOLDER = ("r", "alpha", "rslora", "dora", "targets", "modules_to_save", "experts")
+"""The keys of `lora` that a folder says."""
 
 
 def section_of(lora: Lora, base: Model, model: PreTrainedModel) -> Lora:
     """Return the section with what the folder of `lora.path` says; without a path as it is.
 
     `model` is the language model of `base` without adapters. UserError where the folder has no
-    adapter that fits it, one of a kind that is not computed here, or a key that says otherwise.
+    adapter that fits it, or one of a kind that is not computed here. Which keys may stand beside it
+    say the rules (`contradicted`).
     """
     if lora.path is None:
         return lora
     adapter = read_adapter(lora.path)
     _check_kind(adapter)
-    found = {
-        "r": adapter.rank,
-        "alpha": float(adapter.config["lora_alpha"]),
-        "rslora": bool(adapter.config.get("use_rslora")),
-        "targets": _targets(adapter, base, model),
-        "modules_to_save": list(adapter.patterns("modules_to_save")),
-        "experts": "each",
-    }
     multimodal = multimodal_of(base, model)
+    saved = list(adapter.patterns("modules_to_save"))
     if multimodal is not None:
-        names = found["modules_to_save"]
-        found["modules_to_save"] = [multimodal.text_name(name) or name for name in names]
+        saved = [multimodal.text_name(name) or name for name in saved]
+    return replace(
+        lora,
+        r=adapter.rank,
+        alpha=float(adapter.config["lora_alpha"]),
+        rslora=bool(adapter.config.get("use_rslora")),
+        dora=bool(adapter.config.get("use_dora")),
+        targets=_targets(adapter, base, model),
+        modules_to_save=saved,
+        experts="each",
+    )
+
+
+def of_folder(lora: Lora | None) -> dict[str, Any]:
+    """Return what the folder of `lora.path` has given, by key: with it no resume needs a folder."""
+    return {key: getattr(lora, key) for key in _FROM_FOLDER}
+
+
+def resumed(cfg: RunConfig, saved: Lora | None) -> RunConfig:
+    """Return the run with the adapter that a checkpoint has `saved`, in the place of a folder's."""
+    if cfg.lora is None or cfg.lora.path is None or saved is None:
+        return cfg
+    return replace(cfg, lora=replace(cfg.lora, path=None, **of_folder(saved)))
+
+
+def contradicted(given: Lora, found: Lora) -> tuple[str, object, object] | None:
+    """Return a key that says otherwise than the folder, its value and the folder's; None if none.
+
+    A key at its default says nothing.
+    """
     default = Lora()
-    for key, value in found.items():
-        given = getattr(lora, key)
-        if given not in (value, getattr(default, key)):
-            shown = "other weights" if key == "targets" else value
-            raise UserError(
-                f"lora.{key} is {given}, but the adapter of lora.path {lora.path} has {shown}; "
-                f"leave lora.{key} out"
-            )
-    return replace(lora, **found)
+    for key in _FROM_FOLDER:
+        value, other = getattr(given, key), getattr(found, key)
+        if value not in (other, getattr(default, key)):
+            return key, value, "other weights" if key == "targets" else other
+    return None
 
 
 def check_tensors(lora: Lora, base: Model, model: PreTrainedModel) -> None:
@@ -115,6 +135,7 @@ def section_of_layers(lora: Lora, model: nn.Module) -> Lora:
         r=layer.r["default"],
         alpha=layer.lora_alpha["default"],
         rslora=layer.use_rslora["default"],
+        dora=layer.use_dora["default"],
     )
 
 
@@ -176,4 +197,5 @@ def _is_ours(name: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    name = name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    return as_in_file(name)

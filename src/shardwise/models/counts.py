@@ -75,7 +75,9 @@ class ModelCounts:
 
 _BEYOND = (sys.maxsize, 0, 0, 0)
 """A stage after all others."""
-_WRAPPING = re.compile(r"\.(base_layer|lora_[AB]\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)")
+_WRAPPING = re.compile(
+    r"\.(base_layer|lora_(?:[AB]|magnitude_vector)\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)"
+)
 
 
 def count_model(model: PreTrainedModel, spec: ModelSpec) -> ModelCounts:

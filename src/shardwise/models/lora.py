@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,56 +22,12 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
 from shardwise.layouts import AdapterFacts
+from shardwise.models.coverage import Coverage, CoverageRow
+from shardwise.models.dora import use_magnitudes
 from shardwise.models.families import Family, family_of
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import hf_name, is_adapter, is_magnitude, renamed_by_peft
 from shardwise.models.seeds import stable_seed
 from shardwise.models.spec import LayerSpec, ModelSpec
-
-
-@dataclass(frozen=True)
-class CoverageRow:
-    """The weights that an adapter could be on, over all layers of one kind."""
-
-    kind: str
-    layers: int
-    weights: int  # linears, and stacks of experts
-    adapted: int
-    frozen: tuple[str, ...]  # those without an adapter, by their name in the layer
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """What LoRA trains: printed at the start of a run and kept in its record."""
-
-    rows: tuple[CoverageRow, ...]
-    trainable: int  # parameters
-    total: int  # parameters, adapters included
-
-    @property
-    def percent(self) -> float:
-        """Trainable parameters in percent of all."""
-        return 100.0 * self.trainable / self.total
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, for record.json."""
-        return {**asdict(self), "percent": self.percent}
-
-    def __str__(self) -> str:
-        head = ("layers", "count", "weights", "adapted", "left frozen")
-        body = [
-            (row.kind, row.layers, row.weights, row.adapted, ", ".join(row.frozen) or "-")
-            for row in self.rows
-        ]
-        table = [[str(cell) for cell in row] for row in (head, *body)]
-        name, *numbers, _ = [max(map(len, column)) for column in zip(*table)]
-        lines = []
-        for kind, *counts, frozen in table:
-            right = [count.rjust(width) for count, width in zip(counts, numbers)]
-            lines.append("  ".join([kind.ljust(name), *right, frozen]))
-        lines.append(
-            f"trainable: {self.trainable:,} of {self.total:,} parameters ({self.percent:.2f} %)"
-        )
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -112,16 +68,21 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     paths = {weight.path for weight in chosen}
     assert layers.keys() == paths, f"PEFT adapted others: {sorted(layers.keys() ^ paths)[:5]}"
     for layer in layers.values():
-        for factor in (layer.lora_A, layer.lora_B):
+        use_magnitudes(layer)
+        for factor in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
             factor.to(torch.float32 if lora.dtype == "float32" else model.config.dtype)
     return _coverage(model, [weight for weight in weights if not weight.is_in(saved)], paths)
 
 
-def adapter_facts(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> AdapterFacts:
+def adapter_facts(
+    model: PreTrainedModel, lora: Lora, spec: ModelSpec, model_type: str | None = None
+) -> AdapterFacts:
     """Return the facts of the adapters that `inject` would put on a model that has none yet.
 
-    Raises UserError as `inject`.
+    `model_type`: that of the class that PEFT will see, where it is another one. Raises UserError as
+    `inject`.
     """
+    renamed = renamed_by_peft(model_type or model.config.model_type)
     family = family_of(model)
     weights = _adaptable(model, spec, family)
     chosen = _chosen(weights, lora, spec, family, _saved_modules(model, lora, spec))
@@ -135,6 +96,9 @@ def adapter_facts(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Adapte
         ),
         has_experts=any(weight.is_stack for weight in chosen),
         highest_rank=max(min(p.shape[-2:]) for p in model.parameters() if p.dim() > 1),
+        renamed_by_peft=tuple(
+            dict.fromkeys(w.name for w in chosen if w.name.rpartition(".")[2] in renamed)
+        ),
     )
 
 
@@ -161,10 +125,11 @@ def adapter_weights(
 
     The values are a function of (seed, name). A is uniform in +-1/sqrt(fan in) (PEFT's default,
     Kaiming's rule with a = sqrt(5)), B is 0, so that the model starts as it was. Copies made for
-    `modules_to_save` are not among them: they start from the base weights (`names.hf_name`).
+    `modules_to_save` are not among them, nor magnitudes: they start from the base weights.
     """
     for name, parameter in model.named_parameters():
-        if not is_adapter(name) or (wanted is not None and name not in wanted):
+        is_factor = is_adapter(name) and not is_magnitude(name)
+        if not is_factor or (wanted is not None and name not in wanted):
             continue
         factor = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(factor, nn.Linear)
@@ -218,6 +183,7 @@ def peft_config(
         lora_alpha=lora.alpha,  # ty: ignore[invalid-argument-type]  # used as any number
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         fan_in_fan_out=transposed,
         target_modules=modules,
         target_parameters=parameters or None,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from peft.utils import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import (
+    _MODEL_TO_CONVERSION_PATTERN,
+    _MOE_TARGET_MODULE_MAPPING,
+)
 
 
 def hf_name(name: str) -> str:
@@ -20,13 +25,23 @@ def hf_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter is a LoRA factor, A or B."""
-    return ".lora_A." in name or ".lora_B." in name
+    """Return whether a parameter is one of LoRA: a factor, A or B, or a magnitude of DoRA."""
+    return ".lora_A." in name or ".lora_B." in name or is_magnitude(name)
+
+
+def is_magnitude(name: str) -> bool:
+    """Return whether a parameter holds the lengths of a matrix's rows, [out], under DoRA."""
+    return ".lora_magnitude_vector." in name
 
 
 def is_factor_b(name: str) -> bool:
     """Return whether a parameter is a LoRA factor B, [out, R] of a linear or of experts."""
     return ".lora_B." in name
+
+
+def renamed_by_peft(model_type: str) -> Collection[str]:
+    """Return last parts of names that PEFT takes for those of routed experts in a model type."""
+    return _MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(model_type, ""), {})
 
 
 def is_saved_copy(name: str) -> bool:

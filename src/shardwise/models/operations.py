@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from shardwise.kernels.lora_linear.magnitude import CHUNK_ELEMENTS
 from shardwise.models.tape import Tape, Tensor, parameter
 
 WIDE = 4
@@ -34,6 +35,8 @@ class Adapter:
 
     a: Parameter
     b: Parameter
+    magnitude: Parameter | None = None
+    """DoRA's."""
 
 
 @dataclass
@@ -226,11 +229,7 @@ class Block:
         itemsize = self.cast or adapters[0].a.itemsize
         h = self.tape.tensor(rows * rank * len(names), itemsize, product=True)
         widths = [self.num_out(name) for name in names]
-        factors = [
-            parameter(p.shape[0] * p.shape[1], p.itemsize, p.is_trained)
-            for adapter in adapters
-            for p in (adapter.a, adapter.b)
-        ]
+        factors = [factor for name in names for factor in self.factors(name)]
         # The product with W comes first, then a new one with the adapter's added.
         self.tape.products_within(rows * sum(widths) * x.itemsize)
         forward = 0 if self.tape.keeps_products else rows * widths[-1] * x.itemsize
@@ -239,13 +238,25 @@ class Block:
         if itemsize != x.itemsize:
             forward = 2 * rows * widths[-1] * itemsize
             backward += max(rows * num_in * (itemsize + x.itemsize), rows * max(widths) * itemsize)
-        return self.tape.run(
+        outputs = self.tape.run(
             [x, *factors],
             [(rows * width, x.itemsize) for width in widths],
             keeps=[x, h],
             forward=forward,
             backward=backward,
         )
+        pairs = zip([adapter.magnitude for adapter in adapters], outputs)
+        return [y if m is None else self._with_magnitude(m, num_in, y) for m, y in pairs]
+
+    def _with_magnitude(self, magnitude: Parameter, num_in: int, y: Tensor) -> Tensor:
+        """Return y with the lengths of rows; see kernels/lora_linear/magnitude.py."""
+        num_out, wide = magnitude.shape[0], y.numel * WIDE
+        inputs = [y, parameter(num_out, magnitude.itemsize, magnitude.is_trained)]
+        of_rows = min(num_out, max(1, CHUNK_ELEMENTS // num_in)) * num_in * WIDE
+        copied = wide if y.itemsize < WIDE else 0
+        size, keeps = [(y.numel, y.itemsize)], [y, self.tape.tensor(num_out, WIDE)]
+        most, back = max(of_rows, copied), wide + copied
+        return self.tape.run(inputs, size, keeps=keeps, forward=most, backward=back)[0]
 
     def num_out(self, name: str) -> int:
         """Return the features that come out of a linear [out, in], or a Conv1D [in, out]."""

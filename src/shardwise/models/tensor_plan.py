@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.models.dora import Magnitude
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
@@ -80,7 +81,8 @@ def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, C
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
     """Return how each parameter of a block that is not whole is cut, by its name there.
 
-    An adapter is cut as its base is: B with the features that come out, A with those that go in.
+    An adapter is cut as its base is: B and magnitudes with the features that come out, A with those
+    that go in.
     """
     names = {parameter: name for name, parameter in block.named_parameters()}
     cuts = {
@@ -98,6 +100,8 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
         goes_in = _goes_in(unwrapped(layer), cut)
         for factor in (layer.lora_A if goes_in else layer.lora_B).parameters():
             cuts[names[factor]] = Cut(int(goes_in), cut.rows)
+        for magnitude in () if goes_in else layer.lora_magnitude_vector.parameters():
+            cuts[names[magnitude]] = Cut(0, cut.rows)
     return cuts
 
 
@@ -110,6 +114,17 @@ def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
             if cut is not None and _goes_in(module, cut):
                 cuts[path] = cut
     return cuts
+
+
+def cut_rows(block: nn.Module, split: BlockSplit) -> tuple[int, ...]:
+    """Return the rows of each matrix under DoRA of which a rank has a part of each row."""
+    layers = [
+        block.get_submodule(path.removesuffix(".base_layer")) for path in rows_in(block, split)
+    ]
+    magnitudes = [
+        part for layer in layers for part in layer.modules() if isinstance(part, Magnitude)
+    ]
+    return tuple(magnitude.weight.numel() for magnitude in magnitudes)
 
 
 def _goes_in(base: nn.Module, cut: Cut) -> bool:

@@ -107,8 +107,9 @@ def _numbers(step: Step) -> Iterator[Messages]:
 def _tensor(step: Step) -> Iterator[Messages]:
     """Yield what tensor parallelism sends per micro-batch, and its gradients once a step.
 
-    Besides `_moves`, some blocks sum a few numbers per token within, and the loss sums three
-    numbers per target: the largest logit, then the sum of exponentials with the target's logit.
+    Besides `_moves`, some blocks sum a few numbers per token within, DoRA sums the squares of rows
+    of which each rank has a part, and the loss sums three numbers per target: the largest logit,
+    then the sum of exponentials with the target's logit.
     Once a step gradients are summed of which each rank has a partial sum, and those of rows that
     several ranks hold, segment by segment.
     """
@@ -121,6 +122,9 @@ def _tensor(step: Step) -> Iterator[Messages]:
             times = m * (1 + block.has_backward + block.is_rerun)
             for num_bytes in block.bytes_within:
                 yield Messages("all-reduce", "tp", times, times * step.num_tokens * num_bytes)
+            times = m * (1 + block.is_rerun)
+            for num_rows in block.cut_rows:
+                yield Messages("all-reduce", "tp", times, times * 4 * num_rows)
         if chunk.spec.last:
             calls = 2 * sum(map(bool, step.num_targets))  # without a target there is no logit
             yield Messages("all-reduce", "tp", calls, sum(step.num_targets) * 3 * 4)

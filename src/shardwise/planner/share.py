@@ -30,7 +30,7 @@ from shardwise.models.matrices import matrices_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
-from shardwise.models.tensor_plan import cuts_of, split_blocks
+from shardwise.models.tensor_plan import cut_rows, cuts_of, split_blocks
 from shardwise.parallel.place import shard_dim
 from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
 from shardwise.planner.experts import Mixture, mixtures_of
@@ -108,6 +108,8 @@ class Block:
     """Bytes of an element of its output, which autocast halves unless experts are added up."""
     bytes_within: tuple[int, ...]
     """Bytes per token of each sum over ranks that lies within the block."""
+    cut_rows: tuple[int, ...] = ()
+    """Rows of each of its matrices whose lengths DoRA takes, where a rank has a part of each."""
 
 
 @dataclass(frozen=True)
@@ -375,6 +377,7 @@ def _blocks(
             reruns_output=reruns_layer and (not is_last or ends_with_norm),
             output_itemsize=output_dtype.itemsize,
             bytes_within=tuple(_bytes_within(module, split, product_dtype.itemsize)),
+            cut_rows=() if split is None else cut_rows(module, split),
         )
 
 

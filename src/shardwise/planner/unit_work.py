@@ -97,6 +97,11 @@ def _work(
     elements = 0.0
     for weight in unit.weights:
         shape = shapes[weight.name]
+        of_b = ".lora_B." in weight.name
+        if of_b and weight.name.replace(".lora_B.", ".lora_magnitude_vector.") in shapes:
+            # DoRA makes B A, of which it takes the lengths of rows together with W's.
+            columns = shapes[weight.name.replace(".lora_B.", ".lora_A.")][-1]
+            forward.append(Product("forward", float(shape[0]), shape[1], columns))
         times, rows = 1.0, float(tokens)
         if len(shape) == 3 and not weight.by_elements:  # a stack of experts
             # Ranks of `ep` send each other's experts as many rows as a rank has.

@@ -23,7 +23,7 @@ from shardwise.batches import IGNORED, Batch
 from shardwise.checkpoint.export import save_result
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
-from shardwise.models import load, lora, quantise
+from shardwise.models import dora, load, lora, quantise
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.kinds import RATES
 from shardwise.models.names import hf_name
@@ -115,9 +115,14 @@ def start(cfg: RunConfig, read_back: Format | None = None) -> MemoryState:
     state = {f"weights/{name}": value for name, value in _drawn(hf)}
     if read_back is not None:
         plain = load.build_meta(cfg.model, hf_config)
+        magnitudes = dora.starts(hf, dict(hf.named_parameters()))
         names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf_config, hf), family_of(hf))}
         values = quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names)
-        state |= {f"weights/{names[name]}": value for name, value in values}
+        for name, value in values:
+            state[f"weights/{names[name]}"] = value
+            if names[name] in magnitudes:
+                magnitude, layer = magnitudes[names[name]]
+                state[f"weights/{magnitude}"] = dora.first_magnitude(layer, value)
     return MemoryState(state)
 
 

@@ -16,7 +16,7 @@ from shardwise.rules import adapters, bases, context, experts, models, products,
 from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "run file": run_file.RULES,
+    "run file": (*run_file.RULES, *adapters.ON_THE_RUN_FILE),
     "grid": (*ranks.GRID_RULES, *experts.GRID_RULES),
     "step": ranks.STEP_RULES,
     "adapters": adapters.RULES,

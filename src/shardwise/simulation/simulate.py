@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.assembly.build import Job, build
 from shardwise.batches import Batch
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import Lora, RunConfig, UserError, require
 from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
 from shardwise.simulation.allocations import StorageRecorder
@@ -138,6 +138,7 @@ class AfterOneStep:
 
     step: int = 1
     loss_scale: Mapping[str, float | int | bool] | None = None
+    lora: Lora | None = None
     keys: Collection[str] = _AnyKey()
 
     def check(self, model: nn.Module, cfg: RunConfig) -> None:

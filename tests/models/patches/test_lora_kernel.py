@@ -15,6 +15,7 @@ from shardwise.config import Lora, UserError
 from shardwise.kernels import lora_linear
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.metrics.memory import PeakMemory
+from shardwise.models.dora import use_magnitudes
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.lora import adapter_layers
 from shardwise.models.patches import lora_kernel
@@ -196,6 +197,36 @@ def test_what_peft_can_do_else_is_left_to_it(calls):
     layer.update_layer("other", 2, 4, LoraConfig(r=2))
     layer.set_adapter(["default", "other"])
     assert count() == 0
+
+
+def with_magnitudes(use_ours: bool) -> nn.ModuleDict:
+    """With lengths of rows that are not those of W."""
+    model, _ = block(use_dora=True)
+    for layer in adapter_layers(model).values():
+        for magnitude in layer.lora_magnitude_vector.parameters():
+            magnitude.data.mul_(torch.linspace(0.5, 1.5, len(magnitude)))
+        if use_ours:
+            use_magnitudes(layer)
+    return model
+
+
+def test_dora_is_that_of_peft(calls):
+    plain, fused = with_magnitudes(False), with_magnitudes(True)
+    use_lora_kernel(fused, "torch", CPU)
+    expected = outcome(plain)
+    assert worst(outcome(fused), expected) < EXACT
+    assert calls == [2, 1]
+    assert worst(outcome(block()[0])[:2], expected[:2]) > 0.1  # it does something
+
+
+def test_dora_compiles_without_a_break():
+    plain, fused = with_magnitudes(False), with_magnitudes(True)
+    use_lora_kernel(fused, "torch", CPU)
+    torch._dynamo.reset()
+    fused["block"].forward = torch.compile(
+        fused["block"].forward, backend="aot_eager", fullgraph=True
+    )
+    assert worst(outcome(fused), outcome(plain)) < EXACT
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])

@@ -1,7 +1,7 @@
 """LoRA layers that compute through kernels/lora_linear in the place of PEFT's forward.
 
 Modules, names and what is saved stay PEFT's. Only the forward of a plain layer is replaced: one
-linear, one adapter, no variant (DoRA and the like). What else PEFT can do with such a layer later
+linear, one adapter, no variant except DoRA. What else PEFT can do with such a layer later
 (switch the adapter off, merge it, take another or several) is left to its own forward. Adapters on
 stacks of experts are computed in experts.py.
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -24,6 +25,8 @@ from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.lora_linear import Backend, Linear, load_backend, lora_linear
+from shardwise.kernels.lora_linear.magnitude import row_norms, with_magnitude
+from shardwise.models.dora import Magnitude, magnitude_of
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
@@ -135,7 +138,8 @@ def _is_plain(module: nn.Module) -> bool:
         # A linear of a model's own code may compute something else.
         and type(module.get_base_layer()).forward in (nn.Linear.forward, Conv1D.forward)
         and len(module.lora_A) == 1
-        and not module.lora_variant
+        and all(isinstance(v, DoraLinearVariant) for v in module.lora_variant.values())
+        and all(isinstance(m, Magnitude) for m in module.lora_magnitude_vector.values())
         and not any(module.lora_bias.values())
     )
 
@@ -223,10 +227,22 @@ class _Shared:
         if isinstance(first, SlotDropout) and first.active:
             seeds = torch.stack([dropout.seeds(x) for dropout in dropouts])
             drop = Dropout(first.p, seeds, first.features)
+        inner = [
+            linear if magnitude_of(layer) is None else linear._replace(bias=None)
+            for layer, linear in zip(layers, linears)
+        ]
         try:
-            return lora_linear(x, linears, drop, self.backend, self.half, float8)
+            ys = lora_linear(x, inner, drop, self.backend, self.half, float8)
         except UserError as error:  # only a forward knows the dtype of its input
             raise UserError(f"lora.kernel: {error}: {OTHER_DTYPE}") from None
+        return tuple(self._with_magnitude(*each) for each in zip(layers, linears, ys))
+
+    def _with_magnitude(self, layer: PeftLinear, linear: Linear, y: torch.Tensor) -> torch.Tensor:
+        magnitude = magnitude_of(layer)
+        if magnitude is None:
+            return y
+        norms = row_norms(linear.weight, linear.a, linear.b, linear.scale, magnitude.add_up)
+        return with_magnitude(y, magnitude.weight, norms, linear.bias, self.half)
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of the module that holds the layers, after which nothing waits."""
