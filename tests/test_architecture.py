@@ -95,14 +95,14 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_400,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_460,
     "cli commands library __main__ __init__": 1_550,
     "presets": 300,
     "assembly training checkpoint process launch": 6_000,
-    "models": 10_900,
-    "parallel": 3_400,
+    "models": 10_960,
+    "parallel": 3_500,
     "data": 3_760,
-    "kernels": 7_120,
+    "kernels": 7_280,
     "planner schedule metrics": 8_150,
     "proof": 1_100,
     "simulation": 520,

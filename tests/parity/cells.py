@@ -12,6 +12,8 @@ from tests.parity.bases import CELLS as BASES
 from tests.parity.bases import FIXED as FIXED_BASES
 from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
+from tests.parity.eight_bit import CELLS as EIGHT_BIT
+from tests.parity.eight_bit import FIXED as FIXED_EIGHT_BIT
 from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.muon import CELLS as MUON
@@ -109,6 +111,7 @@ ALL = (
     *PRODUCTS,
     *RATES,
     *MUON,
+    *EIGHT_BIT,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -147,6 +150,7 @@ _FIXED = (
     *FIXED_PRODUCTS,
     *FIXED_RATES,
     *FIXED_MUON,
+    *FIXED_EIGHT_BIT,
 )
 
 

@@ -140,7 +140,7 @@ class AfterOneStep:
     loss_scale: Mapping[str, float | int | bool] | None = None
     keys: Collection[str] = _AnyKey()
 
-    def check(self, model: nn.Module, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig, selected: Collection[str]) -> None:
         """See State: it fits any model."""
 
     def read(self, key: str, portable: Callable[[], torch.Tensor]) -> torch.Tensor:
