@@ -28,7 +28,7 @@ from shardwise.planner.communication import messages_of_step
 from shardwise.planner.messages import Messages, Total, add_up
 from shardwise.planner.share import share_of
 from shardwise.training.step import training_step
-from tests.parity.harness import Cell, microbatches, run_config
+from tests.parity.harness import Cell, microbatches, numerics_of, run_config
 
 # Operator: (what it does, which argument is the whole that is reduced, gathered or sent).
 _KINDS: dict[str, tuple[Any, int]] = {
@@ -94,6 +94,11 @@ class Counted:
 
 def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Counted:
     """Count a later step of this rank with weights of `dtype`; the process group must be up."""
+    with numerics_of(cell):
+        return _count(cell, dtype)
+
+
+def _count(cell: Cell, dtype: Literal["float32", "bfloat16"]) -> Counted:
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
     mesh = build_mesh(cfg, torch.device("cpu"))

@@ -348,6 +348,22 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"optimizer": {"name": "muon"}, "parallel": {"data": "fsdp2", "offload": "optimizer"}},
         2,
     ),
+    "8-bit AdamW under fsdp1": (
+        "llama",
+        {"optimizer": {"name": "adamw8bit"}, "parallel": {"data": "fsdp1"}},
+        2,
+    ),
+    "8-bit AdamW with offload": (
+        "llama",
+        {"optimizer": {"name": "adamw8bit"}, "parallel": {"data": "fsdp2", "offload": "optimizer"}},
+        2,
+    ),
+    "nothing for 8-bit AdamW": ("llama", {"optimizer": {"name": "adamw8bit"}}, 1),
+    "blocks of 8-bit AdamW": (
+        "of-blocks",
+        {"optimizer": {"name": "adamw8bit"}, "parallel": {"tp": 2}},
+        2,
+    ),
     "lora_b_lr_ratio without LoRA": ("llama", {"optimizer": {"lora_b_lr_ratio": 16.0}}, 1),
     "full training of a quantised base": ("llama", {"model": {"base": "int8"}}, 1),
     "a quantised base under fsdp1": (
@@ -451,6 +467,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),
             "llama4_text": ("qwen3_moe", LLAMA4),
             "dynamic-rope": ("llama", DYNAMIC),
+            "of-blocks": ("llama", {"hidden_size": 256, "intermediate_size": 256}),
             "narrow": ("llama", {"hidden_size": 72, "head_dim": 16, "intermediate_size": 72}),
         }
         if name not in changed:

@@ -249,9 +249,10 @@ class ParallelModel:
     shard_batch: tuple[Callable[[AnyBatch], AnyBatch], ...] = ()
     """Applied in order to each micro-batch. (Context parallelism takes its share of T here.)"""
     to_portable: Callable[[str, torch.Tensor], torch.Tensor] = already_portable
-    """(parameter name, what this rank holds under it: the weight, its gradient or an optimizer
-    state of its size) -> the same as a plain tensor, equal on every rank, or as a DTensor. A
-    collective where a strategy replaces it."""
+    """(parameter name, what this rank holds under it: the weight, its gradient, or an optimizer
+    state with a number for each of its elements, or for some consecutive ones of its last dim) ->
+    the same as a plain tensor, equal on every rank, or as a DTensor. A collective where a strategy
+    replaces it."""
     from_portable: Callable[[str, torch.Tensor, torch.Tensor], None] = field(kw_only=True)
     """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it, or
     a complete plain one): copies it, or this rank's share of it, into what this rank holds."""
@@ -329,10 +330,11 @@ class State(Protocol):
         """The keys of the tensors, equal on every rank."""
         ...
 
-    def check(self, model: nn.Module, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig, selected: Collection[str]) -> None:
         """Raise UserError, the same on every rank, if the tensors do not fit a run of this model.
 
-        `model`: all of it, on meta, with its adapters. `build` calls this before it takes memory.
+        `model`: all of it, on meta, with its adapters; `selected`: names of parameters, by
+        `assembly.optimizer.selected_by`. `build` calls this before it takes memory.
         """
         ...
 

@@ -6,7 +6,7 @@ Everything here is plain data, computed without torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -148,6 +148,11 @@ class ModelFacts:
     odd_blocks: Callable[[Any, int], str | None] = lambda base, num_ranks: None
     """Return what of the model has no whole blocks of a form of `model.base` in each of so many
     shares along `tp`, or None."""
+    num_in_8_bits: int = 0
+    """How many of its trained weights are such that 8-bit AdamW keeps their moments in 8 bits."""
+    cut_blocks: Callable[[int, int, int], str | None] = lambda tp, ep, num_shards: None
+    """Return what of these has no whole blocks on a rank of `tp`, `ep` and so many data ranks over
+    which states are sharded, or None."""
     num_float8_linears: int = 0
     """How many linears can multiply in 8 bits."""
     scaled_positions: str | None = None
@@ -258,6 +263,16 @@ def context_joins_of(cfg: RunConfig) -> str:
 def num_strategy_ranks(cfg: RunConfig, sizes: Mapping[str, int]) -> int:
     """Return the ranks that the data-parallel strategy works over, with those of `cp`."""
     return sizes[context_joins_of(cfg)] * sizes["cp"]
+
+
+def shard_dim(shape: Sequence[int], num_shards: int, taken: Collection[int] = ()) -> int | None:
+    """Return the dim of a weight that data parallelism shards, of those that are not `taken`.
+
+    It is the first that divides evenly. Where none does, it is dim 0, of which the last ranks hold
+    less; or None if a dim is taken: then each data rank has all that there is.
+    """
+    dims = (dim for dim, size in enumerate(shape) if dim not in taken and size % num_shards == 0)
+    return next(dims, None if taken else 0)
 
 
 def num_data_ranks(cfg: RunConfig, num_ranks: int) -> int:

@@ -25,6 +25,7 @@ from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.kernels.eight_bit import MOMENTS
 from shardwise.metrics.hardware import PeakFlops
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
@@ -34,7 +35,15 @@ from shardwise.training.step import training_step
 from tests.checkpoint.test_checkpointer import NoLoader, equal, values
 from tests.distributed import run_ranks
 from tests.models.tiny import loaded_by_transformers, logits, same
-from tests.parity.harness import CONFIGS, DEEP, Cell, microbatches, run_config
+from tests.parity.harness import (
+    CONFIGS,
+    DEEP,
+    EIGHT_BIT,
+    Cell,
+    microbatches,
+    numerics_of,
+    run_config,
+)
 
 STEPS, HALF = 6, 3
 PIPELINES = {
@@ -500,6 +509,11 @@ def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, st
 
 def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     """Read a checkpoint, or make a step, and write one; return this rank's full tensors by key."""
+    with numerics_of(cell):
+        return _cross(folder, read, cell)
+
+
+def _cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     cfg = run_config(cell, "adamw")
     resume = None if read is None else str(read)
     training = replace(
@@ -546,6 +560,26 @@ def test_momentum_of_matrices_crosses_layouts_unchanged(tmp_path):
     states = {key: value for key, value in written.items() if key.startswith("optimizer/")}
     kinds = {key.rpartition("/")[2] for key in states}
     assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+    assert all(value.any() for value in states.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        # Three ranks cut unevenly.
+        ("nemotron_h", {"single": 1, "zero1": 3, "fsdp2": 3, "ddp": 2, "hsdp": 4, "zero2": 2}),
+        # 4 ranks of tp hold some columns twice.
+        ("granitemoehybrid", {"tp": 4, "single": 1, "fsdp2-tp-sp": 4, "zero1-tp": 4, "ddp": 2}),
+    ],
+)
+def test_moments_in_8_bits_cross_layouts_unchanged(tmp_path, family, layouts):
+    written = cross_all(tmp_path, family, layouts, EIGHT_BIT)
+    states = {key: value for key, value in written.items() if key.startswith("optimizer/")}
+    codes = {key for key, value in states.items() if value.dtype == torch.uint8}
+    assert codes == {key for key in states if key.endswith("_codes")}
+    kinds = {key.rpartition("/")[2] for key in states}
+    moments = {f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scales")}
+    assert kinds == {*moments, "exp_avg", "exp_avg_sq", "step"}
     assert all(value.any() for value in states.values())
 
 

@@ -105,6 +105,8 @@ CELLS = [
     # Muon gathers matrices, but not stacks that are cut between their experts.
     *(cell(family, "fsdp2", "full", 2, "muon") for family in ("llama", "qwen3_moe")),
     cell("llama", "ddp", "full", 2, "muon"),
+    # 8-bit AdamW sends nothing.
+    *(cell("llama", layout, "full", 2, "adamw8bit") for layout in ("zero1", "fsdp2", "tp")),
     # A recomputation repeats what its forward sends, except after its last product, which a norm
     # follows in olmo2. Autocast halves what blocks return, unless experts are added up.
     *(cell("llama", "tp-sp", mode, 2, "checkpointing") for mode in ("lora", "full")),

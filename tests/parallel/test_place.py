@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardwise.parallel.place import fill, full_tensor, materialise, shard_dim
+from shardwise.layouts import shard_dim
+from shardwise.parallel.place import fill, full_tensor, materialise
 from tests.distributed import run_ranks
 
 

@@ -23,7 +23,7 @@ from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
 from tests.communication import coordinates
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, run_config
+from tests.parity.harness import EIGHT_BIT, Cell, microbatches, numerics_of, run_config
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ def measure(
     dtype: Literal["float32", "bfloat16"] = "float32",
     accumulation: Literal["model", "float32"] = "model",
 ) -> Measured:
+    with numerics_of(cell):
+        return _measure(cell, dtype, accumulation)
+
+
+def _measure(cell: Cell, dtype: Any, accumulation: Any) -> Measured:
     cfg = run_config(cell, optimizer="adamw")
     training = replace(cfg.training, accumulation=accumulation)
     cfg = replace(cfg, model=replace(cfg.model, dtype=dtype), training=training)
@@ -116,6 +121,17 @@ WITH_MAGNITUDES = (
     Cell("jamba", "fsdp2-tp", "lora", 4, dora=True),
     Cell("qwen3_5_text", "tp", "lora", 2, "nf4", dora=True),
 )
+WITH_8_BITS = (
+    *(Cell("llama", "fsdp2", "full", nproc, EIGHT_BIT) for nproc in (2, 4)),
+    *(Cell("qwen3_5_text", layout, "full", 2, EIGHT_BIT) for layout in ("ddp", "zero1", "zero2")),
+    Cell("qwen3_5_text", "zero1", "lora", 2, EIGHT_BIT),
+    Cell("granitemoehybrid", "tp", "full", 4, EIGHT_BIT),
+    Cell("qwen3_5_text", "fsdp2-tp", "full", 4, EIGHT_BIT),
+    Cell("qwen3_moe", "fsdp2-ep", "full", 4, EIGHT_BIT),
+    Cell("llama", "hsdp", "lora", 4, EIGHT_BIT),
+    Cell("llama", "fsdp2-cp", "full", 4, EIGHT_BIT),
+    Cell("llama", "pp-tp", "full", 4, EIGHT_BIT, "1f1b"),
+)
 CELLS = [
     *WITH_MAGNITUDES,
     *(Cell("llama", layout, "lora", 4) for layout in ("fsdp2-cp", "zero1-cp", "cp")),
@@ -153,6 +169,7 @@ CELLS = [
     Cell("llama", "hsdp", "full", 4, "muon"),
     *WITH_EXPERTS,
     *WITH_BASES,
+    *WITH_8_BITS,
 ]
 PIPELINES = [
     Cell("qwen3_5_text", "pp", "lora", 2, schedule="1f1b"),
@@ -190,10 +207,17 @@ def test_state_bytes_equal_the_formula(cell):
 
 
 @pytest.mark.parametrize(
-    ("layout", "accumulation"), [("ddp", "float32"), ("fsdp1", "model"), ("fsdp2", "float32")]
+    ("layout", "accumulation", "variant"),
+    [
+        ("ddp", "float32", ""),
+        ("fsdp1", "model", ""),
+        ("fsdp2", "float32", ""),
+        ("ddp", "float32", EIGHT_BIT),
+        ("fsdp2", "model", EIGHT_BIT),
+    ],
 )
-def test_state_bytes_of_bfloat16_weights_beside_float32_rates(layout, accumulation):
-    cell = Cell("qwen3_5_text", layout, "full", 2)
+def test_state_bytes_of_bfloat16_weights_beside_float32_rates(layout, accumulation, variant):
+    cell = Cell("qwen3_5_text", layout, "full", 2, variant)
     for rank, one in enumerate(run_ranks(2, measure, cell, "bfloat16", accumulation)):
         assert one.state == one.predicted, f"rank {rank}"
 

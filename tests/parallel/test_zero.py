@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.assembly.build import build
 from shardwise.interfaces import Mesh
+from shardwise.layouts import shard_dim
 from shardwise.metrics.memory import state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.place import full_tensor, local, shard_dim
+from shardwise.parallel.place import full_tensor, local
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta, tiny

@@ -14,6 +14,8 @@ from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
 from tests.parity.dora import CELLS as DORA
 from tests.parity.dora import FIXED as FIXED_DORA
+from tests.parity.eight_bit import CELLS as EIGHT_BIT
+from tests.parity.eight_bit import FIXED as FIXED_EIGHT_BIT
 from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.muon import CELLS as MUON
@@ -112,6 +114,7 @@ ALL = (
     *RATES,
     *DORA,
     *MUON,
+    *EIGHT_BIT,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -151,6 +154,7 @@ _FIXED = (
     *FIXED_RATES,
     *FIXED_DORA,
     *FIXED_MUON,
+    *FIXED_EIGHT_BIT,
 )
 
 

@@ -8,17 +8,18 @@ per step, and clipping that acts. What is compared, and how, is `shardwise.proof
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 
 from shardwise.batches import Batch
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import Mesh
-from shardwise.kernels import float8
+from shardwise.kernels import eight_bit, float8
 from shardwise.layouts import AXIS_PARTS, HALVING
 from shardwise.models import families
 from shardwise.parallel.mesh import build_mesh
@@ -103,6 +104,12 @@ CURVE = "-curve"
 """Suffix of a recipe: scaled numbers are bent by `curved` where they would be rounded."""
 WIDE = "wide"
 """Variant of a control: the model that BASES and RECIPES have, in float32."""
+EIGHT_BIT = "adamw8bit"
+"""Variant: `optimizer.name`, in blocks that the tiny models have: see `numerics_of`."""
+ADAMW = "adamw"
+"""Variant of a control: plain AdamW, where others are 8-bit."""
+BESIDE_ADAMW = ("muon", EIGHT_BIT, EIGHT_BIT + CURVE, ADAMW)
+"""Variants: cells whose updates are not SGD's."""
 COPY = "-copy"
 """Suffix of a reference: plain weights, which were stored in the base's format and read back."""
 STILL = "still"
@@ -231,7 +238,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
     """The run file of a cell."""
     name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
     path = DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name
-    is_muon = cell.variant == "muon"
+    is_sgd = cell.variant not in BESIDE_ADAMW
     if cell.variant.startswith((*BASES, *RECIPES, WIDE)):
         path = DEEP / name.replace("tiny", "wide")
     return RunConfig(
@@ -252,16 +259,16 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         ),
         parallel=_parallel(cell),
         optimizer=Optimizer(
-            name="muon" if is_muon else optimizer,
+            name=optimizer if is_sgd else cell.variant.removesuffix(CURVE),
             # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3
             # of it.
             lr=0.0
             if cell.variant == "bfloat16" or cell.variant.endswith(STILL)
-            else 0.01
-            if is_muon
-            else 1.0,
+            else 1.0
+            if is_sgd
+            else 0.01,
             # Above most gradients: AdamW makes steps of rounding errors in tiny ones.
-            eps=0.01 if is_muon else 1e-8,
+            eps=1e-8 if is_sgd else 0.01,
             lora_b_lr_ratio=FASTER if cell.faster_b else 1.0,
             lr_schedule="linear",
             weight_decay=0.01,
@@ -341,7 +348,7 @@ def _targets(cell: Cell) -> Any:
 def run_cell(cell: Cell) -> Outcome:
     """What this rank sees of a cell (equal on every rank); the process group must be up."""
     cfg = run_config(cell)
-    with bent() if cell.variant.endswith(CURVE) else nullcontext():
+    with numerics_of(cell):
         return run(
             cfg,
             lambda mesh, step: microbatches(cfg, mesh, step),
@@ -351,14 +358,25 @@ def run_cell(cell: Cell) -> Outcome:
 
 
 @contextmanager
-def bent() -> Generator[None]:
-    """Bend scaled numbers by `curved` where 8 bits would round them."""
-    rounded = float8.rounded
-    float8.rounded = curved  # ty: ignore[invalid-assignment]
-    try:
+def numerics_of(cell: Cell) -> Generator[None]:
+    """Compute as a cell does. Its variant may bend scaled numbers where 8 bits would round them,
+    by `curved` and `bent_moment`. Those with 8-bit AdamW have blocks of 8, which tiny models have
+    whole ones of on 4 ranks, and no tensor with rows of blocks is too small."""
+    with pytest.MonkeyPatch.context() as patch:
+        if cell.variant.endswith(CURVE):
+            patch.setattr(float8, "rounded", curved)
+            patch.setattr(eight_bit, "nearest", bent_moment)
+            patch.setattr(eight_bit, "values_of", lambda codes, is_signed: codes.clone())
+            patch.setattr(eight_bit, "CODES", torch.float32)
+        if cell.variant.startswith(EIGHT_BIT):
+            patch.setattr(eight_bit, "BLOCK", 8)
+            patch.setattr(eight_bit, "LEAST", 256)
         yield
-    finally:
-        float8.rounded = rounded
+
+
+def bent_moment(scaled: torch.Tensor, is_signed: bool) -> torch.Tensor:
+    """Scaled moments bent by a smooth curve, which keeps 0 and the order; see `curved`."""
+    return scaled + (1 - (4 * scaled).cos()) / 8
 
 
 def curved(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -399,6 +417,8 @@ def control(cell: Cell) -> Cell | None:
     """
     if cell.variant in RECIPES:
         return replace(cell.reference(), variant=WIDE)
+    if cell.variant == EIGHT_BIT:
+        return replace(cell.reference(), variant=ADAMW)
     rounds_otherwise = max(cell.tp, cell.cp, cell.ep) > 1
     if rounds_otherwise and _precision(cell) != "float32":
         return replace(cell.reference(), variant=STILL)

@@ -22,6 +22,7 @@ from shardwise.assembly.optimizer import (
     make_lr_schedule,
     make_optimizer,
     optimized_parameters,
+    selected_by,
 )
 from shardwise.assembly.own import describe_own, own_costs, own_parts
 from shardwise.assembly.routing import Routing
@@ -32,7 +33,7 @@ from shardwise.interfaces import Mesh, ParallelModel, State
 from shardwise.models import adapter_start, lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
-from shardwise.models.matrices import matrices_of, muon_dtype
+from shardwise.models.matrices import muon_dtype
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.own import OwnModel
 from shardwise.models.spec import ModelSpec
@@ -125,7 +126,8 @@ def build(
     num_ranks = mesh.dense.size()
     facts = describe_own(cfg, num_ranks, own) if own else describe(cfg, num_ranks, mesh.device)
     hf, spec = facts.hf, facts.spec
-    state.check(hf, cfg)
+    selected = selected_by(cfg.optimizer.name, hf, spec, facts.family)
+    state.check(hf, cfg, selected)
     parameters = _sizes(hf)
     counts = count_model(hf, spec) if _can_count_flops(cfg, spec) else None
     cut = None
@@ -135,8 +137,6 @@ def build(
     notes = _notes(cfg, mesh, facts, cut)
     # By the shapes of full parameters.
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, facts.family)}
-
-    matrices = matrices_of(hf, spec, facts.family.gating)
     dtype = muon_dtype(cfg.training.precision)
 
     # By the model on meta: what the strategies make of its weights has other sizes.
@@ -155,7 +155,7 @@ def build(
     pm = ParallelModel(
         parts=parts,
         run=run_in_turn,
-        make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed, matrices, dtype),
+        make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed, selected, dtype),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
     pm = order.apply(pm, mesh, cfg, spec, load)

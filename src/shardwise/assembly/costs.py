@@ -9,9 +9,10 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.assembly.optimizer import states_of
+from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
 from shardwise.config import RunConfig
+from shardwise.kernels import eight_bit
 from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import unit_memory
@@ -19,7 +20,6 @@ from shardwise.models.counts import ModelCounts, Unit, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import family_of
-from shardwise.models.matrices import matrices_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.process.world import device_type
@@ -175,18 +175,20 @@ def gradient_bytes(cfg: RunConfig, numel: int, itemsize: int) -> int:
     return numel * (4 if cfg.training.accumulation == "float32" else itemsize)
 
 
-def optimizer_bytes(
-    cfg: RunConfig, weight_bytes: int, num_weights: int = 1, is_matrix: bool = False
-) -> int:
-    """Return the bytes of optimizer states for so many trained weights, of `weight_bytes` together.
+def optimizer_bytes(cfg: RunConfig, numel: int, itemsize: int, is_selected: bool = False) -> int:
+    """Return the bytes of the optimizer's states of so many elements of a trained weight.
 
-    AdamW has two states in the weight's dtype, and a float32 count of steps for each weight; Muon
-    has one state of each matrix (`is_matrix`).
+    AdamW has two states in the weight's dtype, and a float32 count of steps. Of what they select
+    (`is_selected`), Muon has one state, and 8-bit AdamW two in 8 bits with their scales.
     """
-    states = states_of(cfg.optimizer.name, is_matrix)
-    counter = 4 if "step" in states else 0
-    moments = [name for name in states if name != "step"]
-    return len(moments) * weight_bytes + counter * num_weights
+    counter, name = 4, cfg.optimizer.name
+    if name == "sgd":
+        return 0
+    if is_selected and name == "muon":
+        return numel * itemsize
+    if is_selected:
+        return eight_bit.num_bytes(numel) + counter
+    return 2 * numel * itemsize + counter
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,8 @@ class _Ranks:
     ep: int
     experts: frozenset[nn.Parameter]
     """The weights that `ep` spreads."""
-    matrices: frozenset[nn.Parameter]
-    """The weights that Muon would update."""
+    selected: frozenset[nn.Parameter]
+    """The weights that the optimizer selects."""
 
     @classmethod
     def of(cls, cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, num_processes: int) -> _Ranks:
@@ -207,9 +209,9 @@ class _Ranks:
         num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1
         modules = [module for _, module in experts_of(hf, spec)] if cfg.parallel.ep > 1 else []
         experts = frozenset(p for module in modules for p in module.parameters())
-        names = matrices_of(hf, spec, family_of(hf).gating)
-        matrices = frozenset(hf.get_parameter(name) for name in names)
-        return cls(num_shards, cfg.parallel.ep, experts, matrices)
+        names = selected_by(cfg.optimizer.name, hf, spec, family_of(hf))
+        selected = frozenset(hf.get_parameter(name) for name in names)
+        return cls(num_shards, cfg.parallel.ep, experts, selected)
 
     def shares(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return into how many parts `ep` cuts a weight, and fsdp2 each of these."""
@@ -234,7 +236,7 @@ def _state_bytes(
         if num_shards > 1:
             weights += num_bytes
         if parameter.requires_grad:
-            gradients += gradient_bytes(cfg, parameter.numel() // num_parts, parameter.itemsize)
-            is_matrix = parameter in ranks.matrices
-            states += optimizer_bytes(cfg, num_bytes // num_shards, is_matrix=is_matrix)
+            numel, is_selected = parameter.numel() // num_parts, parameter in ranks.selected
+            gradients += gradient_bytes(cfg, numel, parameter.itemsize)
+            states += optimizer_bytes(cfg, numel // num_shards, parameter.itemsize, is_selected)
     return weights, gradients, states

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,23 +12,43 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.config import Optimizer
+from shardwise.models.eight_bit import names_in_8_bits
 from shardwise.models.families import Family
 from shardwise.models.kinds import RATES
+from shardwise.models.matrices import matrices_of
 from shardwise.models.names import hf_name, is_adapter, is_factor_b, is_magnitude
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel import adamw8bit
 from shardwise.parallel.muon import MOMENTUM_BUFFER, Muon
 
-_OF_ADAMW = ("exp_avg", "exp_avg_sq", "step")
+
+def selected_by(name: str, hf: nn.Module, spec: ModelSpec, family: Family) -> frozenset[str]:
+    """Return the names of the parameters that the optimizer `name` does not leave to AdamW.
+
+    For Muon they are matrices; 8-bit AdamW keeps their moments in 8 bits. The choice is by the
+    shapes of full parameters, whatever part of them a rank has.
+    """
+    if name == "muon":
+        return matrices_of(hf, spec, family.gating)
+    return names_in_8_bits(hf) if name == "adamw8bit" else frozenset()
 
 
-def states_of(name: str, is_matrix: bool) -> tuple[str, ...]:
-    """Return the states that the optimizer `name` keeps of a parameter after a step.
+def zero_states(
+    name: str, parameter: torch.Tensor, is_selected: bool
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return what makes the states that the optimizer `name` keeps of a parameter after a step.
 
-    `step` is a count, and the others are tensors of the parameter's shape and dtype.
-    `is_matrix`: whether it is one that Muon would update.
+    They are zeros on the parameter's device, `meta` too, and sharded as it is, where it is a
+    shard. `is_selected`: by `selected_by`.
     """
     if name == "sgd":
-        return ()
-    return (MOMENTUM_BUFFER,) if name == "muon" and is_matrix else _OF_ADAMW
+        return {}
+    if name == "adamw8bit" and is_selected:
+        return adamw8bit.zero_states(parameter)
+    like = partial(torch.zeros_like, parameter)
+    if name == "muon" and is_selected:
+        return {MOMENTUM_BUFFER: like}
+    return {"exp_avg": like, "exp_avg_sq": like, "step": adamw8bit.count_of_steps}
 
 
 def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
@@ -52,7 +73,7 @@ def make_optimizer(
     cfg: Optimizer,
     named: Sequence[tuple[str, nn.Parameter]],
     decayed: Container[str],
-    matrices: Container[str] = (),
+    selected: Container[str] = (),
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.optim.Optimizer:
     """Return the optimizer `cfg.name` over this rank's trainable parameters or shards.
@@ -61,16 +82,16 @@ def make_optimizer(
     parameter's shape. Each group has its parameters' names in `param_names`, by which an
     optimizer's states are saved. The first group has the learning rate that is reported, `cfg.lr`:
     groups of LoRA's factors B at another rate come last.
-    `matrices`: names of those that Muon updates; `dtype`: see `Muon`.
+    `selected`: see `selected_by`; `dtype`: see `Muon`.
     """
     # One group per kind of tensor: the multi-tensor path of torch's optimizers takes neither plain
     # tensors beside DTensors nor DTensors of several meshes.
-    is_muon = cfg.name == "muon"
+    has_adamw_beside = cfg.name in ("muon", "adamw8bit")
     groups: dict[tuple[Any, bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         ratio = cfg.lora_b_lr_ratio if is_factor_b(name) else 1.0
-        key = mesh, name in decayed, ratio, is_muon and name in matrices
+        key = mesh, name in decayed, ratio, has_adamw_beside and name in selected
         groups.setdefault(key, []).append((name, parameter))
     options: list[dict[str, Any]] = [
         {
@@ -78,16 +99,18 @@ def make_optimizer(
             "weight_decay": cfg.weight_decay if decays else 0.0,
             "lr": cfg.lr * ratio,
         }
-        | ({"is_matrix": is_matrix} if is_muon else {})
-        for (_, decays, ratio, is_matrix), parameters in sorted(
+        | ({"is_selected": is_selected} if has_adamw_beside else {})
+        for (_, decays, ratio, is_selected), parameters in sorted(
             groups.items(), key=lambda group: group[0][2] != 1
         )
     ]
     if not named:
         # A pipeline's stage may have nothing to train, but it has a learning rate.
-        options = [{"params": [], "param_names": [], "weight_decay": 0.0, "is_matrix": False}]
-    if is_muon:
+        options = [{"params": [], "param_names": [], "weight_decay": 0.0, "is_selected": False}]
+    if cfg.name == "muon":
         return Muon(options, cfg.lr, cfg.betas, cfg.eps, dtype)
+    if cfg.name == "adamw8bit":
+        return adamw8bit.AdamW8bit(options, cfg.lr, cfg.betas, cfg.eps)
     if cfg.name == "sgd":
         return torch.optim.SGD(options, lr=cfg.lr)
     return torch.optim.AdamW(options, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from shardwise import rules
 from shardwise.assembly.costs import optimizer_bytes
 from shardwise.assembly.describe import Description
+from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.state import MemoryState
 from shardwise.config import RunConfig, require
 from shardwise.interfaces import Part
 from shardwise.layouts import Facts, ModelFacts, axis_sizes
+from shardwise.models import eight_bit
 from shardwise.models.families import Family
 from shardwise.models.initialise import nudged
 from shardwise.models.own import OWN, GivesCuts, GivesStages, OwnModel, OwnPart, own_stages
@@ -22,6 +24,8 @@ from shardwise.schedule.costs import Cost, CostSource
 
 BY_PARAMETERS = CostSource(rate="one operation per parameter")
 """The source of the costs of a module's layers."""
+OWN_FAMILY = Family(OWN, mixers={}, feed_forward={})
+"""That of every module of a caller."""
 
 
 def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
@@ -31,7 +35,7 @@ def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
         hf=own.module,
         multimodal=None,
         spec=own.spec,
-        family=Family(OWN, mixers={}, feed_forward={}),
+        family=OWN_FAMILY,
         sizes=axis_sizes(cfg, num_ranks),
         positions=None,
         coverage=None,
@@ -74,6 +78,7 @@ def own_facts(own: OwnModel) -> ModelFacts:
         is_own=True,
         gives_stages=isinstance(own.module, GivesStages),
         gives_cuts=isinstance(own.module, GivesCuts),
+        **eight_bit.facts_of(own.module, own.spec),
     )
 
 
@@ -83,6 +88,8 @@ def own_costs(cfg: RunConfig, own: OwnModel) -> tuple[tuple[Cost, ...], CostSour
     What lies outside of the layers is not counted: which end holds it is known to `cut` alone.
     """
     names = ("before the layers", *(layer.name for layer in own.spec.layers), "after the layers")
+    chosen = selected_by(cfg.optimizer.name, own.module, own.spec, OWN_FAMILY)
+    selected = {own.module.get_parameter(name) for name in chosen}
     costs = []
     for name in names:
         is_layer = name in names[1:-1]
@@ -99,7 +106,9 @@ def own_costs(cfg: RunConfig, own: OwnModel) -> tuple[tuple[Cost, ...], CostSour
             output_bytes=0,
             weight_bytes=sum(p.nbytes for p in parameters),
             gradient_bytes=trained_bytes,
-            optimizer_bytes=optimizer_bytes(cfg, trained_bytes, len(trained)),
+            optimizer_bytes=sum(
+                optimizer_bytes(cfg, p.numel(), p.itemsize, p in selected) for p in trained
+            ),
             parameters=num_weights,
             trainable=bool(trained) or not is_layer,
         )

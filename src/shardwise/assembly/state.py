@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.assembly.optimizer import optimized_parameters, states_of
+from shardwise.assembly.optimizer import optimized_parameters, zero_states
 from shardwise.config import Lora, RunConfig
 from shardwise.interfaces import ParallelModel, State
 from shardwise.kernels.quantised import dequantise, quantise
@@ -40,13 +40,12 @@ class MemoryState:
         """The keys of the tensors."""
         return self.tensors.keys()
 
-    def check(self, model: nn.Module, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig, selected: Collection[str]) -> None:
         """Check that the model has what the tensors are of; their shapes are checked when read."""
-        names = [name for name, _ in model.named_parameters()]
-        known = {f"weights/{name}" for name in names}
-        known |= {f"buffers/{name}" for name, _ in persistent_buffers(model)}
-        kinds = {kind for matrix in (0, 1) for kind in states_of(cfg.optimizer.name, bool(matrix))}
-        known |= {f"optimizer/{name}/{kind}" for name in names for kind in kinds}
+        known = {f"buffers/{name}" for name, _ in persistent_buffers(model)}
+        for name, parameter in model.named_parameters():
+            kinds = zero_states(cfg.optimizer.name, parameter, name in selected)
+            known |= {f"weights/{name}", *(f"optimizer/{name}/{kind}" for kind in kinds)}
         unknown = set(self.keys) - known
         assert not unknown, f"the model has no {min(unknown)}"
 
@@ -86,13 +85,12 @@ def load_state(
 
     `optimizer` has not made a step, so it has no states yet.
     """
-    matrices = {p for g in optimizer.param_groups if g.get("is_matrix") for p in g["params"]}
+    selected = {p for g in optimizer.param_groups if g.get("is_selected") for p in g["params"]}
     for name, parameter in optimized_parameters(optimizer):
-        for kind in states_of(cfg.optimizer.name, parameter in matrices):
+        states = zero_states(cfg.optimizer.name, parameter, parameter in selected)
+        for kind, make in states.items():
             if f"optimizer/{name}/{kind}" in state.keys:
-                is_count = kind == "step"
-                zeros = torch.zeros(()) if is_count else torch.zeros_like(parameter)
-                optimizer.state[parameter][kind] = zeros
+                optimizer.state[parameter][kind] = make()
     for key, name, local in _all_tensors(pm, optimizer):
         if key in state.keys:
             _read(pm, state, key, name, local)

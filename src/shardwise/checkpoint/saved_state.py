@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from shardwise.assembly.optimizer import states_of
+from shardwise.assembly.optimizer import zero_states
 from shardwise.assembly.state import persistent_buffers
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.index import read_index
@@ -39,9 +39,9 @@ class SavedState:
         """The keys of the tensors that the checkpoint holds."""
         return self._tensors.keys()
 
-    def check(self, model: nn.Module, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig, selected: Collection[str]) -> None:
         """Raise UserError unless the checkpoint has exactly what a run of this model trains."""
-        if problem := self._problem(model, cfg):
+        if problem := self._problem(model, cfg, selected):
             raise UserError(
                 f"checkpoint {self._folder} does not fit this run: {problem}; take one of a run of "
                 "the same model and lora, or start from scratch without training.resume"
@@ -57,7 +57,7 @@ class SavedState:
             raise RunError(f"checkpoint {self._folder} could not be read: {error}") from None
         return target
 
-    def _problem(self, model: nn.Module, cfg: RunConfig) -> str | None:
+    def _problem(self, model: nn.Module, cfg: RunConfig, selected: Collection[str]) -> str | None:
         parameters = dict(model.named_parameters())
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         expected: dict[str, torch.Tensor] = {}
@@ -65,16 +65,14 @@ class SavedState:
             expected[f"weights/{name}"] = parameter
         for name, buffer in () if cfg.lora else persistent_buffers(model):
             expected[f"buffers/{name}"] = buffer
-        count = torch.zeros((), dtype=torch.float32)
         for name, states in self._optimizer_states().items():
             if name not in trained:
                 return f"{name} was trained, and is not here"
-            kept = [set(states_of(cfg.optimizer.name, is_matrix)) for is_matrix in (False, True)]
-            if states not in kept:
+            kept = zero_states(cfg.optimizer.name, trained[name], name in selected)
+            if states != kept.keys():
                 return f"{cfg.optimizer.name} does not keep {', '.join(sorted(states))} of {name}"
             for state in sorted(states):
-                like = count if state == "step" else trained[name]
-                expected[f"optimizer/{name}/{state}"] = like
+                expected[f"optimizer/{name}/{state}"] = kept[state]()
         for key, like in expected.items():
             entry = self._tensors.get(key)
             if entry is None:

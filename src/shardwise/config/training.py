@@ -12,8 +12,9 @@ from shardwise.config.section import Section, require
 class Optimizer(Section):
     """How the weights are updated."""
 
-    name: Literal["adamw", "sgd", "muon"] = "adamw"
-    """AdamW (arXiv 1711.05101), or SGD without momentum. `muon` (arXiv 2502.16982): Muon for the
+    name: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw"
+    """AdamW (arXiv 1711.05101), or SGD without momentum. `adamw8bit` (arXiv 2110.02861): AdamW with
+    the moments of matrices in 8 bits. `muon` (arXiv 2502.16982): Muon for the
     matrices of layers, and AdamW for everything else, at the same learning rate."""
     lr: float = 2e-4
     """Peak learning rate."""

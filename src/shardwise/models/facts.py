@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.kernels.grouped_linear import ROW_BYTES, takes
 from shardwise.kernels.quantised import Format
 from shardwise.layouts import ModelFacts
-from shardwise.models import expert_plan, quantise, tensor_plan
+from shardwise.models import eight_bit, expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.names import hf_name, in_use, is_adapter
@@ -70,6 +70,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         most_earlier_tokens=_most_earlier_tokens(hf, spec),
         num_float8_linears=float8.num_linears(hf, spec, family),
         scaled_positions=_scaled_positions(hf),
+        **eight_bit.facts_of(hf, spec),
     )
 
 

@@ -9,7 +9,6 @@ these modules finds no tensor there, and fails.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.quantised import Format, Layout, Matrix, Weight, quantised_linear, shapes_of
-from shardwise.models.tensor_cuts import Cut, Indivisible, Rows
+from shardwise.models.tensor_cuts import Cut
 
 
 class Stored(nn.Module):
@@ -56,7 +55,7 @@ class Stored(nn.Module):
             if not is_last:
                 yield name, cut
             elif name != "steps" and size > 1:
-                yield name, Cut(cut.dim, _in_blocks(cut.rows, width // size))
+                yield name, Cut(cut.dim, cut.rows.in_blocks(width // size))
 
 
 class QuantisedLinear(nn.Linear):
@@ -88,12 +87,3 @@ def weight_of(owner: Any, name: str = "weight") -> Weight:
     """Return a weight of a module as kernels take it."""
     weight = getattr(owner, name)
     return weight.matrix if isinstance(weight, Stored) else weight
-
-
-def _in_blocks(rows: Rows, size: int) -> Rows:
-    """Return rows as blocks of so many."""
-    for segment in rows.segments:
-        if segment.length % size:
-            raise Indivisible(f"{segment.length} columns in blocks of {size}")
-    segments = (replace(segment, size=segment.size // size) for segment in rows.segments)
-    return Rows(rows.num_ranks, tuple(segments))

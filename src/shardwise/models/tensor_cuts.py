@@ -12,7 +12,7 @@ Source of the scheme: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -119,6 +119,14 @@ class Rows:
         """Return a rank's part of a whole tensor: a view if it is one range, else a copy."""
         pieces = [tensor.narrow(dim, start, length) for start, length in self.ranges(rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def in_blocks(self, size: int) -> Rows:
+        """Return these rows as blocks of so many; raises Indivisible if a cut goes through one."""
+        for segment in self.segments:
+            if segment.length % size:
+                raise Indivisible(f"{segment.length} columns in blocks of {size}")
+        segments = (replace(segment, size=segment.size // size) for segment in self.segments)
+        return Rows(self.num_ranks, tuple(segments))
 
     def arrange(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all ranks' parts of a whole tensor, joined in rank order."""

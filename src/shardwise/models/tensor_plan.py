@@ -64,7 +64,7 @@ def replicated_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> 
     return [+sizes for sizes in (outside, *units.values(), Counter())]
 
 
-def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
+def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
     """Return how each parameter within the layers that is not whole is cut, by its name.
 
     Raises Indivisible.

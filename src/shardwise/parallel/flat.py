@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts, Part
-from shardwise.parallel.place import cut, full_tensor, placed, shard_dim
+from shardwise.layouts import shard_dim
+from shardwise.parallel.place import cut, full_tensor, placed
 from shardwise.parallel.reduce import sum_over
 
 
@@ -76,6 +77,7 @@ def _pieces(part: Part, flat: Sequence[Any]) -> dict[str, Piece]:
 
 def _shard(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     dim = shard_dim(full.shape, mesh.size())
+    assert dim is not None, "no dim is taken"
     # A copy, so that the rest is freed.
     local = cut(full, dim, mesh.size())[mesh.get_local_rank()].clone()
     return placed(local, mesh, [Shard(dim)], full.shape)

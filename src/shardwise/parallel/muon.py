@@ -12,7 +12,6 @@ al., "Muon is Scalable for LLM Training", arXiv 2502.16982, for the scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.parallel.place import cut
 from shardwise.parallel.reduce import all_gather
+from shardwise.parallel.with_adamw import WithAdamW
 
 MOMENTUM = 0.95
 """The decay rate of the momentum, torch.optim.Muon's default."""
@@ -32,8 +32,8 @@ _STEPS = 5
 _EPSILON = 1e-7
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for the groups whose `is_matrix` is true, with AdamW for the others.
+class Muon(WithAdamW):
+    """Muon for selected groups, which are matrices, with AdamW for the others.
 
     A matrix has two dims, and a stack of matrices `[E, out, in]` three. Both may be DTensors.
     `dtype`: in which matrices are multiplied and gathered; torch.optim.Muon has bfloat16.
@@ -47,27 +47,8 @@ class Muon(torch.optim.Optimizer):
         eps: float,
         dtype: torch.dtype,
     ) -> None:
-        others = [group for group in groups if not group["is_matrix"]]
-        empty = {"params": [], "param_names": [], "is_matrix": False, "weight_decay": 0.0}
-        # It has the same groups and states as this optimizer, so that schedules and checkpoints
-        # see one optimizer.
-        self._adamw = torch.optim.AdamW(others or [empty], lr=lr, betas=betas, eps=eps)
-        matrices = [group for group in groups if group["is_matrix"]]
-        super().__init__([*self._adamw.param_groups, *matrices], {"lr": lr})
-        self._adamw.param_groups[:] = [g for g in self.param_groups if not g["is_matrix"]]
-        self.state = self._adamw.state
+        super().__init__(groups, lr, betas, eps)
         self._dtype = dtype
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # ty: ignore[incompatible-method-override]
-        """Update every parameter that has a gradient."""
-        assert closure is None, "a step of this library has its gradients already"
-        self._adamw.step()
-        for group in self.param_groups:
-            if group["is_matrix"]:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group["lr"], group["weight_decay"])
 
     def _update(self, parameter: nn.Parameter, lr: float, weight_decay: float) -> None:
         gradient = parameter.grad

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from shardwise.layouts import shard_dim
+
 
 def materialise(
     module: nn.Module, device: torch.device, only: type[torch.Tensor] = torch.Tensor
@@ -45,21 +47,11 @@ def odd_dtype(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.dtype != num_elements.most_common(1)[0][0]]
 
 
-def shard_dim(shape: Sequence[int], num_shards: int) -> int:
-    """Return the dim to shard: 0 if it divides evenly, else the first that does, else 0.
-
-    In the last case the last ranks hold less.
-    """
-    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
-
-
 def free_dim(parameter: torch.Tensor, num_shards: int) -> int | None:
     """Return the dim to shard where another may be sharded; None if no other divides evenly."""
-    if not isinstance(parameter, DTensor):
-        return shard_dim(parameter.shape, num_shards)
-    taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
-    sizes = enumerate(parameter.shape)
-    return next((d for d, size in sizes if d not in taken and size % num_shards == 0), None)
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    return shard_dim(parameter.shape, num_shards, taken)
 
 
 def cut(full: torch.Tensor, dim: int, num_shards: int) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise.interfaces import ParallelModel
-from shardwise.models.tensor_cuts import Cut
+from shardwise.models.tensor_cuts import Cut, Rows
 from shardwise.parallel.place import axes_of
 
 
@@ -25,18 +25,26 @@ def in_order(pm: ParallelModel, reordered: Mapping[str, Cut], axis: str) -> Para
         cut = reordered.get(name)
         if cut is None:
             return portable
-        return _with_rows(portable, cut.rows.restore(_joined(portable, axis), cut.dim), axis)
+        rows = _in_blocks(cut, portable, cut.rows.local_size * cut.rows.num_ranks)
+        return _with_rows(portable, rows.restore(_joined(portable, axis), cut.dim), axis)
 
     def from_portable(name: str, local: torch.Tensor, portable: torch.Tensor) -> None:
         cut = reordered.get(name)
-        if cut is not None and isinstance(portable, DTensor):
-            arranged = cut.rows.arrange(_joined(portable, axis), cut.dim)
-            portable = _with_rows(portable, arranged, axis)
-        elif cut is not None:
-            portable = cut.rows.arrange(portable, cut.dim)
+        if cut is not None:
+            rows = _in_blocks(cut, portable, cut.rows.size)
+            if isinstance(portable, DTensor):
+                arranged = rows.arrange(_joined(portable, axis), cut.dim)
+                portable = _with_rows(portable, arranged, axis)
+            else:
+                portable = rows.arrange(portable, cut.dim)
         pm.from_portable(name, local, portable)
 
     return replace(pm, to_portable=to_portable, from_portable=from_portable)
+
+
+def _in_blocks(cut: Cut, portable: torch.Tensor, size: int) -> Rows:
+    """Return the rows of a cut, in blocks where a state has one number for several of `size`."""
+    return cut.rows.in_blocks(size // portable.shape[cut.dim])
 
 
 def _joined(portable: torch.Tensor, axis: str) -> torch.Tensor:

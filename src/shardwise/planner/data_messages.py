@@ -107,7 +107,7 @@ def _gathered_updates(step: Step, weights: Iterable[Weight]) -> Iterator[Message
     for weight in weights:
         dim = weight.shard_dim
         is_cut = dim is not None and dim >= len(weight.shape) - 2
-        if weight.is_matrix and weight.is_trained and is_cut:
+        if weight.is_selected and weight.is_trained and is_cut:
             num_bytes = weight.padded_numel * itemsize
             yield Messages("all-gather", step.data_axis(weight), 1, num_bytes)
 

@@ -123,7 +123,7 @@ def _add_flat(
             for weight, (start, end) in zip(weights, spans, strict=True):
                 overlap = min(end, (rank + 1) * piece) - max(start, rank * piece)
                 if weight.is_trained:
-                    total["optimizer"] += optimizer_bytes(cfg, max(0, overlap) * itemsize)
+                    total["optimizer"] += optimizer_bytes(cfg, max(0, overlap), itemsize)
 
 
 def _add(
@@ -141,5 +141,4 @@ def _add(
         gradient = state
         total["optimizer"] += state * weight.itemsize
     total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
-    size = state * weight.itemsize
-    total["optimizer"] += optimizer_bytes(cfg, size, is_matrix=weight.is_matrix)
+    total["optimizer"] += optimizer_bytes(cfg, state, weight.itemsize, weight.is_selected)

@@ -21,7 +21,6 @@ from shardwise.config import RunConfig
 from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, unit_memory
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.models.matrices import muon_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.holding import (
     Ddp,
@@ -37,6 +36,7 @@ from shardwise.planner.holding import (
 )
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
+from shardwise.planner.update import update_bytes
 from shardwise.schedule.simulate import kept_messages
 
 NORM_ELEMENTS = 2**16
@@ -349,15 +349,9 @@ class _Rank:
             return
         squares = min(NORM_ELEMENTS, max(numel for numel, _ in sizes))
         yield base.plus(temporary=4 * squares)._replace(moment="clipping")
-        largest = max(numel * itemsize for numel, itemsize in sizes)
-        every = sum(numel * itemsize for numel, itemsize in sizes)
-        is_adamw = self.cfg.optimizer.name == "adamw"
-        # torch updates one weight after the other on a CPU, and all together on a GPU.
-        update = (2 if is_adamw else 1) * largest
-        if self.cfg.optimizer.name == "muon":
-            update = max(update, *(self._of_muon(weight) for weight in trained))
-        elif not self.is_gloo:
-            update = every if parallel.offload == "none" else 0
+        update = update_bytes(
+            self.cfg, {w: self._local_numel(w) for w in trained}, is_gloo=self.is_gloo
+        )
         yield base.plus(temporary=update)._replace(moment="update of the largest weight")
         if self.cfg.parallel.data in ("zero1", "zero2"):
             for bucket in buckets(trained[::-1]):
@@ -365,18 +359,6 @@ class _Rank:
                 copy = size if self.is_gloo else 0
                 gathered = size // self.num_shards + size + copy
                 yield base.plus(buffers=gathered)._replace(moment="gathering of updated weights")
-
-    def _of_muon(self, weight: Weight) -> int:
-        """Return the bytes that Muon needs to update a matrix; 0 for what AdamW updates.
-
-        They are the update of a shard, then the matrix and two like it, and three Gram matrices.
-        """
-        if not weight.is_matrix:
-            return 0
-        itemsize = muon_dtype(self.cfg.training.precision).itemsize
-        rows = min(weight.shape[-2:])
-        grams = weight.numel // prod(weight.shape[-2:]) * rows**2
-        return self._local_numel(weight) * 4 + (3 * weight.numel + 3 * grams) * itemsize
 
     def _local_numel(self, weight: Weight) -> int:
         if self.cfg.parallel.data in ("single", "ddp"):

@@ -18,20 +18,19 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.costs import choose_split, costs_of, with_gradients
 from shardwise.assembly.describe import Description
+from shardwise.assembly.optimizer import selected_by
 from shardwise.config import RunConfig
-from shardwise.layouts import num_strategy_ranks
+from shardwise.layouts import num_strategy_ranks, shard_dim
 from shardwise.metrics.flops import is_rerun
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.counts import Unit as CountedUnit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.families import family_of
-from shardwise.models.matrices import matrices_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
 from shardwise.models.tensor_plan import cut_rows, cuts_of, split_blocks
-from shardwise.parallel.place import shard_dim
 from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
 from shardwise.planner.experts import Mixture, mixtures_of
 
@@ -52,8 +51,8 @@ class Weight:
     """The dim along which `ep` shards it; None: it belongs to no routed expert."""
     has_partial_gradient: bool = False
     """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
-    is_matrix: bool = False
-    """Whether Muon would update it."""
+    is_selected: bool = False
+    """Whether the run's optimizer selects it: see `assembly.optimizer.selected_by`."""
     shared_numels: tuple[int, ...] = ()
     """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
 
@@ -68,11 +67,8 @@ class Weight:
 
         None: no dim that is not sharded divides evenly, so that each data rank holds all of it.
         """
-        taken = {self.tp_dim, self.ep_dim} - {None}
-        if not taken:
-            return shard_dim(self.shape, self.num_shards)
-        dims = (dim for dim in range(len(self.shape)) if dim not in taken)
-        return next((dim for dim in dims if self.shape[dim] % self.num_shards == 0), None)
+        taken = [dim for dim in (self.tp_dim, self.ep_dim) if dim is not None]
+        return shard_dim(self.shape, self.num_shards, taken)
 
     @property
     def padded_numel(self) -> int:
@@ -208,8 +204,8 @@ def weights_of(cfg: RunConfig, run: Description, rank: int) -> tuple[Weight, ...
     """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
     parallel, num_shards = cfg.parallel, num_strategy_ranks(cfg, run.sizes)
     hf = as_stored(run.hf, cfg.model.base)
-    cut = hf, run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
-    return _sharded(num_shards, *cut)
+    cut = run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
+    return _sharded(num_shards, hf, cfg.optimizer.name, *cut)
 
 
 def weights_by_layer(spec: ModelSpec, weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
@@ -226,7 +222,7 @@ def weights_by_layer(spec: ModelSpec, weights: Iterable[Weight]) -> dict[str, tu
 @lru_cache(maxsize=8)
 def _sharded(num_shards: int, *cut: Any) -> tuple[Weight, ...]:
     """Return the weights of a cut, shared by so many ranks: of experts, by those of one part."""
-    _, _, _, num_expert_ranks, _, _ = cut
+    _, _, _, _, num_expert_ranks, _, _ = cut
     return tuple(
         replace(weight, num_shards=num_shards // (1 if weight.ep_dim is None else num_expert_ranks))
         for weight in _cut_weights(*cut)
@@ -236,6 +232,7 @@ def _sharded(num_shards: int, *cut: Any) -> tuple[Weight, ...]:
 @lru_cache(maxsize=64)
 def _cut_weights(
     hf: PreTrainedModel,
+    optimizer: str,
     spec: ModelSpec,
     num_ranks: int,
     num_expert_ranks: int,
@@ -243,9 +240,9 @@ def _cut_weights(
     rank: int,
 ) -> tuple[Weight, ...]:
     """Return all weights as rank `rank` of `tp` and any of `ep` hold them, each with one copy."""
-    matrices = matrices_of(hf, spec, family_of(hf).gating)
+    selected = selected_by(optimizer, hf, spec, family_of(hf))
     weights = [
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, 1, is_matrix=name in matrices)
+        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, 1, is_selected=name in selected)
         for name, p in hf.named_parameters()
     ]
     if num_expert_ranks > 1:

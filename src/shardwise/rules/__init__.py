@@ -12,7 +12,17 @@ from collections.abc import Iterator
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
-from shardwise.rules import adapters, bases, context, experts, models, products, ranks, run_file
+from shardwise.rules import (
+    adapters,
+    bases,
+    context,
+    experts,
+    models,
+    optimizers,
+    products,
+    ranks,
+    run_file,
+)
 from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -26,6 +36,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *experts.MODEL_RULES,
         *bases.MODEL_RULES,
         *products.MODEL_RULES,
+        *optimizers.MODEL_RULES,
     ),
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import bases, context, duration, experts, products
+from shardwise.rules import bases, context, duration, experts, optimizers, products
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -72,12 +72,6 @@ def _halves(case: Case) -> bool:
 
 def _is_fsdp2(case: Case) -> bool:
     return case.parallel.data == "fsdp2"
-
-
-def _has_muon(case: Case) -> bool:
-    parallel = case.parallel
-    is_whole = parallel.pp == parallel.cp == parallel.tp == parallel.ep == 1
-    return is_whole and parallel.data in ("single", "ddp", "fsdp2")
 
 
 def _is_compiled(case: Case) -> bool:
@@ -146,27 +140,7 @@ RULES = (
         way_out="add a section lora, or leave it at 1",
         why="the key would have no effect",
     ),
-    Rule(
-        "muon with LoRA",
-        applies=lambda case: case.cfg.optimizer.name == "muon" and case.cfg.lora is not None,
-        problem="optimizer.name muon is for full training: LoRA's factors are not its matrices",
-        way_out="use adamw, or leave the section lora out",
-        why="an orthogonal update of A or of B is none of their product",
-    ),
-    Rule(
-        "muon under a layout that is not proven",
-        applies=lambda case: case.cfg.optimizer.name == "muon" and not _has_muon(case),
-        problem="optimizer.name muon is not offered under {layout}",
-        way_out="use ddp, fsdp2 or single without pp, cp, tp and ep, or optimizer.name adamw",
-        why="only these layouts have or gather complete matrices in a parity cell",
-    ),
-    Rule(
-        "muon with offload",
-        applies=lambda case: case.cfg.optimizer.name == "muon" and case.parallel.offload != "none",
-        problem="parallel.offload {parallel.offload} would orthogonalise matrices on the CPU",
-        way_out="set offload to none, or use adamw",
-        why="no cell of the parity matrix runs both",
-    ),
+    *optimizers.RULES,
     Rule(
         "tokens in a step",
         applies=lambda case: _tokens(case) > MOST_TOKENS,

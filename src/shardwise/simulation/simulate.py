@@ -141,7 +141,7 @@ class AfterOneStep:
     lora: Lora | None = None
     keys: Collection[str] = _AnyKey()
 
-    def check(self, model: nn.Module, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig, selected: Collection[str]) -> None:
         """See State: it fits any model."""
 
     def read(self, key: str, portable: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,56 @@
+"""What an optimizer needs while it updates the weights of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from shardwise.config import RunConfig
+from shardwise.models.eight_bit import chunk_numel
+from shardwise.models.matrices import muon_dtype
+from shardwise.planner.share import Weight
+
+
+def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) -> int:
+    """Return the most bytes that the update needs, beside weights, gradients and states.
+
+    `numels`: the elements that this rank updates of each trained weight. torch updates one weight
+    after the other on a CPU, and all together on a GPU.
+    """
+    name = cfg.optimizer.name
+    if name == "adamw8bit":
+        of_adamw = [n * w.itemsize for w, n in numels.items() if not w.is_selected]
+        by_itself = max(_in_8_bits(weight, numel) for weight, numel in numels.items())
+        update = 2 * max(of_adamw, default=0) if is_gloo else sum(of_adamw)
+        return max(update, by_itself)
+    sizes = [numel * weight.itemsize for weight, numel in numels.items()]
+    if name == "muon":
+        return max(*sizes, *(_of_muon(cfg, weight, numel) for weight, numel in numels.items()))
+    if is_gloo:
+        return (2 if name == "adamw" else 1) * max(sizes)
+    return sum(sizes) if cfg.parallel.offload == "none" else 0
+
+
+def _in_8_bits(weight: Weight, numel: int) -> int:
+    """Return the bytes that 8-bit AdamW needs to update a weight; 0 for what AdamW updates.
+
+    Of a chunk of rows they are both moments in float32, and while one of them is read or rounded
+    its codes in 32 bits and a tensor like it; in 16 bits also the gradient and the weight in
+    float32, of which the latter is gone when moments are rounded.
+    """
+    if not weight.is_selected or not numel:
+        return 0
+    return min(numel, chunk_numel(weight.shape)) * (13 if weight.itemsize == 4 else 20)
+
+
+def _of_muon(cfg: RunConfig, weight: Weight, numel: int) -> int:
+    """Return the bytes that Muon needs to update a matrix; 0 for what AdamW updates.
+
+    They are the update of a shard, then the matrix and two like it, and three Gram matrices.
+    """
+    if not weight.is_selected:
+        return 0
+    itemsize = muon_dtype(cfg.training.precision).itemsize
+    rows = min(weight.shape[-2:])
+    grams = weight.numel // prod(weight.shape[-2:]) * rows**2
+    return numel * 4 + (3 * weight.numel + 3 * grams) * itemsize
