@@ -111,7 +111,6 @@ def values(**changes: Any) -> Callable[[Tensors, dict[str, Any]], None]:
         (targets("down_proj"), "the file lacks: base_model.model.model.layers.0.mlp.down_proj"),
         (values(target_modules=".*key_proj"), "PEFT does not take its config"),
         (values(modules_to_save=["score"]), "modules_to_save of the config that the model does"),
-        (values(lora_alpha=0), "the scale is 0"),
         (values(r=5), "do not fit the module or the config's rank"),
         (without_prefix, "PEFT does not read with this config: model.layers.0"),
         (values(target_modules=["q_proj"]), "PEFT does not read with this config"),
@@ -193,8 +192,21 @@ def test_adapters_that_a_layer_reads_past_are_found(tmp_path: Path) -> None:
         ("adapter_model.bin", "", "adapter_model.bin is a pickle, which is never read"),
         ("adapter_model.safetensors", "{", "not a whole safetensors file"),
         ("adapter_config.json", "[]", "not the config of a LoRA adapter"),
-        ("adapter_config.json", '{"peft_type": "IA3", "r": 1, "lora_alpha": 1}', "peft_type IA3"),
-        ("adapter_config.json", '{"peft_type": "LORA", "r": 0, "lora_alpha": 1}', "r 0"),
+        (
+            "adapter_config.json",
+            '{"peft_type": "IA3", "r": 1, "lora_alpha": 1}',
+            'peft_type is "IA3"',
+        ),
+        (
+            "adapter_config.json",
+            '{"peft_type": "LORA", "r": 0, "lora_alpha": 1}',
+            "r is 0 instead of a whole number",
+        ),
+        (
+            "adapter_config.json",
+            '{"peft_type": "LORA", "r": 2, "lora_alpha": 0}',
+            "lora_alpha is 0 instead of a finite number above 0",
+        ),
         ("adapter_config.json", "", "not the config of a LoRA adapter"),
     ],
 )

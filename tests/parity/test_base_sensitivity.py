@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from shardwise.assembly import order, state
 from shardwise.kernels import quantised
@@ -23,8 +24,8 @@ CUT, SPREAD, _, SHARDED, STAGES = FIXED
 def scales_of_another_rank():
     quantise_whole = state.quantise
 
-    def rolled(matrix, fmt):
-        tensors = quantise_whole(matrix, fmt)
+    def rolled(matrix, fmt, scales=None):
+        tensors = quantise_whole(matrix, fmt, scales)
         return {**tensors, "scales": tensors["scales"].roll(matrix.shape[-2] // 2, -2)}
 
     state.quantise = rolled
@@ -47,8 +48,8 @@ def steps_of_scales_lost():
     dequantise = quantised.dequantise
 
     def without(tensors, fmt, dtype):
-        kept = {name: tensor for name, tensor in tensors.items() if name != "steps"}
-        return dequantise(kept, fmt, dtype) / 255
+        steps = torch.tensor([0.0, 1 / 255]).expand_as(tensors["steps"])
+        return dequantise({**tensors, "steps": steps}, fmt, dtype)
 
     quantised.dequantise = without
 
