@@ -101,6 +101,22 @@ def test_a_wanted_layout_is_the_only_one():
     assert {title(choice.candidate.division) for choice in answer.computed} == {"hsdp:2x2-tp:2-sp"}
 
 
+@pytest.mark.parametrize(
+    ("fixed", "wanted", "message"),
+    [
+        ({"tp": 2}, {"ddp": ()}, "--explain ddp and parallel.tp 2 contradict each other"),
+        ({"tp": 2}, {"tp": (4,)}, "--explain tp and parallel.tp 2 contradict each other"),
+        ({"data": "fsdp2", "dp_replicate": 3}, None, "dp_replicate 3 does not divide 4 devices"),
+    ],
+)
+def test_fixed_keys_that_leave_no_layout_are_named(fixed, wanted, message):
+    asked = question("tiny-llama", "4xRTX4090")
+    cfg = replace(asked.cfg, parallel=replace(asked.cfg.parallel, **fixed))
+    keys = frozenset(f"parallel.{key}" for key in fixed)
+    with pytest.raises(UserError, match=message):
+        search(replace(asked, cfg=cfg, fixed=keys, wanted=wanted))
+
+
 def test_rows_that_no_layout_divides():
     asked = question("tiny-qwen3_5", "5xRTX4090", rows=7, length=2047)
     with pytest.raises(UserError, match="no layout divides 7 rows"):

@@ -123,6 +123,12 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
         for axis in ("pp", "cp", "tp", "ep")
         if f"parallel.{axis}" in question.fixed
     }
+    for axis, size in fixed.items() if wanted else ():
+        if (wanted.get(axis) or size if axis in wanted else (1,)) != size:
+            raise UserError(
+                f"--explain {name} and parallel.{axis} {size[0]} contradict each other; leave one "
+                "out"
+            )
     given = {part: size for part, size in (fixed | dict(wanted)).items() if size}
     for key in (name, *(f"{part}:{size[0]}" for part, size in given.items())):
         if key in refused:
@@ -142,6 +148,12 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     for part in wanted:
         if wanted.keys() <= {"single", "pp", "cp", "tp", "sp"} and f"{part}:{num_ranks}" in refused:
             raise UserError(refused[f"{part}:{num_ranks}"])
+    replicas = question.cfg.parallel.dp_replicate
+    if "parallel.dp_replicate" in question.fixed and num_ranks % replicas:
+        raise UserError(
+            f"parallel.dp_replicate {replicas} does not divide {counted(num_ranks, 'device')}; set "
+            "one that does, or give other --devices"
+        )
     raise UserError(
         f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
         "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "
