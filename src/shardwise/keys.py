@@ -26,7 +26,7 @@ def flat(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
     """Return the way out for a user who wrote `name`, which is not in `known`."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {near[0]}?" if near else f"known {what}: {', '.join(known)}"
 
 
