@@ -163,14 +163,16 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
 
     Each family runs once over its data and once in a pipeline, which cuts what is the family's own.
     Each kind of block runs under tensor parallelism, and in both sorts of layouts over data: those
-    with weights whole on every rank, and those that shard them.
+    with weights whole on every rank, and those that shard them. Of the two layouts of 8 processes
+    that differ in `sequence_parallel`, one is enough.
     """
     kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
     if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1 or cell.faster_b or cell.dora:
         return set()
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
-        return {(cell.layout, "tp"), (cell.mode, shared), *((kind, "tp") for kind in kinds)}
+        layout = cell.layout.removesuffix("-sp") if cell.nproc == 8 else cell.layout
+        return {(layout, "tp"), (cell.mode, shared), *((kind, "tp") for kind in kinds)}
     if cell.schedule:
         backward = "halved" if cell.schedule in HALVING else "whole"
         return {
