@@ -113,8 +113,22 @@ def stored_by_a_run(folder: str, method: str, dtype: str) -> tuple[dict[str, tor
 LAYOUTS = (("fsdp2", 2), ("tp", 2), ("fsdp2-tp", 4))
 
 
-@pytest.mark.parametrize("source", ["plain", "experts"])
-@pytest.mark.parametrize("method", ["nf4 nested", "fp8", "torchao int8"])
+@pytest.mark.parametrize(
+    ("method", "source"),
+    [
+        ("nf4 nested", "plain"),
+        ("fp8", "experts"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("nf4 nested", "experts"),
+                ("fp8", "plain"),
+                ("torchao int8", "plain"),
+                ("torchao int8", "experts"),
+            )
+        ),
+    ],
+)
 def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
     """Neither shards nor ranks of tp may part a folder's blocks from their scales."""
     folder, copy = tmp_path / "q", tmp_path / "copy"
