@@ -162,11 +162,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"data": "fsdp1", "fsdp1_wrap": "naive"}, "lora": LORA, "model": BFLOAT16},
         2,
     ),
-    "tp with parallel.offload": (
-        "llama",
-        {"parallel": {"data": "fsdp2", "tp": 2, "offload": "all"}},
-        4,
-    ),
     "tp with training.compile": (
         "llama",
         {"parallel": {"tp": 2}, "training": {"compile": "inductor"}},
@@ -198,7 +193,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         2,
     ),
     "cp_attention without its strategy": ("llama", {"parallel": {"cp_attention": "ring"}}, 1),
-    "pp with offload": ("llama", {"parallel": {**PIPELINE, "data": "fsdp2", "offload": "all"}}, 4),
+    "offload with a memory limit": (
+        "llama",
+        {"parallel": {**PIPELINE, "offload": "optimizer", "memory_limit_gib": 1.0}},
+        2,
+    ),
     "stages per rank": ("llama", {"parallel": {**PIPELINE, "virtual_stages": 2}}, 2),
     "halved backwards with fsdp2 that reshards": (
         "llama",
@@ -730,7 +729,7 @@ TRIES = 30
 
 
 PIPELINE_KEYS = ("schedule", "virtual_stages", "split", "memory_limit_gib")
-FSDP2_KEYS = ("dp_replicate", "reshard_after_forward", "offload")
+FSDP2_KEYS = ("dp_replicate", "reshard_after_forward")
 
 
 def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:

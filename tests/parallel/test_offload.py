@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor, local
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, run_config
+from tests.parity.harness import (
+    TOLERANCE,
+    Cell,
+    Outcome,
+    compare,
+    microbatches,
+    run,
+    run_config,
+    verdict,
+)
 
 
 def _job(offload: str, mode: str = "full") -> tuple[Job, Any, Any]:
@@ -71,3 +81,28 @@ def _loaded(offload: str) -> bool:
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_copies_follow_weights_that_are_loaded(offload):
     assert all(run_ranks(2, _loaded, offload))
+
+
+def _run_with(cell: Cell, offload: Any) -> Outcome:
+    cfg = run_config(cell)
+    cfg = replace(cfg, parallel=replace(cfg.parallel, offload=offload))
+    return run(cfg, lambda mesh, step: microbatches(cfg, mesh, step))
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc", "offload"), [("pp", 2, "optimizer"), ("pp-fsdp2", 4, "all")]
+)
+def test_gradients_of_a_tied_weight_are_added_up_before_they_are_taken(layout, nproc, offload):
+    """Its two stages are on two ranks, of which one counts it in the norm."""
+    cell = Cell("qwen3_5_text", layout, "full", nproc, "tied", "1f1b")
+    expected = run_ranks(1, _run_with, cell.reference(), "none")[0]
+    errors = compare(run_ranks(nproc, _run_with, cell, offload), expected)
+    assert not verdict(errors, TOLERANCE), errors
+
+
+def test_one_process_trains_with_its_optimizer_on_the_cpu():
+    cell = Cell("qwen3_5_text", "single", "full", 1)
+    expected, outcome = (
+        run_ranks(1, _run_with, cell, offload)[0] for offload in ("none", "optimizer")
+    )
+    assert not verdict(compare((outcome,), expected), TOLERANCE)

@@ -157,6 +157,13 @@ CELLS = [
     Cell("qwen3_5_text", "fsdp1", "lora", 2, "head"),
     *(Cell("qwen3_5_text", "fsdp2", mode, 2, "offload-optimizer") for mode in ("lora", "full")),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "offload-all"),
+    *(
+        Cell("qwen3_5_text", layout, "full", 2, "offload-optimizer")
+        for layout in ("ddp", "tp", "cp")
+    ),
+    Cell("granitemoehybrid", "tp", "full", 4, "offload-optimizer"),
+    Cell("llama", "fsdp2-tp", "full", 4, "offload-all"),
+    Cell("llama", "pp-fsdp2", "full", 4, "offload-optimizer", "1f1b"),
     # Along tp too; some weights then have no dim left to shard over data ranks.
     *(Cell("qwen3_5_text", layout, "full", 4) for layout in ("zero1-tp", "fsdp2-tp")),
     Cell("qwen3_5_text", "fsdp2-tp", "lora", 4),

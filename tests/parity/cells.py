@@ -20,6 +20,8 @@ from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.muon import CELLS as MUON
 from tests.parity.muon import FIXED as FIXED_MUON
+from tests.parity.offload import CELLS as OFFLOAD
+from tests.parity.offload import FIXED as FIXED_OFFLOAD
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
 from tests.parity.pipelines import cell as pipeline
@@ -115,6 +117,7 @@ ALL = (
     *DORA,
     *MUON,
     *EIGHT_BIT,
+    *OFFLOAD,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -155,6 +158,7 @@ _FIXED = (
     *FIXED_DORA,
     *FIXED_MUON,
     *FIXED_EIGHT_BIT,
+    *FIXED_OFFLOAD,
 )
 
 

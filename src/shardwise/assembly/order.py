@@ -126,8 +126,6 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     Entry("fsdp2", _data("fsdp2"), fsdp2.apply),
 )
 AFTER_LOADING: tuple[Entry[Apply], ...] = (
-    # Copies real shards.
-    Entry("offload", lambda cfg: cfg.parallel.offload != "none", offload.apply),
     # Wraps real weights.
     Entry("ddp", _data("ddp"), ddp.apply),
     # The optimizer's shards are views into real weights.
@@ -138,6 +136,8 @@ AFTER_LOADING: tuple[Entry[Apply], ...] = (
     ),
     # Runs the stages that all others have prepared.
     Entry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
+    # Takes gradients after all others have added them up.
+    Entry("offload", lambda cfg: cfg.parallel.offload != "none", offload.apply),
 )
 ORDER = (*ON_THE_WHOLE, *BEFORE_LOADING, *AFTER_LOADING)
 """After the first section the model becomes parts (`into_parts`). Between the other two weights are

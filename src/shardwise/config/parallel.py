@@ -24,8 +24,8 @@ class Parallel(Section):
     """fsdp1: `separate`: each layer has a flat parameter of trainable weights and one of frozen
     weights. `naive`: it has one of all, in which frozen weights need memory for gradients too."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """fsdp2: what stays on the CPU: the optimizer's states and step, or these and the sharded
-    weights and gradients."""
+    """What stays on the CPU: the optimizer's states and step (single, ddp, fsdp2), or these and the
+    sharded weights and gradients (fsdp2)."""
     tp: int = 1
     """Tensor: the number of ranks over which each layer's weights are sharded."""
     sequence_parallel: bool = False

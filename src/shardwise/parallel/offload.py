@@ -1,9 +1,9 @@
-"""CPU offload under fsdp2: the optimizer, or also the sharded weights and gradients.
+"""CPU offload: the optimizer, or also the weights and gradients that fsdp2 shards.
 
-`optimizer`: the optimizer works on copies of this rank's shards in CPU memory. Per step the
-gradients of the shards are copied down and the updated shards are copied up, their bytes each way;
-the device keeps nothing of the optimizer. `all`: fsdp2 itself keeps the shards on the CPU (see
-fsdp2.py), and so their gradients and states are there too.
+`optimizer`: the optimizer works on copies in CPU memory of what this rank trains. Per step the
+gradients are copied down, after all sums over ranks, and the updated weights are copied up, their
+bytes each way; the device keeps nothing of the optimizer. `all`: fsdp2 itself keeps the shards on
+the CPU (see fsdp2.py), and so their gradients and states are there too.
 Sources: Ren et al., "ZeRO-Offload", arXiv 2101.06840; torch's CPUOffloadPolicy.
 """
 
@@ -77,7 +77,7 @@ class Copies:
 
     @torch.no_grad()
     def update_weights(self) -> None:
-        """Copy this rank's updated shards from the CPU to the device, after the step."""
+        """Copy this rank's updated weights from the CPU to the device, after the step."""
         for name, weight in self.weights.items():
             local(weight).copy_(local(self.on_cpu[name]))
 

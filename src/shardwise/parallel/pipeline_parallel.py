@@ -206,7 +206,7 @@ def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
     def add_up() -> None:
         (gradient,) = (p.grad for n, p in pm.named_parameters() if n == name)
         assert gradient is not None
-        sent = local(gradient)
+        sent = local(gradient).to(mesh.device)
         received = torch.empty_like(sent)
         # The gradient of [V, D], or of this rank's shard of it, goes between the first and the last
         # stage both ways.
@@ -216,7 +216,7 @@ def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
         ]
         for transfer in dist.batch_isend_irecv(transfers):
             transfer.wait()
-        sent.add_(received)
+        local(gradient).add_(received.to(gradient.device))
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         if rank:

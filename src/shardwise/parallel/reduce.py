@@ -42,7 +42,9 @@ def sum_gradients(
     if not axes:
         return
     for bucket in _buckets(parameters):
-        flat = sum_over(torch.cat([gradient.flatten().float() for gradient in bucket]), mesh, axes)
+        flat = torch.cat([gradient.flatten().float() for gradient in bucket])
+        # Gradients that are kept on the CPU are summed where the group can be reached.
+        flat = sum_over(flat.to(mesh.device), mesh, axes)
         for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(summed.view_as(gradient))
 

@@ -59,7 +59,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         sum_gradients(partial_sums, mesh, ("tp",))
         for name, cut in reordered.items():
             if cut.rows.shared and name in trained:
-                _add_up_shared(trained[name], cut, axis)
+                _add_up_shared(trained[name], cut, axis, mesh.device)
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         for name, parameter in named:
@@ -172,15 +172,17 @@ class _Splitter:
         last.forward = around(last.forward, as_it_is, leave)
 
 
-def _add_up_shared(parameter: nn.Parameter, cut: Cut, axis: TensorAxis) -> None:
-    """Add up the gradients of rows that several ranks hold."""
+def _add_up_shared(
+    parameter: nn.Parameter, cut: Cut, axis: TensorAxis, device: torch.device
+) -> None:
+    """Add up the gradients of rows that several ranks hold, on the device of the group."""
     assert parameter.grad is not None
     gradient = local(parameter.grad)
     for segment, start, length, place in cut.rows.shared_segments(axis.rank):
         rows = gradient.narrow(cut.dim, start, length)
         shape = [*rows.shape]
         shape[cut.dim] = segment.size
-        summed = torch.zeros(shape, dtype=torch.float32, device=rows.device)
+        summed = torch.zeros(shape, dtype=torch.float32, device=device)
         summed.narrow(cut.dim, place, length).copy_(rows)
         # The segment's rows, in float32, go from every rank to all: 2 (n-1)/n of their bytes each.
         dist.all_reduce(summed, group=axis.group)

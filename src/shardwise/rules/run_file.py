@@ -66,6 +66,14 @@ def _is_pipeline(case: Case) -> bool:
     return case.parallel.pp > 1
 
 
+_STEPS_ON_WEIGHTS = ("single", "ddp", "fsdp2")
+"""Strategies whose optimizer updates the parameters that the model has."""
+
+
+def _is_optimizer(case: Case) -> bool:
+    return case.parallel.offload == "optimizer"
+
+
 def _halves(case: Case) -> bool:
     return _is_pipeline(case) and case.parallel.schedule in HALVING
 
@@ -122,7 +130,18 @@ RULES = (
     ),
     _belongs_to("dp_replicate", _is_fsdp2, "parallel.data fsdp2 (HSDP)", "leave it at 1"),
     _belongs_to("reshard_after_forward", _is_fsdp2, "parallel.data fsdp2", "leave it at true"),
-    _belongs_to("offload", _is_fsdp2, "parallel.data fsdp2", "leave it at none"),
+    Rule(
+        "offload without its strategy",
+        applies=lambda case: (
+            case.parallel.offload != "none"
+            and case.parallel.data not in (("fsdp2",), _STEPS_ON_WEIGHTS)[_is_optimizer(case)]
+        ),
+        problem="parallel.offload {parallel.offload} is not for parallel.data {parallel.data}",
+        way_out=lambda case: (
+            "use single, ddp or fsdp2" if _is_optimizer(case) else "use fsdp2, or offload optimizer"
+        ),
+        why="zero and fsdp1 step on views of flat weights; fsdp2 alone gathers from the CPU",
+    ),
     _belongs_to(
         "fsdp1_wrap",
         lambda case: case.parallel.data == "fsdp1",
@@ -233,9 +252,6 @@ RULES = (
         way_out="set lora.dtype to model, or parallel.fsdp1_wrap to separate",
         why="torch refuses a flat parameter of two dtypes: tests/parallel/test_fsdp1.py",
     ),
-    _without_tensor(
-        "parallel.offload", lambda case: case.parallel.offload != "none", "set it to none"
-    ),
     _without_tensor("training.compile", _is_compiled, "set it to none"),
     _without_tensor(
         "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
@@ -291,11 +307,13 @@ RULES = (
         why="earlier schedules are silently wrong: tests/parallel/test_torch_pipelining.py",
     ),
     Rule(
-        "pp with offload",
-        applies=lambda case: _is_pipeline(case) and case.parallel.offload != "none",
-        problem="parallel.offload is not proven in a pipeline",
-        way_out="leave it at none, or parallel.pp at 1",
-        why="no cell of the parity matrix runs both",
+        "offload with a memory limit",
+        applies=lambda case: (
+            case.parallel.offload != "none" and case.parallel.memory_limit_gib is not None
+        ),
+        problem="parallel.memory_limit_gib counts what parallel.offload {parallel.offload} moves",
+        way_out="leave one of them out",
+        why="the costs of a split are those of a device that holds everything",
     ),
     Rule(
         "stages per rank",
