@@ -95,10 +95,10 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_560,
-    "cli commands library __main__ __init__": 1_550,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_630,
+    "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_100,
+    "assembly training checkpoint process launch": 6_150,
     "models": 11_200,
     "parallel": 3_520,
     "data": 3_760,
@@ -288,7 +288,8 @@ def test_every_strategy_has_code_a_test_and_a_page():
 
 def test_every_test_file_mirrors_a_module():
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders <= {package(path) for path in MODULES} | {"parity", "integration", "gpu", "fuzz"}
+    others = {"parity", "integration", "gpu", "fuzz", "clusters"}
+    assert folders <= {package(path) for path in MODULES} | others
 
 
 def test_what_pytest_passes_over_here_is_run_by_make():

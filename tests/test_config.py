@@ -123,6 +123,7 @@ def test_a_value_beyond_its_range_is_refused_with_the_bound_that_it_misses(key):
 def test_every_number_of_a_run_file_has_a_range():
     elsewhere = {  # open at an end or lists: checked where they are
         *("lora.dropout", "data.weights", "data.validation", "parallel.split"),
+        "launch.options",
         *("parallel.memory_limit_gib", "optimizer.betas", "optimizer.max_grad_norm"),
     }
     numbers = {

@@ -101,10 +101,6 @@ REFUSED = {
         layout: (config(data=layout), rf"pp-{layout} is not offered: .* use ddp or fsdp2")
         for layout in ("zero1", "zero2", "fsdp1")
     },
-    "offload": (
-        config(data="fsdp2", offload="all"),
-        "parallel.offload is not proven in a pipeline; leave it at none",
-    ),
     "halves and resharding": (
         config("zbv", data="fsdp2"),
         "zbv halves backwards, .* set parallel.reshard_after_forward to false, or use 1f1b",

@@ -46,10 +46,11 @@ _NOT_TIMED_BECAUSE: Mapping[str, str] = {
     "the device's name is looked at": "training.device",
     "the versions of the packages with kernels are looked at": "model.slow_cores",
     "it happens around a step's forwards and backwards, which alone are measured": (
-        "optimizer measure training.output_dir training.steps training.epochs training.eval_every "
-        "training.eval_batches training.patience training.save_every training.keep_last "
-        "training.keep_best training.async_save training.resume training.max_restarts "
-        "training.timeout_seconds training.sample training.overwrite model.router_bias_rate"
+        "optimizer measure launch training.output_dir training.steps training.epochs "
+        "training.eval_every training.eval_batches training.patience training.save_every "
+        "training.keep_last training.keep_best training.async_save training.resume "
+        "training.max_restarts training.timeout_seconds training.sample training.overwrite "
+        "model.router_bias_rate"
     ),
 }
 NOT_TIMED = frozenset(" ".join(_NOT_TIMED_BECAUSE.values()).split())

@@ -34,6 +34,7 @@ from shardwise.run_file import parse_config, without_removed
 MAY_DIFFER = frozenset(
     (
         "parallel",
+        "launch",
         "measure.warmup_steps",
         "measure.memory",
         "measure.reverse_microbatches",

@@ -9,6 +9,7 @@ from shardwise.commands import (
     completion,
     export,
     init,
+    launch,
     models,
     plan,
     prove,
@@ -19,7 +20,7 @@ from shardwise.commands import (
 )
 
 _MODULES = (
-    *(init, plan, train, prove, bench, split, calibrate),
+    *(init, plan, train, launch, prove, bench, split, calibrate),
     *(models, report, check, export, schema, completion),
 )
 COMMANDS = tuple(module.COMMAND for module in _MODULES)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config.data import Data
+from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import Parallel
 from shardwise.config.section import Section, UserError, require
@@ -21,6 +22,7 @@ __all__ = [
     "REMOVED",
     "DType",
     "Data",
+    "Launch",
     "Lora",
     "Measure",
     "Model",
@@ -48,6 +50,7 @@ class RunConfig(Section):
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
     measure: Measure = field(default_factory=Measure)
+    launch: Launch = field(default_factory=Launch)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""

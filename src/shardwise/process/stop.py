@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as requests to stop, on which all ranks agree."""
+"""SIGTERM, SIGUSR1 and Ctrl-C as requests to stop, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.interfaces import Mesh
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""The signals that ask a run to finish its step, save and end."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""The signals that ask a run to finish its step, save and end. A scheduler sends SIGUSR1 when the
+time is nearly up, if it is asked to; SIGTERM also when somebody cancels the job."""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,161 @@
+"""A Slurm of two nodes on this machine: a controller, and two slurmd with ports of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NODES = ("n1", "n2")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun")
+
+
+def why_not() -> str | None:
+    """Return why no cluster can be started here; None if one can."""
+    missing = [name for name in PROGRAMS if _path_of(name) is None]
+    if missing:
+        return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client"
+    return None if os.geteuid() == 0 else "only root can start slurmd"
+
+
+def _path_of(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+
+
+class Slurm:
+    """The cluster, while it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        # Slurm resolves no names of nodes here. On a cluster the first node is the meeting place.
+        self.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        self.daemons: dict[str, subprocess.Popen] = {}
+        self._write_conf()
+
+    def _write_conf(self) -> None:
+        host, ports = socket.gethostname(), _free_ports(1 + len(NODES))
+        (self.folder / "state").mkdir()
+        lines = [
+            "ClusterName=test",
+            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldPort={ports[0]}",
+            "SlurmUser=root",
+            "SlurmdUser=root",
+            "AuthType=auth/none",
+            "CredType=cred/none",
+            "MpiDefault=none",
+            "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none",
+            "SelectType=select/cons_tres",
+            "SelectTypeParameters=CR_Core",
+            "ReturnToService=2",
+            "SlurmdParameters=config_overrides",
+            "SlurmdTimeout=10",
+            "KillWait=5",
+            f"StateSaveLocation={self.folder}/state",
+            f"SlurmdSpoolDir={self.folder}/spool-%n",
+            f"SlurmctldPidFile={self.folder}/slurmctld.pid",
+            f"SlurmdPidFile={self.folder}/%n.pid",
+            *(
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2"
+                for node, port in zip(NODES, ports[1:], strict=True)
+            ),
+            "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+        ]
+        (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+    def start(self, name: str) -> None:
+        """Start the controller or the slurmd of a node."""
+        program = "slurmctld" if name == "slurmctld" else "slurmd"
+        path = _path_of(program)
+        assert path is not None
+        node = [] if name == "slurmctld" else ["-N", name]
+        with (self.folder / f"{name}.log").open("a") as log:
+            self.daemons[name] = subprocess.Popen(
+                [path, "-D", *node], env=self.environ, stdout=log, stderr=log
+            )
+
+    def kill_node(self, name: str) -> None:
+        """Kill a node's slurmd, the tasks there and what watches over them, as a power cut does."""
+        self.daemons.pop(name).kill()
+        tasks = [pid for pid in _processes() if f"SLURMD_NODENAME={name}" in _words(pid, "environ")]
+        watchers = {_parent(pid) for pid in tasks}
+        watchers = {pid for pid in watchers if _words(pid, "cmdline")[0].startswith("slurmstepd")}
+        assert tasks
+        assert watchers
+        for pid in (*watchers, *tasks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def __enter__(self) -> Slurm:
+        for name in ("slurmctld", *NODES):
+            self.start(name)
+        wait_for(lambda: self.call("sinfo", "-h", "-o", "%D %t").strip() == "2 idle", "two nodes")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in self.daemons.values():
+            daemon.terminate()
+        for daemon in self.daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+    def call(self, *command: str, cwd: Path | None = None) -> str:
+        """Run a command in the cluster and return what it prints."""
+        done = subprocess.run(
+            command, env=self.environ, cwd=cwd, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    def state(self, job: str) -> dict[str, str]:
+        """Return what Slurm says of a job, such as JobState."""
+        words = self.call("scontrol", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def log(self, name: str) -> str:
+        """Return what a daemon has printed."""
+        return (self.folder / f"{name}.log").read_text()
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.2)
+
+
+def _free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _words(pid: int, file: str) -> list[str]:
+    """Return the arguments or variables of a process; one empty word if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
+    except OSError:
+        return [""]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,148 @@
+"""Runs on a real Slurm end as an undisturbed run on this machine does, whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.checkpoint.folder import MANIFEST
+from tests.clusters.slurm import NODES, Slurm, wait_for, why_not
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+]
+STEPS = 120
+RUN = ("--training.micro_batch_size=4", "--parallel.data=fsdp2", f"--training.steps={STEPS}")
+SAVES = "--training.save_every=20"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run file and the outcome of its undisturbed run on two processes of this machine."""
+    path = tmp_path_factory.mktemp("run")
+    before = os.getcwd()
+    os.chdir(path)
+    try:
+        assert cli.main(["init"]) == 0
+        local = [*RUN, "--training.output_dir=runs/local", "--nproc=2"]
+        assert cli.main(["train", "run.yaml", *local]) == 0
+    finally:
+        os.chdir(before)
+    return path
+
+
+def submit(slurm: Slurm, folder: Path, name: str, *overrides: str) -> str:
+    """Submit the run under a name; return the job's number."""
+    printed = slurm.call(
+        *(sys.executable, "-m", "shardwise", "launch", "run.yaml", "--on=slurm", *RUN, SAVES),
+        *("--launch.nodes=2", f"--training.output_dir=runs/{name}", *overrides),
+        cwd=folder,
+    )
+    return printed.split()[2].rstrip(":")
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def wait_for_step(folder: Path, name: str, step: int) -> None:
+    metrics = folder / "runs" / name / "metrics.jsonl"
+    wait_for(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) > step, f"step {step}"
+    )
+
+
+def check_finished(slurm: Slurm, folder: Path, name: str, job: str) -> None:
+    """The job ends well, with every loss of the undisturbed run."""
+
+    # A job that was queued again waits two minutes. At once is too early: a node still revokes it.
+    def is_finished() -> bool:
+        state = slurm.state(job)
+        if state["JobState"] == "PENDING" and state["Reason"] == "BeginTime":
+            time.sleep(5)
+            slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+
+    wait_for(is_finished, f"job {job}", 300)
+    log = (folder / "runs" / name / f"slurm-{job}.log").read_text()
+    assert slurm.state(job)["JobState"] == "COMPLETED", log
+    expected = losses(folder, "local")
+    assert len(expected) == STEPS
+    assert losses(folder, name) == pytest.approx(expected, rel=1e-6)
+
+
+def test_two_nodes_train_as_two_processes_here(slurm, folder):
+    job = submit(slurm, folder, "plain")
+    check_finished(slurm, folder, "plain", job)
+    assert slurm.state(job)["NumNodes"] == "2"
+    assert slurm.state(job)["Restarts"] == "0"
+
+
+def test_srun_alone_joins_the_tasks(slurm, folder):
+    slurm.call(
+        *("srun", "-N2", "-n2", sys.executable, "-m", "shardwise", "train", "run.yaml", *RUN),
+        "--training.output_dir=runs/srun",
+        cwd=folder,
+    )
+    assert losses(folder, "srun") == pytest.approx(losses(folder, "local"), rel=1e-6)
+
+
+def test_a_job_that_is_told_that_its_time_is_up_goes_on_later(slurm, folder):
+    job = submit(slurm, folder, "usr1")
+    wait_for_step(folder, "usr1", 10)
+    slurm.call("scancel", "--signal=USR1", job)
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
+    log = (folder / "runs" / "usr1" / f"slurm-{job}.log").read_text()
+    assert "stopped by SIGUSR1 after step" in log
+    check_finished(slurm, folder, "usr1", job)
+
+
+def test_a_cancelled_job_has_saved_and_stays_cancelled(slurm, folder):
+    job = submit(slurm, folder, "cancelled")
+    wait_for_step(folder, "cancelled", 10)
+    slurm.call("scancel", job)
+    wait_for(lambda: slurm.state(job)["JobState"] == "CANCELLED", "the end")
+    checkpoints = folder / "runs" / "cancelled" / "checkpoints"
+    wait_for(lambda: any(checkpoints.glob(f"step-*/{MANIFEST}")), "the checkpoint")
+    assert slurm.state(job)["Restarts"] == "0"
+    assert not slurm.call("squeue", "-h").strip()
+
+
+def test_a_dead_rank_costs_a_restart(slurm, folder):
+    job = submit(slurm, folder, "rank")
+    wait_for_step(folder, "rank", 30)
+    slurm.call("scancel", "--signal=KILL", f"{job}.0")
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
+    check_finished(slurm, folder, "rank", job)
+
+
+def test_a_dead_node_costs_a_restart(slurm, folder):
+    job = submit(slurm, folder, "node")
+    wait_for_step(folder, "node", 30)
+    slurm.kill_node(NODES[1])
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart", 200)
+    slurm.start(NODES[1])
+    check_finished(slurm, folder, "node", job)
+
+
+def test_a_mistake_is_not_started_again(slurm, folder):
+    job = submit(slurm, folder, "mistake", "--training.global_batch_size=9")
+    wait_for(lambda: slurm.state(job)["JobState"] == "FAILED", "the end")
+    assert slurm.state(job)["Restarts"] == "0"
+    log = (folder / "runs" / "mistake" / f"slurm-{job}.log").read_text()
+    assert "error: training.global_batch_size 9 is not a multiple of" in log

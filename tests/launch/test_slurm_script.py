@@ -1,0 +1,165 @@
+"""The batch script that `shardwise launch --on slurm` writes. Real jobs: tests/clusters."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import cli
+from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
+from shardwise.launch import slurm
+
+HOSTILE = 'a b\'; touch "$HOME"/x `id` $(id) %j #'
+
+
+def config(output_dir: str = "runs/first", **launch: Any) -> RunConfig:
+    training = Training(output_dir=output_dir, micro_batch_size=1, global_batch_size=1, steps=1)
+    return RunConfig(Model("m"), Data("d"), training, launch=Launch(**launch))
+
+
+def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    cfg = config(
+        nodes=2,
+        processes=8,
+        time="04:00:00",
+        ahead_seconds=120,
+        restarts=3,
+        environment={"HF_HOME": "/data/hf"},
+        before=["module load cuda"],
+        options={"partition": "gpu", "gpus-per-node": 8, "exclusive": None},
+    )
+    overrides = ["--lora.r=4", "--launch.nodes=2"]
+    assert (
+        slurm.script(cfg, "run.yaml", overrides)
+        == f"""\
+#!/bin/bash
+# Written by `shardwise launch`. Start it with `sbatch`, or by that command again.
+#SBATCH --job-name=first
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --chdir={tmp_path}
+#SBATCH --output={tmp_path}/runs/first/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --time=04:00:00
+#SBATCH --signal=USR1@120
+#SBATCH --partition=gpu
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+
+export HF_HOME=/data/hf
+module load cuda
+
+# Slurm sends it where somebody cancels the job, or where it queues the job again itself.
+trap ended=1 TERM
+# With one process dead, all end by SIGTERM: none could go on. srun ends with the highest
+# code, at least 143; a rank whose run would end alike again adds 200 to its own.
+rank='trap : USR1 TERM; "$@"; code=$?; case $code in 2|3) exit $((code + 200)) ;; esac; exit $code'
+srun --kill-on-bad-exit=1 bash -c "$rank" rank \
+/opt/python -m shardwise train run.yaml --lora.r=4 --resume auto
+code=$?
+[ -z "${{ended:-}}" ] || exit "$code"
+[ "$code" -lt 200 ] || exit $((code - 200))
+[ "$code" -ne 0 ] || exit 0
+if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 3 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+    )
+
+
+def script_with(monkeypatch, tmp_path: Path, code: int, restart: str = "") -> list[str]:
+    """Run a script whose ranks end with a code; return what it has called."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    ends = {"srun": 'shift; exec "$@"', "scontrol": "exit 0", "python": f"exit {code}"}
+    for name, end in ends.items():
+        program = tmp_path / name
+        program.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name}" "$@" "--"\n{end}\n')
+        program.chmod(0o755)
+    cfg = config(f"runs/{HOSTILE}", environment={"A": HOSTILE}, options={"comment": HOSTILE})
+    file = tmp_path / "job"
+    file.write_text(slurm.script(cfg, HOSTILE, [f"--data.train={HOSTILE}"]))
+    done = subprocess.run(
+        ["/bin/bash", str(file)],
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
+        | ({"SLURM_RESTART_COUNT": restart} if restart else {}),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == code
+    assert not done.stderr
+    return done.stdout.split("\n")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 137, 138, 143])
+def test_what_would_change_nothing_is_not_started_again(code, monkeypatch, tmp_path):
+    called = script_with(monkeypatch, tmp_path, code)
+    assert ("requeue" in called) == (code not in (0, 2, 3))
+
+
+def test_restarts_end(monkeypatch, tmp_path):
+    assert "requeue" in script_with(monkeypatch, tmp_path, 1, "9")
+    assert "requeue" not in script_with(monkeypatch, tmp_path, 1, "10")
+
+
+def test_hostile_names_are_only_names(monkeypatch, tmp_path):
+    called = script_with(monkeypatch, tmp_path, 0)
+    assert called[:4] == ["srun", "--kill-on-bad-exit=1", "bash", "-c"]
+    rank = called[called.index("python") :]
+    assert rank[:6] == ["python", "-m", "shardwise", "train", HOSTILE, f"--data.train={HOSTILE}"]
+    cfg = config(f"runs/{HOSTILE}", options={"comment": HOSTILE})
+    options = re.findall("^#SBATCH (.*)$", slurm.script(cfg, "r", []), re.MULTILINE)
+    (comment,) = (shlex.split(option) for option in options if "comment" in option)
+    assert comment == [f"--comment={HOSTILE}"]
+    (output,) = (shlex.split(option) for option in options if option.startswith("--output"))
+    assert output == [f"--output={Path.cwd()}/runs/{HOSTILE.replace('%', '%%')}/slurm-%j.log"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("time", "tomorrow", "launch.time is 'tomorrow'; give it as 04:00:00"),
+        ("environment", {"A B": "c"}, "which is no name of a variable"),
+        ("options", {"--partition": "a"}, "which is no option of sbatch"),
+        ("options", {"comment": "a\n#SBATCH --uid=0"}, "which is no option of sbatch"),
+        ("options", {"nodes": 3}, "which launch itself sets"),
+        ("nodes", 0, "launch.nodes is 0; give at least 1"),
+    ],
+)
+def test_what_is_no_option_is_refused(key, value, message):
+    with pytest.raises(UserError, match=message):
+        Launch(**{key: value})
+
+
+def test_dry_runs_print_and_start_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    files = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert cli.main(["launch", "run.yaml", "--dry-run", "--launch.processes=2"]) == 0
+    expected = "shardwise train run.yaml --nproc 2 --launch.processes=2\n"
+    assert capsys.readouterr().out == expected
+    assert cli.main(["launch", "run.yaml", "--on", "slurm", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_more_nodes_than_this_machine_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    assert cli.main(["launch", "run.yaml", "--launch.nodes=2"]) == 2
+    assert "give --on slurm, or set it to 1" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["launch", "run.yaml", "--on=slurm"]) == 2
+    assert "no command sbatch here" in capsys.readouterr().err
