@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from shardwise.config.section import Section, require
+from shardwise.ranges import shown
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d{1,2}){0,2}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -38,18 +39,18 @@ class Launch(Section):
         super().__post_init__()
         require(
             self.time is None or _TIME.fullmatch(self.time) is not None,
-            f"launch.time is {self.time!r}; give it as 04:00:00 or 1-12:00:00, in quotes",
+            f"launch.time is {shown(self.time)}; give it as 04:00:00 or 1-12:00:00, in quotes",
         )
         for name in self.environment:
             require(
                 _NAME.fullmatch(name) is not None,
-                f"launch.environment has {name!r}, which is no name of a variable; rename it",
+                f"launch.environment has {shown(name)}, which is no name of a variable; rename it",
             )
         for name, value in self.options.items():
             require(
                 _OPTION.fullmatch(name) is not None and "\n" not in str(value),
-                f"launch.options has {name!r}: {value!r}, which is no option of sbatch; write a "
-                "name as in its manual, without dashes in front, and its value in one line",
+                f"launch.options has {shown(name)}: {shown(value)}, which is no option of sbatch; "
+                "write a name as in its manual, without dashes in front, and its value in one line",
             )
             require(
                 name not in OWN,
