@@ -16,7 +16,7 @@ from shardwise.models import quantise
 from shardwise.models.stored import Stored
 from shardwise.models.tensor_cuts import Cut, even
 from tests.parity.bases import FIXED
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 CUT, SPREAD, _, SHARDED, STAGES = FIXED
 
@@ -115,6 +115,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
     check_caught(bug, cell)

@@ -12,7 +12,7 @@ from shardwise.models.patches import lora_kernel
 from shardwise.models.tensor_cuts import Cut, Rows, Segment
 from shardwise.parallel import tensor_parallel
 from tests.parity.dora import FIXED
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 DATA_AND_TENSOR, SHARED_TOKENS, MAMBA, HALVED, STORED, FLAT = FIXED
 
@@ -102,6 +102,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
     check_caught(bug, cell)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwise.assembly import build
 from shardwise.kernels import eight_bit
 from tests.parity.eight_bit import FIXED
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 SHARDED, ADAPTERS, SHARED, EXPERTS, BOTH, HALVED, TOKENS, *_ = FIXED
 
@@ -88,6 +88,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
     check_caught(bug, cell)

@@ -17,7 +17,7 @@ from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
 from shardwise.training import gradients
 from tests.parity.spread_experts import FIXED
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 FULL, ADAPTERS, LIMITED, _, SHARED = FIXED
 
@@ -178,6 +178,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
     check_caught(bug, cell)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.assembly import build
 from shardwise.parallel import muon
 from tests.parity.muon import FIXED
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 REPLICATED, SHARDED, EXPERTS = FIXED
 
@@ -58,6 +58,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
     check_caught(bug, cell)

@@ -17,7 +17,7 @@ from shardwise.parallel.reduce import sum_over
 from shardwise.training import gradients
 from tests.parity.harness import Cell
 from tests.parity.pipelines import cell
-from tests.parity.test_sensitivity import check_caught, fsdp_mean_instead_of_sum
+from tests.parity.test_sensitivity import check_caught, fsdp_mean_instead_of_sum, planted
 
 
 def one_stage_keeps_stale_gradients():
@@ -198,6 +198,6 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
     check_caught(bug, cell)

@@ -14,7 +14,7 @@ from shardwise.kernels.float8 import Float8
 from shardwise.models.patches import lora_kernel
 from shardwise.parallel import float8_scales
 from tests.parity.products import FIXED
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 CUT, SHARED, REPLICATED, TOKENS, SHARDED, HALVED, *_ = FIXED
 
@@ -126,6 +126,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
     check_caught(bug, cell)

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.assembly import build, optimizer
 from tests.parity.rates import FIXED
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 NAIVE, CUT, STAGES, EXPERTS = FIXED
 
@@ -58,6 +58,6 @@ BUGS = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
     check_caught(bug, cell)

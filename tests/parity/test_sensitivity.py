@@ -7,8 +7,9 @@ code as it is.
 
 # No `from __future__ import annotations`: DDP checks a hook's annotations as objects.
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -380,7 +381,21 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
 )
 
 
-@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+def planted(bugs: Iterable[tuple[Callable[[], None], Cell]]) -> list[Any]:
+    """Return bugs and the cells that must be red with them, as parameters of a test.
+
+    A bug of several cells is planted in all of them by `make parity`, and in the first by
+    `make test`.
+    """
+    params, names = [], set()
+    for bug, cell in bugs:
+        marks = [pytest.mark.slow] * (bug.__name__ in names)
+        names.add(bug.__name__)
+        params.append(pytest.param(bug, cell, id=f"{bug.__name__}-{cell.id}", marks=marks))
+    return params
+
+
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
 def test_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
     check_caught(bug, cell)
 

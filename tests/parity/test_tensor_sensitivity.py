@@ -15,7 +15,7 @@ from shardwise.parallel.reduce import sum_over, sum_over_copies
 from shardwise.training import gradients
 from tests.parity.harness import Cell
 from tests.parity.tensors import cell
-from tests.parity.test_sensitivity import check_caught
+from tests.parity.test_sensitivity import check_caught, planted
 
 
 def without_sums(fragment: str):
@@ -202,8 +202,6 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    ("bug", "where"), BUGS, ids=[f"{bug.__name__}-{where.layout}" for bug, where in BUGS]
-)
+@pytest.mark.parametrize(("bug", "where"), planted(BUGS))
 def test_planted_bug_is_caught(bug: Callable[[], None], where: Cell):
     check_caught(bug, where)
