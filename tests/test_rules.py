@@ -495,8 +495,10 @@ def run_of(model: str, sections: Sections) -> RunConfig:
         "training": {"output_dir": "unused", "device": "cpu", "global_batch_size": 16},
     }
     merged = {name: usual.get(name, {}) | sections.get(name, {}) for name in {**usual, **sections}}
-    hints = get_type_hints(RunConfig)
-    return RunConfig(**{name: _section(hints[name])(**values) for name, values in merged.items()})
+    return RunConfig(**{name: _section(HINTS[name])(**values) for name, values in merged.items()})
+
+
+HINTS = get_type_hints(RunConfig)
 
 
 def _section(hint: Any) -> Any:
