@@ -100,7 +100,7 @@ MOST_LINES = {
     "presets": 300,
     "assembly training checkpoint process launch": 6_150,
     "models": 11_200,
-    "parallel": 3_520,
+    "parallel": 3_690,
     "data": 3_760,
     "kernels": 7_420,
     "planner schedule metrics": 8_150,
@@ -182,7 +182,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 105
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 106
 
 
 def test_programs_that_measure_stay_few():
@@ -235,6 +235,7 @@ SET_ELSEWHERE = {
     **dict.fromkeys(
         ("used", "batch", "rows", "tokens", "unpack"), "a field of DropoutState, for one forward"
     ),
+    "offloaded_bytes": "a field of ModelPart, which its offload counts up",
     "arrived": "a field of zero's Bucket",
     "compute": "a field of RoutedExperts, which expert parallelism wraps",
     "whole": "a field of Float8: how ranks add up the gradients that they round",

@@ -154,6 +154,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"training": {"compile": "inductor", "checkpointing": "operators"}},
         1,
     ),
+    "offload of activations with checkpointing of operators": (
+        "llama",
+        {"training": {"offload_activations": True, "checkpointing": "operators"}},
+        1,
+    ),
     "fsdp1 with tp": ("llama", {"parallel": {"data": "fsdp1", "tp": 2}}, 4),
     "zero2 with tp": ("llama", {"parallel": {"data": "zero2", "tp": 2}}, 4),
     "zero or fsdp1 in a pipeline": ("llama", {"parallel": {"data": "zero1", "pp": 2}}, 4),

@@ -38,6 +38,8 @@ class Cell:
     mode: Literal["lora", "full"]
     dtype: Literal["bfloat16", "float32"]
     device: Literal["cuda", "cpu"]
+    offloads: bool = False
+    """Whether activations wait in CPU memory."""
 
     def reference(self) -> Cell:
         """Return the same work in one process on the CPU in float32."""
@@ -83,6 +85,7 @@ def run_config(cell: Cell) -> RunConfig:
             global_batch_size=ROWS,
             micro_batch_size=ROWS // 2,
             precision=cell.dtype,
+            offload_activations=cell.offloads,
             device=cell.device,
         ),
     )

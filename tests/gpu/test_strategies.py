@@ -169,6 +169,17 @@ def test_float32_on_the_device(device, family, mode, folder, nccl, record_proper
     check(result, ROOM * FLOAT32_SHARE)
 
 
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=cuda)])
+def test_activations_come_back_in_time(device, family, strategy, folder, nccl, record_property):
+    """Through the stream that copies them: what is read too early is not there."""
+    cell = Cell(folder(FAMILIES[family]), strategy, "lora", "bfloat16", device, offloads=True)
+    result = run(cell)
+    result.record(record_property)
+    check(result, ROOM)
+
+
 # The same lines without a GPU: fsdp2 keeps olmo_hybrid's float32 parameters whole, qwen3_next
 # routes in float32.
 CPU_CELLS = [

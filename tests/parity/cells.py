@@ -8,6 +8,8 @@ from itertools import product
 from shardwise.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.models.kinds import KINDS
+from tests.parity.activations import CELLS as ACTIVATIONS
+from tests.parity.activations import FIXED as FIXED_ACTIVATIONS
 from tests.parity.bases import CELLS as BASES
 from tests.parity.bases import FIXED as FIXED_BASES
 from tests.parity.contexts import CONTEXTS
@@ -118,6 +120,7 @@ ALL = (
     *MUON,
     *EIGHT_BIT,
     *OFFLOAD,
+    *ACTIVATIONS,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -159,6 +162,7 @@ _FIXED = (
     *FIXED_MUON,
     *FIXED_EIGHT_BIT,
     *FIXED_OFFLOAD,
+    *FIXED_ACTIVATIONS,
 )
 
 

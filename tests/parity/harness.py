@@ -96,6 +96,8 @@ SOME_LAYERS = {
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, Rows.length, 0.1
 CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
+ACTIVATIONS = ("activations", "checkpointing-activations", "activations-compile")
+"""Variants: `training.offload_activations`, also of the inputs of layers that are recomputed."""
 BASES = ("nf4", "int8", "fp8")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
 RECIPES = ("tensorwise", "rowwise")
@@ -209,6 +211,7 @@ class Cell:
             "naive",
             "offload-optimizer",
             "offload-all",
+            *ACTIVATIONS,
             *CONTEXT_WAYS,
         )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
@@ -283,6 +286,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             checkpointing={"checkpointing": "full", "operators": "operators"}.get(
                 cell.variant.partition("-")[0], "none"
             ),
+            offload_activations=cell.variant in ACTIVATIONS,
             compile="aot_eager" if cell.variant.endswith("compile") else "none",
             precision=_precision(cell),
             matmul=_matmul(cell),

@@ -20,6 +20,7 @@ from shardwise.models.stage import stages
 from shardwise.parallel import (
     accumulate,
     activation_checkpoint,
+    activation_offload,
     compile,
     context_parallel,
     ddp,
@@ -119,6 +120,10 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
         "activation checkpointing",
         lambda cfg: cfg.training.checkpointing != "none",
         activation_checkpoint.apply,
+    ),
+    # Moves what is kept with checkpointing, which is little.
+    Entry(
+        "activation offload", lambda cfg: cfg.training.offload_activations, activation_offload.apply
     ),
     # Gives memory to one unit of a model on meta after the other, and shards it.
     Entry("fsdp1", _data("fsdp1"), fsdp1.apply),

@@ -86,6 +86,8 @@ class Training(Section):
     """`full`: keep only each layer's input, and compute the layer again in the backward.
     `operators`: keep the outputs of matrix products and attention, and compute the rest again. A
     list names the kinds of layers that are computed again."""
+    offload_activations: bool = False
+    """Keep in CPU memory what the layers' forwards leave for their backwards."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Compile each decoder layer with torch.compile and this backend."""
     loss: Literal["auto", "chunked", "triton", "plain"] = "auto"

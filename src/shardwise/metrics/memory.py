@@ -11,7 +11,7 @@ import torch
 from shardwise.metrics.allocations import Recorder
 from shardwise.metrics.cpu_allocations import cpu_recorder
 from shardwise.metrics.cuda_allocations import CudaRecorder
-from shardwise.metrics.live_tensors import storages
+from shardwise.models.storages import storages
 from shardwise.records.memory_parts import Mark, parts_at_peak
 
 StateTensors = Mapping[str, Iterable[torch.Tensor]]

@@ -62,6 +62,19 @@ def unit_memory(
     return run.memory(lambda x: run.layer(layer, x))
 
 
+def offloaded(layers: Sequence[UnitMemory]) -> list[UnitMemory]:
+    """Return the memory of layers, from the lowest up, that keep nothing on the device.
+
+    While a layer runs, what the one below has kept is still on its way to the CPU, and in the
+    backward on its way back (parallel/activation_offload.py).
+    """
+    below = [0, *(layer.kept for layer in layers)]
+    return [
+        UnitMemory(0, forward + near, kept + near + backward, late)
+        for near, (kept, forward, backward, late) in zip(below, layers)
+    ]
+
+
 class _Unit:
     """One unit of a run, whose forward can be run on a tape."""
 

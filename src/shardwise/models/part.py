@@ -20,6 +20,8 @@ class ModelPart(Part):
     """A part whose layers are known by their paths in `hf`."""
 
     router_loss: RouterLoss | None = None
+    offloaded_bytes: int = 0
+    """Activations that this rank has moved to the CPU so far."""
 
     def __init__(self, spec: ModelSpec, precision: str, seed: int) -> None:
         """Take the paths of the modules, `training.precision` and `training.seed`."""

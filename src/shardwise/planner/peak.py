@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -19,7 +20,7 @@ from torch import nn
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
-from shardwise.models.activations import UnitMemory, unit_memory
+from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.holding import (
@@ -173,7 +174,17 @@ class _Rank:
             name = layer.name if layer else ends[number]
             units.append(Unit(name, self.memories[key], of_unit))
             is_trained |= any(weight.is_trained for weight in of_unit)
+        if self._moves_activations:
+            layers = slice(stage.first, len(units) - stage.last)
+            moved = offloaded([unit.memory for unit in units[layers]])
+            units[layers] = [
+                replace(u, memory=m) for u, m in zip(units[layers], moved, strict=True)
+            ]
         return units
+
+    @property
+    def _moves_activations(self) -> bool:
+        return self.cfg.training.offload_activations and not self.is_gloo
 
     def _mask_bytes(self) -> int:
         """Return the bytes of a mask of windows, which recomputed layers read again."""

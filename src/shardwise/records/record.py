@@ -97,6 +97,8 @@ class RunRecord:
     launches_per_step: list[int] | None = None  # operators of each rank; None if compiled
     host_waits_per_step: list[int] | None = None
     """How often the host of each rank waits for its device in a step, beside collectives."""
+    offloaded_bytes_per_step: list[int] | None = None
+    """The activations that each rank moved to the CPU in a step; None where none are."""
     mfu: float | None = None
     hfu: float | None = None
     flops: dict[str, Any] | None = None

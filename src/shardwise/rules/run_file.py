@@ -190,6 +190,18 @@ RULES = (
         why="the policy of selective checkpointing cannot see operators in compiled code",
     ),
     Rule(
+        "offload of activations with checkpointing of operators",
+        applies=lambda case: (
+            case.training.offload_activations and case.training.checkpointing == "operators"
+        ),
+        problem=(
+            "training.offload_activations moves what autograd keeps, and training.checkpointing "
+            "operators keeps results of products outside of autograd"
+        ),
+        way_out="set checkpointing to full, none or a list of layer kinds",
+        why="in torch's eager mode a policy of selective checkpointing cannot move what it keeps",
+    ),
+    Rule(
         "compile with LoRA's kernels on an old torch",
         applies=lambda case: (
             _is_compiled(case)

@@ -79,6 +79,10 @@ def check(cfg: RunConfig) -> None:
     refused = {
         "training.compile": (cfg.training.compile != "none", "compiled code hides its operators"),
         "parallel.offload": (cfg.parallel.offload != "none", "it has the memory of one device"),
+        "training.offload_activations": (
+            cfg.training.offload_activations,
+            "it has the memory of one device",
+        ),
         "parallel.data fsdp1": (
             cfg.parallel.data == "fsdp1",
             "its parameters are views into flat ones, and torch's FakeTensor cannot fill them",

@@ -31,6 +31,7 @@ from shardwise.metrics.hardware import environment, peak_flops
 from shardwise.metrics.memory import PeakMemory, StateTensors, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
 from shardwise.models.counts import ModelCounts
+from shardwise.models.part import ModelPart
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.records.record import RunRecord
 from shardwise.training.gradients import clip_by_global_norm
@@ -47,6 +48,7 @@ class Memory:
     state_bytes: list[dict[str, int]]
     launches: list[int] | None  # operators; None where compiled code hides them
     host_waits: list[int] | None
+    offloaded_bytes: list[int] | None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the record."""
@@ -56,6 +58,7 @@ class Memory:
             "state_bytes": self.state_bytes,
             "launches_per_step": self.launches,
             "host_waits_per_step": self.host_waits,
+            "offloaded_bytes_per_step": self.offloaded_bytes,
         }
 
 
@@ -73,6 +76,11 @@ def measure_memory(
     microbatches = [batch.to(mesh.device) for batch in microbatches]
     dispatches = Dispatches()
     is_seen = cfg.training.compile == "none"
+
+    def offloaded() -> int:
+        return sum(part.offloaded_bytes for part in job.pm.parts if isinstance(part, ModelPart))
+
+    before = offloaded()
 
     def state() -> StateTensors:
         return state_tensors(job.pm.stored(), job.optimizer)
@@ -94,6 +102,7 @@ def measure_memory(
         of_every_rank(bytes_of_state),
         of_every_rank(dispatches.num_launches) if is_seen else None,
         of_every_rank(dispatches.num_waits) if is_seen else None,
+        of_every_rank(offloaded() - before) if cfg.training.offload_activations else None,
     )
 
 
