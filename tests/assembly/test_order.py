@@ -46,7 +46,9 @@ def run_file(
 CASES = {
     "dense, lora by torch": run_file("llama", Lora(kernel="torch"), packing="isolated"),
     "dense, stored base": run_file("llama", Lora(), base="int8"),
-    "dense, in full": run_file("llama", sdpa_backend="math", training={"loss": "plain"}),
+    "dense, in full": run_file(
+        "llama", sdpa_backend="math", training={"loss": "plain", "offload_activations": True}
+    ),
     "dense, dropouts of its own": run_file("gpt2", Lora(kernel="torch", dropout=0.1)),
     "hybrid, lora by peft": run_file(
         "qwen3_5", Lora(kernel="peft", dropout=0.1), packing="isolated"
@@ -74,6 +76,7 @@ SHOWN_BY = {
     "loss in the head": "hybrid, operators",
     "LoRA kernel": "dense, lora by torch",
     "activation checkpointing": "hybrid, kinds",
+    "activation offload": "dense, in full",
 }
 """A case in which a row of ORDER does something, for each row that is no strategy of `parallel`.
 

@@ -37,9 +37,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     for part in pm.parts:
         assert isinstance(part, ModelPart)
         offload = Offload(part, mesh.device, stream)
-        for number, layer in enumerate(part.spec.layers):
+        for layer in part.spec.layers:
             module = part.hf.get_submodule(layer.name)
-            module.forward = offload.around(module, is_first=number == 0)
+            module.forward = offload.around(module)
     return pm
 
 
@@ -103,21 +103,24 @@ class Offload:
         self, part: ModelPart, device: torch.device, stream: torch.cuda.Stream | None
     ) -> None:
         self.part, self.device, self.stream = part, device, stream
+        self.lowest: nn.Module | None = None
         self.latest: LayerForward | None = None
         # By (address of a storage's record, version of its numbers): it is moved once, although
         # several tensors see it. The first reference keeps the address from being used again.
         self.known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
 
-    def around(self, layer: nn.Module, *, is_first: bool) -> Callable[..., Any]:
-        """Return the layer's forward, after which what it keeps is on the CPU."""
+    def around(self, layer: nn.Module) -> Callable[..., Any]:
+        """Return the layer's forward, after which what it keeps is on the CPU; the lowest first."""
         forward = layer.forward
+        self.lowest = self.lowest or layer
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            if is_first:
+            if layer is self.lowest:  # of another micro-batch
                 self.known.clear()
-            this = LayerForward(None if is_first else self.latest)
+                self.latest = None
+            this = LayerForward(self.latest)
             self.latest = this
             held = storages((*layer.parameters(), *layer.buffers()))  # as they are gathered now
             weights = {storage.data_ptr() for storage in held.values()}
