@@ -214,6 +214,7 @@ TIMED: dict[str, Any] = {
     "training.accumulation": "float32",
     "training.checkpointing": "full",
     "training.compile": "aot_eager",
+    "training.offload_activations": True,
     "training.loss": "plain",
     "training.matmul": "fp8_tensorwise",
 }
