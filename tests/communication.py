@@ -93,7 +93,7 @@ class Counted:
 
 
 def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Counted:
-    """Count a later step of this rank with weights of `dtype`; the process group must be up."""
+    """Count a step of this rank with weights of `dtype`; the process group must be up."""
     with numerics_of(cell):
         return _count(cell, dtype)
 
@@ -104,7 +104,8 @@ def _count(cell: Cell, dtype: Literal["float32", "bfloat16"]) -> Counted:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     # In the first step pipelines make their stages ready; ddp agrees upon its buckets in two.
-    for step in (1, 2) if "ddp" in cell.layout.split("-") else (1,):
+    axes = cell.layout.split("-")
+    for step in (1, 2) if "ddp" in axes else (1,) if "pp" in axes else ():
         training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
     batches = microbatches(cfg, mesh, 3)
     routed = count_routed(job.pm)
