@@ -47,7 +47,13 @@ def drawn_by(seed: int, folder: Path) -> Draw:
     return draw(seed, folder, SEEDS[seed].split()[0])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=[pytest.mark.slow] * (place % 2))
+        for place, seed in enumerate(SEEDS)
+    ],
+)
 def test_fixed_runs_equal_one_process(seed: int, tmp_path: Path):
     drawn = drawn_by(seed, tmp_path)
     assert drawn.id == f"seed {seed}: {SEEDS[seed]}"
@@ -63,8 +69,18 @@ def test_fixed_runs_cover_every_family():
     ("bug", "seed", "reason"),
     [
         (test_sensitivity.missing_world_size_factor, 2081, "grad "),
-        (test_sensitivity.clip_by_the_local_norm, 213, "different losses or norms"),
-        (test_tensor_sensitivity.tokens_of_the_first_rank_on_every_rank, 3630, "grad "),
+        pytest.param(
+            test_sensitivity.clip_by_the_local_norm,
+            213,
+            "different losses or norms",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            test_tensor_sensitivity.tokens_of_the_first_rank_on_every_rank,
+            3630,
+            "grad ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_planted_bug_is_caught(bug: Callable[[], None], seed: int, reason: str, tmp_path: Path):

@@ -116,11 +116,11 @@ LAYOUTS = (("fsdp2", 2), ("tp", 2), ("fsdp2-tp", 4))
 @pytest.mark.parametrize(
     ("method", "source"),
     [
-        ("nf4 nested", "plain"),
         ("fp8", "experts"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("nf4 nested", "plain"),
                 ("nf4 nested", "experts"),
                 ("fp8", "plain"),
                 ("torchao int8", "plain"),

@@ -191,7 +191,18 @@ PIPELINES = [
 
 
 LATER = {
+    *(Cell("qwen3_5_text", layout, "lora", 4) for layout in ("zero2", "fsdp2", "hsdp", "fsdp1")),
+    Cell("qwen3_5_text", "fsdp1", "lora", 4, "naive"),
     Cell("qwen3_5_text", "fsdp1", "full", 4),
+    Cell("llama", "zero1-cp", "lora", 4),
+    Cell("llama", "hsdp", "full", 4, "muon"),
+    Cell("granitemoehybrid", "tp", "full", 4, "offload-optimizer"),
+    Cell("llama", "pp-fsdp2", "full", 4, "offload-optimizer", "1f1b"),
+    Cell("kimi_linear", "hsdp", "lora", 4, "int8"),
+    Cell("qwen3_moe", "zero2-ep", "lora", 4, "experts"),
+    Cell("granitemoe", "zero1-cp-ep", "lora", 4, "experts"),
+    Cell("qwen3_moe", "fsdp2-ep", "full", 4, EIGHT_BIT),
+    Cell("llama", "pp-tp", "full", 4, EIGHT_BIT, "1f1b"),
     Cell("qwen3_5_text", "fsdp2-tp", "lora", 4),
     Cell("qwen3_5_text", "zero1-tp", "full", 4),
     Cell("qwen3_moe", "zero1-ep", "full", 4, spread=4),
