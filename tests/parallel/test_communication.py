@@ -172,13 +172,8 @@ CELLS = [
 
 
 LATER = (
-    *(cell("llama", layout, "full", 4) for layout in ("zero2-cp", "fsdp1-cp")),
-    cell("llama", "hsdp-cp", "lora", 4),
-    cell("llama", "pp-fsdp2-cp", "full", 8),
     cell("qwen3_moe", "pp-cp", "full", 4),
     cell("qwen3", "pp-cp", "lora", 4),
-    cell("nemotron_h", "ddp-ep-tp", "full", 4),
-    cell("qwen3_moe", "pp-ddp-ep", "lora", 4, "experts"),
     replace(cell("llama", "fsdp2-tp", "lora", 4), dora=True),
     cell("llama", "hsdp", "full", 4),
     cell("qwen3_5_text", "zero1-tp", "full", 4),
