@@ -4,7 +4,8 @@
     shardwise bench configs/bases-cpu.yaml --out runs/bases
 
 It runs the plain cell of each seed once more with weights that differ by rounding (the noise
-control), and writes results/bases/quality.json: validation losses by form and seed.
+control), and writes results/bases/quality.json: validation losses by form and seed. A figure beside
+it draws how far each form lies from `none`. Without runs, `--draw` draws the committed numbers.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ import sys
 from pathlib import Path
 
 from shardwise.benchmark.paired import write_json
+from shardwise.drawing.svg import colour, drawing, png_of
 
 ROOT = Path(__file__).parents[1]
 BENCH, OUT = Path("runs/bases"), ROOT / "results" / "bases" / "quality.json"
 
 
 def main() -> None:
+    """Run the controls, read all records, write the result and its figure."""
+    if sys.argv[1:] != ["--draw"]:
+        measure()
+    losses = json.loads(OUT.read_text())["validation_loss"]
+    OUT.with_suffix(".png").write_bytes(figure_of(losses))
+
+
+def measure() -> None:
     """Run the controls, read all records, write the result."""
     for run in sorted(BENCH.glob("single-none-*/run.yaml")):
         folder = BENCH / run.parent.name.replace("none", "nudged")
@@ -38,6 +48,33 @@ def main() -> None:
         for form, by_seed in losses.items()
     }
     write_json(OUT, {"validation_loss": losses, "largest_difference_to_none": most})
+
+
+def figure_of(losses: dict[str, dict[str, float]]) -> bytes:
+    """Return the figure as PNG: a row per form, a point per seed, a band for the noise control."""
+    with drawing():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 2.4), layout="constrained")
+        axes = figure.subplots()
+        plain = losses["none"]
+        differences = {
+            form: [by_seed[seed] - plain[seed] for seed in sorted(plain)]
+            for form, by_seed in losses.items()
+        }
+        noise = max(map(abs, differences["nudged"]))
+        axes.axvspan(-noise, noise, color=colour("line"), label="rounding alone (noise control)")
+        axes.axvline(0, color=colour("faint"), linewidth=0.8)
+        forms = [form for form in ("nf4", "int8", "fp8") if form in losses]
+        for height, form in enumerate(forms):
+            axes.plot(differences[form], [height] * len(plain), "o", color=colour("c1"))
+        axes.set_yticks(range(len(forms)), forms)
+        axes.set_ylim(-0.6, len(forms) - 0.4)
+        axes.set(
+            title="Validation loss minus that of a bfloat16 base, one point a seed", xlabel="nats"
+        )
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        return png_of(figure)
 
 
 if __name__ == "__main__":
