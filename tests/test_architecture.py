@@ -95,12 +95,12 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_630,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_660,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_150,
+    "assembly training checkpoint process launch": 6_180,
     "models": 11_200,
-    "parallel": 3_690,
+    "parallel": 3_790,
     "data": 3_760,
     "kernels": 7_420,
     "planner schedule metrics": 8_150,
@@ -182,13 +182,13 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 106
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 107
 
 
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 4_500
+    assert lines <= 4_540
 
 
 def every_source() -> list[Path]:

@@ -88,6 +88,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"data": {"format": "chat", "turns": "separate", "train_on": "all"}},
         1,
     ),
+    "copies to compare": (
+        "llama",
+        {"parallel": {"data": "fsdp2"}, "training": {"check_copies_every": 5}},
+        2,
+    ),
     "schedule without its strategy": ("llama", {"parallel": {"schedule": "zbv"}}, 1),
     "virtual_stages without its strategy": ("llama", {"parallel": {"virtual_stages": 2}}, 1),
     "split without its strategy": ("llama", {"parallel": {"split": "uniform"}}, 1),

@@ -39,8 +39,16 @@ from shardwise.process.watchdog import beat, paused, watched
 class Checkpointer:
     """Saves a run while it trains; on every rank, since each writes its share."""
 
-    def __init__(self, cfg: RunConfig, job: Job, loaders: Loaders, start: Start) -> None:
-        self._cfg, self._job, self._loaders = cfg, job, loaders
+    def __init__(
+        self,
+        cfg: RunConfig,
+        job: Job,
+        loaders: Loaders,
+        start: Start,
+        check: Callable[[int], object] = lambda step: None,
+    ) -> None:
+        """Take what is saved; `check` is called with the step before each save, on every rank."""
+        self._cfg, self._job, self._loaders, self._check = cfg, job, loaders, check
         self._output_dir = Path(cfg.training.output_dir)
         self._main = dist.get_rank() == 0
         # Taken now, while the files are those that were loaded.
@@ -111,6 +119,7 @@ class Checkpointer:
         next call of `save` or `wait` raises it.
         """
         self.wait()
+        self._check(step)
         self._saved = step
         # A few numbers for each slot, from every rank to all.
         loader = of_every_rank(self._loaders.state(), self._group)

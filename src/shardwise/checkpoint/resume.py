@@ -60,6 +60,7 @@ MAY_DIFFER = frozenset(
         "training.async_save",
         "training.resume",
         "training.max_restarts",
+        "training.check_copies_every",
         "training.timeout_seconds",
         "training.sample",
         "training.device",

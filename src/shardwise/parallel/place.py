@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from shardwise.interfaces import ParameterFacts
 from shardwise.layouts import shard_dim
 
 
@@ -102,6 +103,14 @@ def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
 def axes_of(tensor: torch.Tensor) -> tuple[str, ...]:
     """Return the mesh axes along which a DTensor is placed; none for a plain tensor."""
     return (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+
+
+def sharded_axes(parameter: torch.Tensor, facts: ParameterFacts) -> tuple[str, ...]:
+    """Return the mesh axes that a parameter is sharded over; along the others it is replicated."""
+    if not isinstance(parameter, DTensor):
+        return facts.sharded_axes
+    by_axis = zip(axes_of(parameter), parameter.placements, strict=True)
+    return tuple(name for name, placement in by_axis if isinstance(placement, Shard))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from shardwise.layouts import (
+    axis_sizes,
+    context_joins_of,
     least_microbatches,
     microbatches_left_over,
     num_data_ranks,
@@ -83,7 +85,26 @@ def _left_over(case: Case) -> int:
     return microbatches_left_over(case.parallel.schedule, case.parallel.pp, count)
 
 
+def _has_copies(case: Case) -> bool:
+    sizes = axis_sizes(case.cfg, case.facts.num_ranks)
+    joined = sizes["cp"] if context_joins_of(case.cfg) == "dp_replicate" else 1
+    return sizes["dp_replicate"] * joined * sizes["tp"] > 1
+
+
 STEP_RULES = (
+    Rule(
+        "copies to compare",
+        applies=lambda case: case.training.check_copies_every > 0 and not _has_copies(case),
+        problem=lambda case: (
+            f"training.check_copies_every is {case.training.check_copies_every}, but no rank "
+            "holds a copy of another one's weights"
+        ),
+        way_out=(
+            "leave it out, or use ddp, zero1, zero2, tp, or fsdp2 with parallel.dp_replicate, "
+            "on several processes"
+        ),
+        why="nothing could be compared, and the run would look checked",
+    ),
     Rule(
         "the global batch over the ranks",
         applies=lambda case: case.training.global_batch_size % _rows_at_once(case) != 0,

@@ -6,24 +6,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.interfaces import Mesh, ParameterFacts
-from shardwise.parallel.place import local
+from shardwise.parallel.place import local, sharded_axes
 from shardwise.parallel.reduce import sum_over
 
 Facts = Mapping[nn.Parameter, ParameterFacts]
 PLAIN = ParameterFacts()
-
-
-def sharded_axes(parameter: torch.Tensor, facts: ParameterFacts) -> tuple[str, ...]:
-    """Return the mesh axes that a parameter is sharded over; along the others it is replicated."""
-    if not isinstance(parameter, DTensor):
-        return facts.sharded_axes
-    names = parameter.device_mesh.mesh_dim_names
-    assert names is not None
-    by_axis = zip(names, parameter.placements, strict=True)
-    return tuple(name for name, placement in by_axis if isinstance(placement, Shard))
 
 
 def counted(parameter: nn.Parameter, facts: ParameterFacts) -> list[torch.Tensor]:

@@ -17,8 +17,9 @@ from shardwise.config import RunConfig, require
 from shardwise.data.loader import Loaders
 from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
+from shardwise.parallel import copies
 from shardwise.planner.timeline import Recorder, record_timeline
-from shardwise.process.ending import Stopped
+from shardwise.process.ending import RunError, Stopped
 from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.watchdog import beat
 from shardwise.records.record import RunRecord
@@ -48,7 +49,8 @@ class Session:
         self.slots = mesh.slots(cfg.training.global_batch_size)
         """The rows of each global batch that this rank reads."""
         self.reporter = Reporter(cfg, mesh, job, start)
-        self._checkpointer = Checkpointer(cfg, job, loaders, start)
+        self._checkpointer = Checkpointer(cfg, job, loaders, start, self._check_copies)
+        self._checked = start.step  # the step after which copies were compared last
         self._meter = Meter(cfg.measure.warmup_steps)
         self._recorder = Recorder(cfg.measure.warmup_steps)
         self._signals: list[int] = []
@@ -111,7 +113,21 @@ class Session:
         self._recorder.step(self.job.pm.events())
         self.reporter.step(number, result, lr, self._meter)
         self.done = number
+        if (every := self.cfg.training.check_copies_every) and number % every == 0:
+            self._check_copies(number)
         return result
+
+    def _check_copies(self, step: int) -> None:
+        """Compare the copies of weights, if the run asks for it; RunError if some differ."""
+        if self.cfg.training.check_copies_every == 0 or self._checked == step:
+            return
+        if found := copies.differences(self.job.pm, self.mesh):
+            raise RunError(
+                f"step {step}: {copies.explain(found)} (equal after step {self._checked}): "
+                "a device or its memory computes wrong numbers; look at it, then resume with "
+                "--resume latest, since copies were equal when a checkpoint was saved"
+            )
+        self._checked = step
 
     def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
         """Evaluate and report the loss on this rank's micro-batches of each global batch.

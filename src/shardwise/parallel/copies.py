@@ -1,0 +1,89 @@
+"""Whether ranks that hold copies of a weight still hold the same bits.
+
+They start with the same bits and make the same updates, so a difference means that a device or its
+memory has computed something wrong, or that the run has a bug. Sends 8 bytes for each weight that
+has copies, and reads each weight once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
+from shardwise.models.names import hf_name, is_adapter
+from shardwise.parallel.place import axes_of, local, sharded_axes
+from shardwise.parallel.reduce import all_gather, of_every_rank
+from shardwise.words import listed
+
+PLAIN = ParameterFacts()
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes of as many bytes, in which bits can be added up."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A weight whose copies differ along an axis."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """The ranks whose bits most others do not have; all of the group where no bits are held by
+    most."""
+    is_certain: bool
+    """Whether most ranks of the group agree, so that `ranks` are those that are wrong."""
+
+
+def differences(pm: ParallelModel, mesh: Mesh) -> list[Difference]:
+    """Return the weights whose copies differ, by any rank, in the order of the ranks.
+
+    A collective of all ranks, which all get the same list.
+    """
+    by_rank = of_every_rank(list(_seen_here(pm, mesh)))
+    return list(dict.fromkeys(difference for rank in by_rank for difference in rank))
+
+
+def explain(found: list[Difference]) -> str:
+    """Return a clause that names the weights and the ranks."""
+    names = listed(list(dict.fromkeys(difference.name for difference in found)))
+    certain = {rank for difference in found if difference.is_certain for rank in difference.ranks}
+    if certain:
+        ranks = ", ".join(map(str, sorted(certain)))
+        return f"copies of {names} differ on rank {ranks} from those of most ranks"
+    ranks = ", ".join(map(str, sorted({rank for item in found for rank in item.ranks})))
+    return f"copies of {names} differ between ranks {ranks}"
+
+
+def _seen_here(pm: ParallelModel, mesh: Mesh) -> Iterator[Difference]:
+    """Yield the differences along each axis of this rank's groups."""
+    along: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in pm.named_parameters():
+        facts = pm.parameter_facts.get(parameter, PLAIN)
+        sharded = sharded_axes(parameter, facts)
+        for axis in (*mesh.copy_axes((*axes_of(parameter), *sharded)), "tp"):
+            if axis not in sharded and mesh.size(axis) > 1:
+                along.setdefault(axis, []).append((name, local(parameter.detach())))
+    for axis in sorted(along):
+        names = [name if is_adapter(name) else hf_name(name) for name, _ in along[axis]]
+        group = mesh.group(axis)
+        ours = torch.stack([_sum_of_bits(weight).to(mesh.device) for _, weight in along[axis]])
+        gathered = ours.new_empty(mesh.size(axis) * len(ours))
+        all_gather(gathered, ours, group=group)  # 8 bytes a weight, of every rank, to all
+        for name, sums in zip(names, gathered.view(-1, len(ours)).T.tolist()):
+            if len(set(sums)) > 1:
+                yield _difference(name, sums, dist.get_process_group_ranks(group))
+
+
+def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a weight's elements, read as integers: int64, which has no rounding."""
+    return weight.view(_INTEGER[weight.element_size()]).sum(dtype=torch.int64)
+
+
+def _difference(name: str, sums: list[int], ranks: list[int]) -> Difference:
+    most, count = Counter(sums).most_common(1)[0]
+    is_certain = 2 * count > len(sums)
+    wrong = (rank for rank, bits in zip(ranks, sums) if not is_certain or bits != most)
+    return Difference(name, tuple(wrong), is_certain)
