@@ -87,12 +87,22 @@ def memory_of_share(
     coordinates: Mapping[str, int],
     units: dict[object, UnitMemory] | None = None,
 ) -> Memory:
-    """Return the memory of the rank at these coordinates, which holds this share.
+    """Return the memory of the rank at its peak; see `moments_of_share`."""
+    return max(moments_of_share(cfg, run, share, coordinates, units), key=lambda m: m.total)
+
+
+def moments_of_share(
+    cfg: RunConfig,
+    run: Description,
+    share: Share,
+    coordinates: Mapping[str, int],
+    units: dict[object, UnitMemory] | None = None,
+) -> Iterator[Memory]:
+    """Yield the memory of a rank with these coordinates and share, at every moment of a step.
 
     `units` are those of layouts of the same run that were computed before; others are added.
     """
-    rank = _Rank(cfg, run, share, coordinates, {} if units is None else units)
-    return max(rank.moments(), key=lambda memory: memory.total)
+    yield from _Rank(cfg, run, share, coordinates, {} if units is None else units).moments()
 
 
 @lru_cache(maxsize=1)
