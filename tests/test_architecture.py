@@ -103,10 +103,10 @@ MOST_LINES = {
     "parallel": 3_790,
     "data": 3_760,
     "kernels": 7_420,
-    "planner schedule metrics": 8_150,
+    "planner schedule metrics": 8_390,
     "proof": 1_110,
     "simulation": 520,
-    "benchmark report drawing records": 5_490,
+    "benchmark report drawing records": 6_380,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -188,7 +188,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 4_540
+    assert lines <= 4_885
 
 
 def every_source() -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -108,7 +109,7 @@ def test_a_ring_adds_every_summand_once_and_ends_complete(num_ranks: int) -> Non
     scattered = states[num_ranks - 1].pieces
     assert all(sum(piece == everyone for piece in own) == 1 for own in scattered)
     assert all(piece == everyone for own in states[-1].pieces for piece in own)
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         for rank, piece in enumerate(after.arrived):
             assert piece is not None
             was, sent = before.pieces[rank][piece], before.pieces[rank - 1][piece]
