@@ -72,7 +72,7 @@ HYBRID = Subject(
 MIXTURE = Subject(
     "granite-4.0-h-tiny",
     "Granite 4.0 H Tiny",
-    "Granite 4.0 H Tiny, mixture of experts, all weights trained",
+    "Granite 4.0 H Tiny, a hybrid with experts, all weights trained",
     "full",
     None,
 )
@@ -287,7 +287,17 @@ def layouts() -> Iterator[tuple[str, str, Canvas]]:
             for job, one, subject in zip(of_layout, ones, subjects, strict=True)
         ]
         moves = [*moves_of(layout["moves"], dict(zip(subjects, of_layout, strict=True)))]
-        yield name, title, draw(Ranks(title, holdings, moves))
+        yield name, title, draw(Ranks(title, holdings, moves, note_on(of_layout[0].cfg)))
+
+
+def note_on(cfg: RunConfig) -> str:
+    """Return what a step is."""
+    training, length = cfg.training, cfg.data.sequence_length
+    return (
+        f"A step: {training.global_batch_size} rows of {length} tokens, "
+        f"{training.micro_batch_size} in a micro-batch; {training.precision} products, "
+        f"{cfg.optimizer.name}, checkpointing {training.checkpointing}."
+    )
 
 
 def subjects_of(layout: Mapping[str, Any]) -> list[Subject]:

@@ -82,6 +82,8 @@ class Ranks:
     title: str
     holdings: Sequence[Holding]
     moves: Sequence[Move]
+    note: str
+    """What a step is."""
 
 
 def draw(ranks: Ranks) -> Canvas:
@@ -99,7 +101,7 @@ def draw(ranks: Ranks) -> Canvas:
         notes.append("pale in a strip: held until it is summed")
     if any(move.kind in ("all-reduce", "reduce-scatter") for move in ranks.moves):
         notes.append("pale in a message: a partial sum")
-    for note in notes:
+    for note in (*notes, ranks.note):
         y = canvas.paragraph(0, y + 8, note, fill="muted") - 8
     return canvas
 
