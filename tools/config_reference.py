@@ -13,9 +13,10 @@ AS_YAML = {"field(default_factory=list)": "[]", "None": "null", "True": "true", 
 HEAD = """\
 # The run file
 
-A YAML mapping of sections. Every key is typed; an unknown or misspelt one is an error that names
-the nearest. On the command line `--section.key=value` replaces a value (values are YAML: `null`,
-`[a, b]`), `--lora=null` a whole section.
+This page lists every key of a run file with its type, its default and what it does. A run file is a
+YAML mapping of sections. An unknown or misspelt key is an error that names the nearest. On the
+command line `--section.key=value` replaces a value (values are YAML: `null`, `[a, b]`),
+`--lora=null` a whole section.
 
 This page is written by `tools/config_reference.py` from `src/shardwise/config`.
 """

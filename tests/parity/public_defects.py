@@ -1,0 +1,80 @@
+"""Write docs/concepts/silent-bugs.md from public_defects.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_suffix(".toml")
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "silent-bugs.md"
+HEAD = """\
+# Silent bugs elsewhere
+
+A silent bug prints nothing: the run ends, the loss falls, and the result is not that of one
+process. This page lists {count} such bugs of {systems} systems, each with the public thread in
+which it was reported or mended. A test plants it into the code of shardwise, and an unmodified
+comparison with one process turns red. So you see which mistakes [parity](parity.md) notices, and
+which ones to look for where nothing is compared.
+
+This is no ranking. These systems found their bugs, said so in public, and mended most of them. The
+threads were read as they stood in September 2026. More than a hundred other bugs are planted here
+too.
+
+## How to read the tables
+
+| column | what it says |
+|---|---|
+| where | the system, and its issue or pull request |
+| what went wrong there | in one sentence, in our words |
+| planted here as | the bug's name, in the test file that the link leads to |
+| in | the [cell](glossary.md#benchmarks) that is run with it: family, layout, mode, processes |
+| red | what is then beyond its tolerance, and so fails the test's last assertion |
+
+Where a cell is named, that assertion compares the `loss` of each step and of the evaluation, every
+gradient (`grad`) and their `norm`, the weights after the steps (`param`) and the files that the run
+leaves (`saved`): `check_caught` in [`test_sensitivity.py`](../../tests/parity/test_sensitivity.py).
+Where the library's own assertion ends the run before, that is named.
+
+To plant one yourself, name the file and the bug:
+
+```bash
+.venv/bin/python -m pytest -m "not gpu" tests/parity/test_sensitivity.py -k local_token_count
+```
+
+`make test` plants the first bug of each file, and checks that what the others replace is still
+there. `make parity` plants all of them.
+
+This page is written by `python -m tests.parity.public_defects` from
+[`public_defects.toml`](../../tests/parity/public_defects.toml).
+"""
+
+
+def sections() -> list[dict[str, Any]]:
+    """Return the sections of the table, each with its defects."""
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))["section"]
+
+
+def page() -> str:
+    """Return the whole page."""
+    defects = [defect for section in sections() for defect in section["defect"]]
+    num_systems = len({defect["system"] for defect in defects})
+    parts = [HEAD.format(count=len(defects), systems=num_systems)]
+    for section in sections():
+        parts += [f"\n## {section['title']}\n", "| where | what went wrong there | planted here as"]
+        parts[-1] += " | in | red |\n|---|---|---|---|---|"
+        for defect in section["defect"]:
+            number = re.search(r"\d+$", defect["link"])
+            assert number is not None, defect["link"]
+            file, _ = defect["test"].split("::")
+            cell = f"`{defect['cell']}`" if "cell" in defect else "one process"
+            parts.append(
+                f"| [{defect['system']} #{number[0]}]({defect['link']}) | {defect['wrong']} "
+                f"| [`{defect['planted']}`](../../{file}) | {cell} | {defect['red']} |"
+            )
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

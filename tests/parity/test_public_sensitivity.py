@@ -1,0 +1,238 @@
+"""Defects that other training systems had in public, planted one at a time as in
+test_sensitivity.py: each must turn a cell red. Those that are not in another file of such bugs;
+public_defects.toml lists all of them, with links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.assembly import build
+from shardwise.batches import IGNORED
+from shardwise.checkpoint import export
+from shardwise.models import lora
+from shardwise.models.families import FAMILIES
+from shardwise.models.names import is_adapter
+from shardwise.models.patches import experts, lora_kernel, router_loss
+from shardwise.parallel import context_parallel, ddp, tensor_parallel
+from shardwise.parallel.place import axes_of, local
+from shardwise.parallel.reduce import sum_over_copies
+from shardwise.training import gradients, step
+from tests.models import test_lora
+from tests.parity.dora import FIXED as DORA
+from tests.parity.harness import Cell
+from tests.parity.spread_experts import FIXED as EXPERTS
+from tests.parity.tensors import cell as tensor
+from tests.parity.test_sensitivity import check_caught, in_place_of, planted
+
+
+def mean_of_means(num_means: Callable[[int], int]) -> None:
+    """Divide the loss of each forward by its own targets, and take the mean of these means."""
+    run = build.run_in_turn
+
+    def averaged(pm, microbatches, scale, train):
+        if not train:
+            return run(pm, microbatches, scale, train)
+        (part,) = pm.parts
+
+        def own_mean(module, args, loss):
+            targets = args[0].num_target_tokens().clamp(min=1)
+            return loss / (scale * num_means(len(microbatches)) * targets)
+
+        hook = part.register_forward_hook(own_mean)
+        try:
+            return run(pm, microbatches, scale, train)
+        finally:
+            hook.remove()
+
+    build.run_in_turn = averaged
+
+
+def each_micro_batch_divided_by_its_own_targets():
+    mean_of_means(lambda num_microbatches: num_microbatches * dist.get_world_size())
+
+
+def each_share_of_a_row_divided_by_its_own_targets():
+    mean_of_means(lambda num_microbatches: num_microbatches * dist.get_world_size())
+
+
+def labels_shifted_after_rows_are_cut():
+    tokens_of = context_parallel.tokens_of
+
+    def shifted_late(*args):
+        batch = tokens_of(*args)
+        following = batch.input_ids.roll(-1, 1)
+        following[:, -1] = IGNORED  # the next token is on another rank
+        labels = following.where(batch.labels != IGNORED, IGNORED)
+        return replace(batch, labels=labels, on_host=None)
+
+    context_parallel.tokens_of = shifted_late
+
+
+def clipped_with_the_loss_scale():
+    clip = step.clip_by_global_norm
+
+    def too_early(parameters, mesh, facts, most, scale):
+        parameters = list(parameters)
+        clip(parameters, mesh, facts, most, 1.0)
+        return clip(parameters, mesh, facts, None, scale)
+
+    step.clip_by_global_norm = too_early
+
+
+def schedule_that_counts_each_ranks_steps():
+    make = build.make_lr_schedule
+
+    def too_fast(*args):
+        schedule = make(*args)
+        once = schedule.step
+        schedule.step = lambda: [once() for _ in range(dist.get_world_size())]
+        return schedule
+
+    build.make_lr_schedule = too_fast
+
+
+def replicated_gradients_counted_by_each_tensor_rank():
+    sharded_axes = gradients.sharded_axes
+
+    def always_over_tp(parameter, facts):
+        return tuple({*sharded_axes(parameter, facts), "tp"})
+
+    gradients.sharded_axes = always_over_tp
+
+
+def frozen_norms_trained_under_tensor_parallelism():
+    def apply(pm, mesh, cfg, spec):
+        pm = tensor_parallel.apply(pm, mesh, cfg, spec)
+        for part in pm.parts:
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+        return pm
+
+    def adapters_alone(hf, cfg, state, *args):
+        save(hf, cfg, {name: state[name] for name in state if is_adapter(name)}, *args)
+
+    in_place_of("tensor", apply)
+    save = export.save_adapter  # which refuses what is no adapter
+    export.save_adapter = adapters_alone
+
+
+def gradients_of_experts_times_their_ranks():
+    def multiplied(parameters, mesh):
+        parameters = list(parameters)
+        sum_over_copies(parameters, mesh)
+        for parameter in parameters:
+            if "ep" in axes_of(parameter):
+                local(parameter.grad).mul_(mesh.size("ep"))
+
+    ddp.sum_over_copies = multiplied
+
+
+def adapters_of_experts_counted_by_each_rank():
+    adapter_of = experts.RoutedExperts._adapter
+
+    def complete_on_each(self, name):
+        views = adapter_of(self, name)
+        is_cut = isinstance(self.module._parameters[name], DTensor)  # not so in the reference
+        is_summed = is_cut and "down" in name
+        return views._replace(scale=views.scale * dist.get_world_size()) if is_summed else views
+
+    experts.RoutedExperts._adapter = complete_on_each
+
+
+def router_loss_whole_in_each_micro_batch():
+    call = router_loss.RouterLoss.__call__
+    router_loss.RouterLoss.__call__ = lambda self, batch: 2 * call(self, batch)
+
+
+def shards_of_other_ranks_not_saved():
+    full_tensor = export.full_tensor
+
+    def of_first_rank(portable):
+        full = full_tensor(portable).clone()
+        if isinstance(portable, DTensor):
+            full[len(portable.to_local()) :] = 0
+        return full
+
+    export.full_tensor = of_first_rank
+
+
+def magnitudes_not_trained():
+    with_magnitude = lora_kernel.with_magnitude
+    lora_kernel.with_magnitude = lambda y, magnitude, *others: with_magnitude(
+        y, magnitude.detach(), *others
+    )
+
+
+BUGS = (
+    (each_micro_batch_divided_by_its_own_targets, Cell("llama", "ddp", "lora", 2)),
+    (
+        each_share_of_a_row_divided_by_its_own_targets,
+        Cell("llama", "cp", "lora", 4, "isolated-ring"),
+    ),
+    (labels_shifted_after_rows_are_cut, Cell("llama", "cp", "lora", 4, "isolated-ring")),
+    (clipped_with_the_loss_scale, Cell("llama", "ddp", "full", 2, "float16")),
+    (schedule_that_counts_each_ranks_steps, Cell("llama", "ddp", "lora", 2)),
+    (replicated_gradients_counted_by_each_tensor_rank, tensor("llama", "tp", "lora")),
+    (frozen_norms_trained_under_tensor_parallelism, tensor("llama", "tp", "lora")),
+    (gradients_of_experts_times_their_ranks, EXPERTS[0]),
+    (adapters_of_experts_counted_by_each_rank, tensor("qwen3_next", "tp-sp", "lora", "experts")),
+    (router_loss_whole_in_each_micro_batch, Cell("qwen3_next", "ddp", "lora", 2)),
+    (shards_of_other_ranks_not_saved, Cell("olmo_hybrid", "fsdp2", "lora", 2)),
+    (magnitudes_not_trained, DORA[5]),
+)
+
+
+@pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
+def test_a_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
+    check_caught(bug, cell)
+
+
+Patch = pytest.MonkeyPatch
+
+
+def recurrent_layers_left_out(patch: Patch) -> None:
+    choose = lora._choose
+    patch.setattr(
+        lora,
+        "_choose",
+        lambda *args: [weight for weight in choose(*args) if weight.name.split(".")[-1] in QKVO],
+    )
+
+
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def adapters_that_the_layer_reads_past(patch: Patch) -> None:
+    patch.setitem(vars(FAMILIES["jamba"]), "bypassed", ())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "test"),
+    [
+        (
+            recurrent_layers_left_out,
+            partial(test_lora.test_what_each_choice_of_targets_covers, "tiny-nemotron_h"),
+        ),
+        (
+            adapters_that_the_layer_reads_past,
+            partial(
+                test_lora.test_every_adapter_is_alive_and_nothing_else_is_trained,
+                "tiny-jamba",
+                "all-linear",
+            ),
+        ),
+    ],
+)
+def test_a_mistake_fails_a_test_of_one_process(
+    mistake: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch
+):
+    test()
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        test()
