@@ -18,6 +18,8 @@ from shardwise.data.loader import Loaders
 from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.parallel import copies
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.planner.collectives import predicted_bytes
 from shardwise.planner.timeline import Recorder, record_timeline
 from shardwise.process.ending import RunError, Stopped
 from shardwise.process.stop import agreed_signal, on_signals
@@ -40,9 +42,9 @@ class Session:
     """
 
     def __init__(
-        self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, loaders: Loaders
+        self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, loaders: Loaders, meter: Meter
     ) -> None:
-        """Take a job that was built, and what says where the data are."""
+        """Take a job that was built, what says where the data are, and the meter of its steps."""
         self.cfg, self.mesh, self.job = cfg, mesh, job
         self.done = start.step
         """Optimizer steps done, in this run and the one that it resumes."""
@@ -51,7 +53,7 @@ class Session:
         self.reporter = Reporter(cfg, mesh, job, start)
         self._checkpointer = Checkpointer(cfg, job, loaders, start, self._check_copies)
         self._checked = start.step  # the step after which copies were compared last
-        self._meter = Meter(cfg.measure.warmup_steps)
+        self._meter = meter
         self._recorder = Recorder(cfg.measure.warmup_steps)
         self._signals: list[int] = []
         self._number = 0  # of the step that `steps` has given
@@ -169,10 +171,12 @@ class Session:
         return self._record
 
     def measure_memory(self, microbatches: Sequence[AnyBatch]) -> RunRecord | None:
-        """Add the memory of one more step to the record, which is returned on rank 0.
+        """Add what one more step holds and sends to the record, which is returned on rank 0.
 
         The step changes the weights, after everything is saved.
         """
         self.reporter.measuring_memory()
         memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
-        return self.add(**memory.fields())
+        self.add(**memory.fields())
+        predicted = of_every_rank(predicted_bytes(self.cfg, self.job, self.mesh, microbatches))
+        return self.add(sent_bytes_by_formula=None if None in predicted else predicted)
