@@ -65,14 +65,17 @@ def _first_to_last(last_first: tuple[float, ...] | None) -> str:
     return " → ".join(_loss(loss) for loss in reversed(last_first))
 
 
-def _counted_over_formula(row: Row) -> float | None:
+def _excess(row: Row) -> int | None:
+    """Return the bytes that were counted less those of the formula."""
     if row.sent_bytes is None or row.predicted_bytes is None:
         return None
-    return row.sent_bytes / row.predicted_bytes - 1 if row.predicted_bytes else 0.0
+    return row.sent_bytes - row.predicted_bytes
 
 
-def _excess(share: float | None) -> str:
-    return NOTHING if share is None else f"{share:+.2%}" if share else "equal"
+def _signed(num_bytes: int | None) -> str:
+    if not num_bytes:
+        return NOTHING if num_bytes is None else "equal"
+    return f"{'+' if num_bytes > 0 else '-'}{size(abs(num_bytes))}"
 
 
 def _between_rounds(row: Row) -> float | None:
@@ -104,7 +107,7 @@ FIRST_STEP = Column(
 
 SENT_COUNTED = Column("Sent, counted", lambda row: row.sent_bytes, size)
 SENT_BY_FORMULA = Column("By formula", lambda row: row.predicted_bytes, size)
-COUNTED_OVER_FORMULA = Column("Counted over formula", _counted_over_formula, _excess)
+EXCESS = Column("Counted less formula", _excess, _signed)
 
 SPEEDUP = Column("Speed-up", lambda row: row.speedup, ratio, _relative("over", "speedup"))
 OVER_SLOWEST = Column("Over slowest", lambda row: row.over_slowest, ratio)
@@ -134,7 +137,7 @@ DIFFERENCES = (LAST_LOSS, DIFFERENCE, TOLERANCE, BETWEEN_ROUNDS)
 """How the losses of a cell compare with those of its reference."""
 TRAINING = (VALIDATION, PERPLEXITY, NORM_DIFFERENCE)
 """The validation loss of a cell, and how its gradient norms compare with its reference's."""
-SENT = (PROCESSES, SENT_COUNTED, SENT_BY_FORMULA, COUNTED_OVER_FORMULA)
+SENT = (PROCESSES, SENT_COUNTED, SENT_BY_FORMULA, EXCESS)
 """What leaves the rank that sends most in a step."""
 ROUTING = (BUSIEST, ENTROPY, DROPPED, MOST_DROPPED)
 """How evenly routers gave tokens to experts: the mean or the largest number of all layers."""

@@ -86,13 +86,14 @@ class Chart:
 
     def svg(self) -> str:
         """Return the chart as an `<svg>` element, which is a valid file too."""
-        timelines = {}
+        timelines, predicted = {}, []
         for run in self.runs:
             name = one_line(run.row.name, MAX_NAME)
             timelines[name] = run.timeline
             if run.simulated is not None:
-                timelines[f"{name}, as the simulator predicts it"] = run.simulated
-        return gantt_svg(timelines, self.name)
+                predicted.append(f"{name}, as the simulator predicts it")
+                timelines[predicted[-1]] = run.simulated
+        return gantt_svg(timelines, self.name, predicted)
 
 
 def charts(bench: Bench, rows: Sequence[Row]) -> list[Chart]:
