@@ -183,6 +183,9 @@ def _norms(row: Row) -> Sequence[float]:
 
 def _draw_validation(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
     """Draw the losses of all evaluations, with the numbers of the first and of the last one."""
+    from matplotlib.ticker import MaxNLocator
+
+    panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     at: dict[int, list[float]] = {}
     for row in cells:
         panel.plot(*zip(*row.validation), **line_style(row, look[row.plan.id]))
