@@ -67,7 +67,8 @@ def cell_record(
     first = good[0] if good else run_records[0]
     fields = {entry.name: getattr(first, entry.name) for entry in dataclasses.fields(RunRecord)}
     with_memory = next((record for record in good if record.memory_parts), first)
-    fields["memory_parts"] = with_memory.memory_parts
+    for name in ("memory_parts", "sent_bytes_per_step", "sent_bytes_by_formula"):
+        fields[name] = getattr(with_memory, name)
     fields["environment"] = first.environment | environment
     fields["notes"] = first.notes + _notes(rounds, good)
     spread = {}
