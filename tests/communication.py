@@ -10,13 +10,12 @@ import torch
 
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
-from shardwise.batches import AnyBatch
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.patches.experts import Compute
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.planner.collectives import Collectives
+from shardwise.planner.collectives import Collectives, targets_on_rank
 from shardwise.planner.communication import messages_of_step
 from shardwise.planner.messages import Total, add_up
 from shardwise.planner.share import share_of
@@ -54,7 +53,7 @@ def _count(cell: Cell, dtype: Literal["float32", "bfloat16"]) -> Counted:
     run = describe(cfg, mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries
     share = share_of(cfg, run, coordinates(mesh), boundaries)
-    num_targets = [num_targets_on_rank(job.pm, batch) for batch in batches]
+    num_targets = targets_on_rank(job, batches)
     received = {path: rows_received(counts, len(batches), mesh) for path, counts in routed.items()}
     assert not collectives.uncounted
     predicted = messages_of_step(cfg, run, share, num_targets, received)
@@ -88,13 +87,6 @@ def rows_received(counts: list[torch.Tensor], num_microbatches: int, mesh: Mesh)
     routed = torch.stack(counts).sum(0) * num_microbatches // len(counts)  # [E]
     from_each = torch.stack(of_every_rank(routed, mesh.group("ep")))
     return int(from_each.sum(0).view(mesh.ep, -1)[mesh.rank("ep")].sum())
-
-
-def num_targets_on_rank(pm: ParallelModel, batch: AnyBatch) -> int:
-    """Return the targets among the tokens that this rank computes."""
-    for shard in pm.shard_batch:
-        batch = shard(batch)
-    return int(batch.num_target_tokens())
 
 
 def coordinates(mesh: Mesh) -> dict[str, int]:

@@ -100,13 +100,24 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def targets_on_rank(job: Job, microbatches: Sequence[AnyBatch]) -> list[int]:
+    """Return the targets among the tokens that this rank computes, of each micro-batch."""
+    num_targets = []
+    for batch in microbatches:
+        for shard in job.pm.shard_batch:
+            batch = shard(batch)
+        num_targets.append(int(batch.num_target_tokens()))
+    return num_targets
+
+
 def predicted_bytes(
-    cfg: RunConfig, job: Job, mesh: Mesh, microbatches: Sequence[AnyBatch]
+    cfg: RunConfig, job: Job, mesh: Mesh, num_targets: Sequence[int] | None = None
 ) -> int | None:
-    """Return the bytes that leave this rank in a step on these micro-batches, by formula.
+    """Return the bytes that leave this rank in a step, by formula.
 
     It is None for a model of a family that is not listed, and where `is_known` says no. Routers are
-    taken to give each rank's experts equally many rows.
+    taken to give each rank's experts equally many rows. `num_targets`: see `targets_on_rank`; by
+    default all tokens are targets.
     """
     if job.spec.is_own or job.spec.family not in FAMILIES or not is_known(cfg):
         return None
@@ -114,9 +125,4 @@ def predicted_bytes(
     boundaries = None if job.cut is None else job.cut.split.boundaries
     coordinates = {axis: mesh.dense.get_local_rank(axis) for axis in mesh.AXES}
     share = share_of(cfg, run, coordinates, boundaries)
-    num_targets = []
-    for batch in microbatches:
-        for shard in job.pm.shard_batch:
-            batch = shard(batch)
-        num_targets.append(int(batch.num_target_tokens()))
     return bytes_leaving(messages_of_step(cfg, run, share, num_targets), sizes_of(cfg, run))

@@ -103,7 +103,7 @@ class RunRecord:
     offloaded_bytes_per_step: list[int] | None = None
     """The activations that each rank moved to the CPU in a step; None where none are."""
     sent_bytes_per_step: list[int] | None = None
-    """What leaves each rank in a step, every collective counted as a ring; None if compiled."""
+    """What leaves each rank in the last step of the warm-up, every collective counted as a ring."""
     sent_bytes_by_formula: list[int] | None = None
     """The same as `shardwise plan` computes it; None for a model that it does not know."""
     mfu: float | None = None

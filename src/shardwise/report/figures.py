@@ -291,9 +291,9 @@ def sent(groups: Groups, look: dict[str, Look]) -> Drawn:
         "sent",
         "Bytes sent",
         "What leaves the rank that sends most in a training step, every collective counted as a "
-        "ring, in bytes that the ring's links carry. The bar and the number are counted in the "
-        "step in which memory is measured. The tick is what the formulas of shardwise plan say; "
-        "they take routers to give each rank's experts equally many tokens.",
+        "ring. The bar and the number are counted in the last step of the warm-up. The tick is "
+        "what the formulas of shardwise plan say; they take routers to give each rank's experts "
+        "equally many tokens.",
         figure,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from shardwise.metrics.meter import Meter
 from shardwise.models.counts import ModelCounts
 from shardwise.models.part import ModelPart
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.planner.collectives import Collectives
 from shardwise.records.record import RunRecord
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
@@ -50,8 +49,6 @@ class Memory:
     launches: list[int] | None  # operators; None where compiled code hides them
     host_waits: list[int] | None
     offloaded_bytes: list[int] | None
-    sent_bytes: list[int] | None
-    """None where compiled code hides collectives, or one is of an unknown kind."""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the record."""
@@ -62,7 +59,6 @@ class Memory:
             "launches_per_step": self.launches,
             "host_waits_per_step": self.host_waits,
             "offloaded_bytes_per_step": self.offloaded_bytes,
-            "sent_bytes_per_step": self.sent_bytes,
         }
 
 
@@ -73,12 +69,12 @@ def measure_memory(
     cfg: RunConfig,
     recorder: Recorder | None = None,
 ) -> Memory:
-    """Return the bytes that one step holds and sends, and its launches, a collective of all ranks.
+    """Return the peak and state bytes of one step, and its launches, a collective of all ranks.
 
     The step changes the model, so everything has to be saved before. `recorder`: see PeakMemory.
     """
     microbatches = [batch.to(mesh.device) for batch in microbatches]
-    dispatches, collectives = Dispatches(), Collectives(mesh)
+    dispatches = Dispatches()
     is_seen = cfg.training.compile == "none"
 
     def offloaded() -> int:
@@ -89,24 +85,17 @@ def measure_memory(
     def state() -> StateTensors:
         return state_tensors(job.pm.stored(), job.optimizer)
 
-    with ExitStack() as stack:
-        peak = stack.enter_context(PeakMemory(mesh.device, state, recorder))
-        if is_seen:
-            stack.enter_context(dispatches)
-            stack.enter_context(collectives)
+    with PeakMemory(mesh.device, state, recorder) as peak, dispatches if is_seen else nullcontext():
         hooks = [hook for part in job.pm.parts for hook in _mark_forwards(part, peak)]
         pm = replace(job.pm, reduce_grads=(peak.mark, *job.pm.reduce_grads))
         forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
         peak.mark()
         facts, max_norm = job.pm.parameter_facts, cfg.optimizer.max_grad_norm
         clip_by_global_norm(job.trainable(), mesh, facts, max_norm, job.loss_scale.scale)
-        if job.routing is not None:
-            job.routing.take(job.pm, mesh)
         job.optimizer.step()
         for hook in hooks:
             hook.remove()
     bytes_of_state = state_bytes(job.pm.stored(), job.optimizer)
-    sent_bytes = of_every_rank(collectives.sent_bytes if is_seen else None)
     return Memory(
         of_every_rank(peak.peak_bytes),
         of_every_rank(peak.parts),
@@ -114,7 +103,6 @@ def measure_memory(
         of_every_rank(dispatches.num_launches) if is_seen else None,
         of_every_rank(dispatches.num_waits) if is_seen else None,
         of_every_rank(offloaded() - before) if cfg.training.offload_activations else None,
-        None if None in sent_bytes else sent_bytes,
     )
 
 
