@@ -34,7 +34,7 @@ $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-demo: setup  ## train a small hybrid model, then LoRA-tune it under eight strategies; writes a page that compares them
+demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strategies; writes a page that compares them
 	$(BIN)/python examples/demo.py $(MODEL)
 
 study: setup  ## compare the strategies fairly, in rounds; goes on where it stopped

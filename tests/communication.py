@@ -1,87 +1,26 @@
-"""Count what one training step sends: every collective that is called, with its group and bytes.
-
-Counted is what a call is given, not what a backend makes of it (gloo's reduce-scatter is an
-all-reduce inside).
-"""
+"""Count what one training step sends, beside what the library's formulas say."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
-from shardwise.batches import AnyBatch
 from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.layouts import EXPERT_AXES
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.patches.experts import Compute
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.planner.collectives import Collectives, targets_on_rank
 from shardwise.planner.communication import messages_of_step
-from shardwise.planner.messages import Messages, Total, add_up
+from shardwise.planner.messages import Total, add_up
 from shardwise.planner.share import share_of
 from shardwise.training.step import training_step
 from tests.parity.harness import Cell, microbatches, numerics_of, run_config
-
-# Operator: (what it does, which argument is the whole that is reduced, gathered or sent).
-_KINDS: dict[str, tuple[Any, int]] = {
-    "allreduce_": ("all-reduce", 0),
-    "_allgather_base_": ("all-gather", 0),
-    "allgather_": ("all-gather", 0),
-    "_reduce_scatter_base_": ("reduce-scatter", 1),
-    "alltoall_base_": ("all-to-all", 1),
-    "send": ("send", 0),
-}
-_FREE = {"recv_", "barrier", "monitored_barrier_"}  # a send's other end, and what carries nothing
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives of a `with` block on this rank.
-
-    (torch's CommDebugMode puts hooks on modules, with which pipelines' halved backwards do not
-    run.)
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
-        self.messages: list[Messages] = []
-        self.mesh = mesh
-        # Axes may have the same ranks: `ep` all of `cp`, for one. The last one here gives the name.
-        axes = (*EXPERT_AXES, *mesh.gradient_axes, *mesh.AXES)
-        used = [axis for axis in axes if mesh.size(axis) > 1]
-        self.names = {self.ranks(mesh.group(axis)): axis for axis in used}
-
-    @staticmethod
-    def ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-        """Return the ranks of a group, by which axes are told apart."""
-        return tuple(dist.get_process_group_ranks(group))
-
-    def by_name(self, total: Total) -> Total:
-        """Return the same messages under the names of axes that this counts under."""
-        return add_up(
-            Messages(kind, self.names[self.ranks(self.mesh.group(axis))], calls, num_bytes)  # ty: ignore[invalid-argument-type]
-            for (kind, axis), (calls, num_bytes) in total.items()
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if func.namespace == "c10d" and name not in _FREE:
-            kind, place = _KINDS[name]
-            objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-            group = next(arg for arg in objects if "ProcessGroup" in str(arg._type()))
-            ranks = self.ranks(dist.ProcessGroup.unbox(group))
-            num_bytes = sum(tensor.nbytes for tensor in tree_leaves(args[place]))
-            if len(ranks) > 1:
-                self.messages.append(Messages(kind, self.names[ranks], 1, num_bytes))
-        assert func.namespace != "_c10d_functional", f"{func} is not counted"
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -114,8 +53,9 @@ def _count(cell: Cell, dtype: Literal["float32", "bfloat16"]) -> Counted:
     run = describe(cfg, mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries
     share = share_of(cfg, run, coordinates(mesh), boundaries)
-    num_targets = [num_targets_on_rank(job.pm, batch) for batch in batches]
+    num_targets = targets_on_rank(job, batches)
     received = {path: rows_received(counts, len(batches), mesh) for path, counts in routed.items()}
+    assert not collectives.uncounted
     predicted = messages_of_step(cfg, run, share, num_targets, received)
     return Counted(add_up(collectives.messages), collectives.by_name(predicted))
 
@@ -147,13 +87,6 @@ def rows_received(counts: list[torch.Tensor], num_microbatches: int, mesh: Mesh)
     routed = torch.stack(counts).sum(0) * num_microbatches // len(counts)  # [E]
     from_each = torch.stack(of_every_rank(routed, mesh.group("ep")))
     return int(from_each.sum(0).view(mesh.ep, -1)[mesh.rank("ep")].sum())
-
-
-def num_targets_on_rank(pm: ParallelModel, batch: AnyBatch) -> int:
-    """Return the targets among the tokens that this rank computes."""
-    for shard in pm.shard_batch:
-        batch = shard(batch)
-    return int(batch.num_target_tokens())
 
 
 def coordinates(mesh: Mesh) -> dict[str, int]:

@@ -34,6 +34,7 @@ def test_figures_are_medians_with_their_range():
                 rate,
                 step_seconds={"mean": seconds, "p50": 2 * seconds, "steps": 5},
                 mfu=rate / 100,
+                first_step_seconds=seconds + 5,
                 peak_memory_bytes=[peak, 7],
                 state_bytes=[{"weights": peak, "gradients": 1}, {"weights": 3, "gradients": 1}],
             )
@@ -42,11 +43,13 @@ def test_figures_are_medians_with_their_range():
     )
     assert (made.status, made.tokens_per_second, made.mfu, made.hfu) == ("ok", 11.0, 0.11, None)
     assert made.step_seconds == {"mean": 2.0, "p50": 4.0, "steps": 5}
+    assert made.first_step_seconds == 7.0
     assert made.peak_memory_bytes == [101, 7]
     assert made.state_bytes == [{"weights": 101, "gradients": 1}, {"weights": 3, "gradients": 1}]
     assert made.spread == {
         "tokens_per_second": [10.0, 30.0],
         "mfu": [0.1, 0.3],
+        "first_step_seconds": [6.0, 8.0],
         "step_seconds.mean": [1.0, 3.0],
         "step_seconds.p50": [2.0, 6.0],
         "peak_memory_bytes": [100, 104],
@@ -60,7 +63,9 @@ def test_figures_are_medians_with_their_range():
 
 def test_memory_comes_from_the_rounds_that_measured_it():
     parts = [{"weights": 60, "temporary": 40}]
-    with_memory = run(peak_memory_bytes=[100], memory_parts=parts, state_bytes=[{"weights": 60}])
+    sent = {"sent_bytes_per_step": [9], "sent_bytes_by_formula": [8]}
+    states = [{"weights": 60}]
+    with_memory = run(peak_memory_bytes=[100], memory_parts=parts, state_bytes=states, **sent)
     for rounds in ((with_memory, run(), run()), (run(), with_memory)):
         made = record(*rounds)
         assert (made.peak_memory_bytes, made.memory_parts, made.state_bytes) == (
@@ -69,6 +74,7 @@ def test_memory_comes_from_the_rounds_that_measured_it():
             [{"weights": 60}],
         )
         assert made.spread["peak_memory_bytes"] == [100, 100]
+        assert {name: getattr(made, name) for name in sent} == sent
 
 
 def test_a_cell_that_is_not_timed_has_losses_and_bytes():
@@ -84,15 +90,12 @@ def test_a_cell_that_is_not_timed_has_losses_and_bytes():
         step_seconds={"mean": 1.0},
         mfu=0.1,
         hfu=0.2,
+        first_step_seconds=3.0,
         pipeline=measured,
     )
     made = cell_record(replace(PLAN, timed=False), [Round("ok")], [ran], [], {})
-    assert (made.tokens_per_second, made.step_seconds, made.mfu, made.hfu) == (
-        None,
-        None,
-        None,
-        None,
-    )
+    times = (made.tokens_per_second, made.step_seconds, made.first_step_seconds, made.mfu, made.hfu)
+    assert times == (None,) * 5
     assert (made.losses, made.peak_memory_bytes, list(made.spread)) == (
         [2.0, 1.0],
         [100],

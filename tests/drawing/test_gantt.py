@@ -75,6 +75,14 @@ def test_titles_bubbles_and_numbers_are_written():
     assert {"0", "1", "2", "3"} <= set(texts)
 
 
+def test_a_predicted_step_is_not_compared_with_a_measured_one():
+    timelines = two_timelines()
+    for predicted in timelines:
+        with drawing():
+            figure = draw_gantt(timelines, [predicted])
+        assert not any("less time" in text.get_text() for text in figure.axes[0].texts)
+
+
 def test_the_legend_names_what_is_drawn():
     def legend(timelines: dict[str, Timeline]) -> list[str]:
         return [text.get_text() for text in drawn(timelines).legends[0].texts]

@@ -286,6 +286,9 @@ def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder
     )
     assert record.memory_parts is not None
     assert [sum(parts.values()) for parts in record.memory_parts] == record.peak_memory_bytes
+    assert record.sent_bytes_per_step == record.sent_bytes_by_formula
+    assert record.sent_bytes_per_step[0] > max(s["weights"] for s in record.state_bytes)
+    assert record.first_step_seconds > 0
     assert record.hfu > record.mfu
     assert list((folder / "full" / "tensorboard").glob("events*"))
     assert (folder / "full" / "model" / "tokenizer.json").is_file()

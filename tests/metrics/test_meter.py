@@ -27,6 +27,7 @@ def run(monkeypatch):
 def test_warmup_is_left_out_of_every_figure(run):
     meter = run(2, [64.0, 32.0, 1.0, 2.0, 1.0], [10, 10, 100, 200, 100])
     assert meter.tokens_per_second() == 400 / 4
+    assert meter.first_step_seconds == 64.0  # the warm-up too
     # Sorted 1, 1, 2: p90 lies at 0.9 * 2 = 1.8 of the indices 0..2, so between 1 and 2: 1.8.
     expected = {"mean": 4 / 3, "p10": 1.0, "p50": 1.0, "p90": 1.8, "max": 2.0, "steps": 3}
     assert meter.step_seconds() == pytest.approx(expected)

@@ -17,9 +17,9 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.models.load import fill, weights
 from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
 from shardwise.parallel.context_exchange import Ring
+from shardwise.planner.collectives import Collectives
 from shardwise.planner.communication import Total, add_up
 from shardwise.schedule.context import AttentionShape, Cut, Way, sent_by_attention
-from tests.communication import Collectives
 from tests.distributed import run_ranks
 from tests.models.tiny import PLAIN, on_meta, tiny
 

@@ -15,9 +15,9 @@ from shardwise.kernels.gated_delta_rule import RECURRENCE
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.kernels.short_conv import short_conv
 from shardwise.parallel.neighbours import ContextNeighbours
+from shardwise.planner.collectives import Collectives
 from shardwise.planner.communication import Total, add_up
 from shardwise.schedule.context import Sent, sent_by_convolution, sent_by_recurrence
-from tests.communication import Collectives
 from tests.distributed import run_ranks
 
 CASES = 12

@@ -45,6 +45,7 @@ def record(plan: CellPlan, **given: Any) -> CellRecord:
     speed = given.pop("speed", 1000.0)
     peak = given.pop("peak", 100 * MIB)
     data = given.pop("data", "single")
+    sent = 0 if plan.nproc == 1 else 3 * MIB
     ok = given.get("status", "ok") == "ok"
     parts = {
         "weights": 0.4,
@@ -69,6 +70,14 @@ def record(plan: CellPlan, **given: Any) -> CellRecord:
             for day, x in enumerate((0.95, 1.0, 1.04), start=1)
         ],
         "mfu": 0.31,
+        "grad_norms": [2.0 - 0.1 * step for step in range(STEPS)],
+        "eval": [
+            {"step": 0, "loss": 6.25, "tokens": 99},
+            {"step": STEPS, "loss": 5.5, "tokens": 99},
+        ],
+        "first_step_seconds": 3.5,
+        "sent_bytes_per_step": [sent] * plan.nproc,
+        "sent_bytes_by_formula": [sent] * plan.nproc,
     }
     config: dict[str, dict[str, Any]] = {"parallel": {"data": data}, "training": {"steps": STEPS}}
     for axis, value in plan.values.items():
@@ -264,6 +273,32 @@ def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
     plans.append(control)
     made[control.id] = record(control, losses=shifted(NOISE), pipeline=made[plans[0].id].pipeline)
     return sweep_of(axes, plans, "Splits of a pipeline"), made
+
+
+def seeds() -> tuple[SweepRecord, dict[str, CellRecord]]:
+    """Three seeds of single and ddp, each with its own losses; the last ddp ran out of memory."""
+    axes = (
+        Axis("strategy", ("single", "ddp"), ("nproc", "parallel.data"), True),
+        Axis("training.seed", ("0", "1", "2"), ("training.seed",), False),
+    )
+    plans, made = [], {}
+    for i, seed in enumerate(axes[1].values):
+        single = f"single-{seed}"
+        names = {single: "single", f"ddp-{seed}": "ddp", f"control-{single}": "single"}
+        for ident, name in names.items():
+            values = {"strategy": name, "training.seed": seed}
+            nproc, control = 1 + (name == "ddp"), ident.startswith("control")
+            reference = None if ident == single else single
+            plan = CellPlan(ident, values, nproc, f"training.seed={seed}", reference, control)
+            plans.append(plan)
+            far = 0.25 * i * i + (NOISE if control else 0.0)
+            losses = [loss + far for loss in LOSSES]
+            evals = [{"step": STEPS, "loss": 5.5 + far}]
+            made[ident] = record(
+                plan, losses=losses, eval=evals, speed=1000.0 * nproc + i, data=name
+            )
+    made["ddp-2"] = record(plans[-2], status="oom", reason="out of memory", data="ddp")
+    return sweep_of(axes, plans, "Three seeds"), made
 
 
 def mixtures() -> tuple[SweepRecord, dict[str, CellRecord]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,21 @@ from shardwise.drawing.svg import colour, drawing
 from shardwise.records.cell import CellRecord, SweepRecord
 from shardwise.report.figures import draw_all
 from shardwise.report.folder import read_bench
+from shardwise.report.losses import LEAST_RANGE, MOST_DOTS
 from shardwise.report.panels import Drawn
 from shardwise.report.tables import make_rows
-from tests.report.conftest import LOSSES, STEPS, mixtures, processes, strategies, write
+from tests.report.conftest import (
+    LOSSES,
+    MIB,
+    NOISE,
+    STEPS,
+    mixtures,
+    processes,
+    seeds,
+    shifted,
+    strategies,
+    write,
+)
 
 
 def figures(folder: Path, bench: tuple[SweepRecord, dict[str, CellRecord]]) -> dict[str, Drawn]:
@@ -32,7 +45,7 @@ def without_control() -> tuple[SweepRecord, dict[str, CellRecord]]:
 def test_every_axis_of_sizes_begins_at_zero(tmp_path):
     drawn = figures(tmp_path / "a", strategies()) | figures(tmp_path / "b", processes())
     assert {"throughput-memory", "memory-parts", "plane", "steps", "against-nproc"} <= drawn.keys()
-    for name in ("throughput-memory", "memory-parts", "plane", "steps"):
+    for name in ("throughput-memory", "memory-parts", "plane", "steps", "sent"):
         assert all(panel.get_xlim()[0] == 0 for panel in drawn[name].figure.axes), name
     for name in ("plane", "against-nproc"):
         assert all(panel.get_ylim()[0] == 0 for panel in drawn[name].figure.axes), name
@@ -77,8 +90,8 @@ def test_unchecked_cells_beside_checked_ones_are_hollow(tmp_path):
     assert filled == {(100.0, 1000.0)}  # the baseline
 
 
-@pytest.mark.parametrize(("loss", "end"), [(None, 105), (math.nan, None)])
-def test_differences_have_a_place_for_each_cell_and_begin_at_zero(tmp_path, loss, end):
+@pytest.mark.parametrize(("loss", "of_wrong"), [(None, "1.0e-03"), (math.nan, "✗ wrong")])
+def test_differences_have_a_place_for_each_cell_and_begin_at_zero(tmp_path, loss, of_wrong):
     sweep, records = strategies()
     if loss is not None:
         records["zero1"] = dataclasses.replace(records["zero1"], losses=[*LOSSES[:-1], loss])
@@ -87,5 +100,103 @@ def test_differences_have_a_place_for_each_cell_and_begin_at_zero(tmp_path, loss
     assert names == ["single", "ddp", "fsdp2", "✗ zero1", "control of single"]
     assert panel.get_xlim()[0] == 0
     shown = [text.get_text() for text in panel.texts]
-    assert shown == ["the reference", "0.1", "0.2", "✗ wrong" if end is None else f"{end}", "0.1"]
-    assert panel.get_xscale() == ("linear" if end is None else "symlog")
+    # NOISE is two spacings of float32 between 4 and 8, where the losses lie.
+    noise, twice = "9.5e-07, 2 roundings", "1.9e-06, 4 roundings"
+    assert shown == ["the reference", noise, twice, of_wrong, noise]
+
+
+def test_differences_of_one_rounding_are_apart_from_none_and_from_the_tolerance(tmp_path):
+    sweep, records = strategies()
+    records["ddp"] = dataclasses.replace(records["ddp"], losses=LOSSES)
+    records["fsdp2"] = dataclasses.replace(records["fsdp2"], losses=shifted(NOISE / 2))
+    del records["zero1"]
+    _, panel = figures(tmp_path, (sweep, records))["losses"].figure.axes
+    shown = [text.get_text() for text in panel.texts]
+    one = "4.8e-07, 1 rounding"
+    assert shown == ["the reference", "0, bit for bit", one, "9.5e-07, 2 roundings"]
+    # Places on the axis, as shares of its length: none, one rounding, the noise, the tolerance.
+    values = (0.0, NOISE / 2, NOISE, 10 * NOISE)
+    length = panel.bbox.width
+    places = [(panel.transData.transform((x, 0))[0] - panel.bbox.x0) / length for x in values]
+    assert places[0] == pytest.approx(0)
+    assert all(later - place > 0.08 for place, later in pairwise(places))
+    bands = {tuple(band.get_paths()[0].get_extents().intervalx) for band in panel.collections}
+    assert bands == {(0.0, NOISE)}
+    limits = {line.get_xdata()[0] for line in panel.lines if line.get_color() == colour("bad")}
+    assert limits == {10 * NOISE}
+    # A dot for each step, from the first on top: eleven without a difference, and the eighth.
+    (dots,) = (line for line in panel.lines if list(line.get_xdata())[7:8] == [NOISE / 2])
+    assert [*dots.get_xdata()] == [0.0] * 7 + [NOISE / 2] + [0.0] * 4
+    assert [*dots.get_ydata()] == sorted(dots.get_ydata())
+
+
+def test_many_steps_have_a_dot_for_the_largest_difference_of_each_span(tmp_path):
+    sweep, records = strategies()
+    for name, one in records.items():
+        records[name] = dataclasses.replace(one, losses=one.losses * 10)
+    records["ddp"].losses[117] += 2 * NOISE
+    _, panel = figures(tmp_path, (sweep, records))["losses"].figure.axes
+    numbers = [len(line.get_xdata()) for line in panel.lines if line.get_marker() == "o"]
+    assert max(numbers) == MOST_DOTS
+    largest = [max(line.get_xdata()) for line in panel.lines if len(line.get_xdata()) == MOST_DOTS]
+    assert largest[0] == 2 * NOISE
+
+
+def test_validation_losses_and_gradient_norms_are_curves(tmp_path):
+    sweep, records = strategies()
+    evals = [{"step": 0, "loss": 6.25}, {"step": STEPS, "loss": 5.75}]
+    records["ddp"] = dataclasses.replace(records["ddp"], eval=evals)
+    left, right = figures(tmp_path, (sweep, records))["training"].figure.axes
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in left.lines]
+    assert ([0, STEPS], [6.25, 5.75]) in curves
+    assert len(curves) == 5  # of each cell that ran, the control too
+    # The first and the last one, with the smallest and the largest of all cells.
+    assert [text.get_text() for text in left.texts] == ["6.2500", "5.5000 – 5.7500"]
+    assert {tuple(line.get_xdata()) for line in right.lines} == {tuple(range(1, STEPS + 1))}
+    assert right.get_ylim()[0] == 0
+
+
+def test_losses_a_rounding_apart_do_not_look_apart(tmp_path):
+    sweep, records = strategies()
+    for i, (name, one) in enumerate(records.items()):
+        records[name] = dataclasses.replace(one, eval=[{"step": STEPS, "loss": 5.5 + i * 1e-7}])
+    panel, _ = figures(tmp_path, (sweep, records))["training"].figure.axes
+    low, high = panel.get_ylim()
+    assert high - low == pytest.approx(LEAST_RANGE)
+    assert [text.get_text() for text in panel.texts] == ["5.5000"]
+
+
+def test_runs_without_validation_have_norms_alone_and_without_both_no_figure(tmp_path):
+    sweep, records = strategies()
+    bare = {name: dataclasses.replace(one, eval=[]) for name, one in records.items()}
+    panel, _ = figures(tmp_path / "a", (sweep, bare))["training"].figure.axes
+    assert [text.get_text() for text in panel.texts] == ["not evaluated"]
+    bare = {name: dataclasses.replace(one, grad_norms=[]) for name, one in bare.items()}
+    assert "training" not in figures(tmp_path / "b", (sweep, bare))
+
+
+def test_bytes_sent_are_bars_with_a_tick_at_what_the_formulas_say(tmp_path):
+    sweep, records = strategies()
+    records["ddp"] = dataclasses.replace(records["ddp"], sent_bytes_by_formula=[MIB, 2 * MIB])
+    records["fsdp2"] = dataclasses.replace(records["fsdp2"], sent_bytes_per_step=None)
+    (panel,) = figures(tmp_path, (sweep, records))["sent"].figure.axes
+    assert [bar.get_width() for bar in panel.patches] == [0, 3]  # single, ddp
+    ticks = [line.get_xdata()[0] for line in panel.lines if line.get_marker() == "|"]
+    assert ticks == [0, 2, 3]  # the rank that sends most
+    assert [text.get_text() for text in panel.texts][:3] == ["0 bytes", "3 MiB", "3 MiB by formula"]
+    bare = {
+        name: dataclasses.replace(one, sent_bytes_per_step=None, sent_bytes_by_formula=None)
+        for name, one in records.items()
+    }
+    assert "sent" not in figures(tmp_path / "bare", (sweep, bare))
+
+
+def test_seeds_are_dots_of_one_row(tmp_path):
+    left, right = figures(tmp_path / "a", seeds())["seeds"].figure.axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["single", "ddp"]
+    dots = [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"]
+    last = LOSSES[-1]
+    assert dots == [[last, last + 0.25, last + 1.0], [last, last + 0.25]]
+    medians = [line.get_xdata()[0] for line in right.lines if line.get_marker() == "|"]
+    assert medians == [5.75, 5.625]
+    assert "seeds" not in figures(tmp_path / "b", strategies())

@@ -85,6 +85,10 @@ def test_a_broken_cell_is_a_row_with_its_reason(strategies_folder):
         {"config": None},
         {"step_seconds": [1]},
         {"mfu": "x"},
+        *({"eval": odd} for odd in (None, [5], [{"loss": "x"}])),
+        *({"grad_norms": odd} for odd in (None, ["x"])),
+        *({"sent_bytes_per_step": odd} for odd in (5, ["x"])),
+        {"first_step_seconds": "x"},
         {"reason": None},
         {"memory_parts": [{"weights": "x"}]},
         {"routing": {"layers": ["a"], "share": [[1.0]], "max_over_mean": "x", "entropy": [1.0]}},
@@ -117,6 +121,9 @@ def test_odd_values_of_the_right_type_have_a_page(strategies_folder):
         "environment": {"cpu_count": "two", "device": ["a", {}]},
         "memory_parts": [{}],
         "spread": {"tokens_per_second": [0.0, 0.0]},
+        "eval": [{}, {"step": 3}, {"step": 0, "loss": "nan"}],
+        "grad_norms": ["inf", 0.0],
+        "sent_bytes_per_step": [],
     }
     path.write_text(json.dumps(json.loads(path.read_text()) | odd))
     assert write_report(strategies_folder).exists()
@@ -183,6 +190,11 @@ def test_figures_that_were_not_measured_are_no_zeros(tmp_path):
         "step_seconds": None,
         "memory_parts": None,
         "mfu": None,
+        "sent_bytes_per_step": None,
+        "sent_bytes_by_formula": None,
+        "first_step_seconds": None,
+        "eval": [],
+        "grad_norms": [],
     }
     bare = {
         name: record(plans[name], **given, spread={})
@@ -190,7 +202,8 @@ def test_figures_that_were_not_measured_are_no_zeros(tmp_path):
     }
     page = write_report(write(tmp_path / "bench", sweep, bare))
     assert NO_COMPARISON in page.read_text()
-    assert "| ddp | ok | 2 | – | – | – | – | – | 0 |" in page.with_suffix(".md").read_text()
+    cells = ["ddp", "ok", "2", *["–"] * 8, "0"]
+    assert f"| {' | '.join(cells)} |" in page.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])

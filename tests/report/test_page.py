@@ -15,7 +15,16 @@ import pytest
 from shardwise.records.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
-from tests.report.conftest import MIB, pipelines, processes, record, strategies, sweep_of, write
+from tests.report.conftest import (
+    MIB,
+    pipelines,
+    processes,
+    record,
+    seeds,
+    strategies,
+    sweep_of,
+    write,
+)
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOSTILE = (
@@ -104,7 +113,7 @@ def test_tables_sort_by_click_and_by_key(opened):
 
 
 def test_every_figure_is_there(opened, page_file):
-    names = ["losses", "throughput-memory", "memory-parts", "plane", "steps"]
+    names = ["losses", "training", "throughput-memory", "memory-parts", "plane", "steps", "sent"]
     assert opened.eval_on_selector_all("figure", "all => all.map(figure => figure.id)") == names
     for name in names:
         box = opened.locator(f"figure#{name} svg").bounding_box()
@@ -140,6 +149,28 @@ def test_every_cell_has_a_row_and_states_are_words(opened):
     assert "oom" in opened.locator("figure#throughput-memory").inner_text()
     assert "9,000" not in opened.content()  # the wrong cell's speed, other than in its own record
     assert "with the figures of a wrong cell" in opened.content()
+
+
+def test_what_was_sent_and_validated_has_tables_below_its_figures(opened):
+    for figure, heading, text in (
+        ("training", "Validation loss", "6.2500 → 5.5000"),
+        ("sent", "Sent, counted", "3 MiB"),
+    ):
+        section = opened.locator(f"section:has(figure#{figure})")
+        number = section.locator("thead th").all_inner_texts().index(heading)
+        ddp = section.locator("tbody", has=opened.locator("th", has_text=re.compile("^ddp")))
+        assert ddp.locator("th, td").nth(number).inner_text() == text
+
+
+def test_seeds_are_one_row_on_a_page_as_wide_as_a_phone(browser, tmp_path):
+    path = write_report(write(tmp_path / "bench", *seeds()))
+    with open_page(browser, path, viewport={"width": 390, "height": 800}) as page:
+        rows = page.locator("section:has(figure#seeds) table tbody tr").all_inner_texts()
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert [row.split("\t")[:2] for row in rows] == [["single", "3"], ["ddp", "2 of 3"]]
+    assert "5.7500 (5.5000 – 6.5000)" in rows[0]
+    markdown = path.with_suffix(".md").read_text()
+    assert "| ddp | 2 of 3 | 5.5750 (5.4500 – 5.7000) |" in markdown
 
 
 def test_the_best_cells_stand_on_top(opened):
@@ -218,7 +249,7 @@ def test_hostile_names_are_text(browser, tmp_path):
     widths = {
         line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")
     }
-    assert widths == {10}
+    assert widths == {13}
 
 
 def test_nothing_points_outside(page_file):
@@ -231,7 +262,7 @@ def test_the_same_records_give_the_same_files(strategies_folder, tmp_path):
     first = write_report(strategies_folder, tmp_path / "a" / "page.html")
     second = write_report(strategies_folder, tmp_path / "b" / "page.html")
     names = [path.relative_to(first.parent) for path in first.parent.rglob("*") if path.is_file()]
-    assert len(names) == 12  # the page, its table, five figures twice
+    assert len(names) == 16  # the page, its table, seven figures twice
     for name in names:
         assert (first.parent / name).read_bytes() == (second.parent / name).read_bytes(), name
     assert read_bench(strategies_folder).sweep.title in (first.parent / "page.md").read_text()
@@ -261,8 +292,10 @@ def test_figures_that_a_report_no_longer_has_are_gone_and_other_files_stay(
         "memory-parts",
         "mine",
         "plane",
+        "sent",
         "steps",
         "throughput-memory",
+        "training",
     ]
 
 

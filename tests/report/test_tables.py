@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from shardwise.records.cell import Axis, CellPlan
-from shardwise.report.columns import ROUTING
+from shardwise.report.columns import FIRST_STEP, ROUTING, SENT, TRAINING
 from shardwise.report.folder import Bench
+from shardwise.report.seeds import over_seeds
 from shardwise.report.summary import caveats
 from shardwise.report.tables import (
     counts,
@@ -18,7 +19,17 @@ from shardwise.report.tables import (
     run_settings,
     scaling_kind,
 )
-from tests.report.conftest import MIB, large, mixtures, processes, record, strategies, sweep_of
+from tests.report.conftest import (
+    MIB,
+    STEPS,
+    large,
+    mixtures,
+    processes,
+    record,
+    seeds,
+    strategies,
+    sweep_of,
+)
 
 
 def rows_of(sweep, records):
@@ -31,6 +42,46 @@ def test_loads_of_experts_are_columns_of_cells_that_have_some():
     assert read["fsdp2-ep"] == ["2.00×", "90.2%", "0.0%", "0.0%"]
     assert read["fsdp2-ep-capacity"] == ["2.00×", "90.2%", "10.0%", "15.0%"]
     assert read["control"] == ["–"] * 4  # it runs for its losses
+
+
+def test_validation_norms_bytes_sent_and_the_time_to_the_first_step_are_columns():
+    sweep, records = strategies()
+    norms = [*records["ddp"].grad_norms]
+    norms[3] *= 1.5
+    last = [{"step": STEPS, "loss": 5.25}]
+    records["ddp"] = dataclasses.replace(records["ddp"], grad_norms=norms, eval=last)
+    records["fsdp2"] = dataclasses.replace(records["fsdp2"], sent_bytes_per_step=[MIB, 6 * MIB])
+    rows = rows_of(sweep, records)
+
+    def texts(columns):
+        return {name: [column.text(row) for column in columns] for name, row in rows.items()}
+
+    read = texts(TRAINING)
+    assert read["single"] == ["6.2500 → 5.5000", "245", "–"]  # e^5.5 is 244.7
+    assert read["ddp"] == ["5.2500", "191", "5.0e-01"]
+    assert read["fsdp2"][2] == "0"
+    assert read["pp"] == ["–"] * 3
+    read = texts(SENT)
+    assert read["single"] == ["1", "0 bytes", "0 bytes", "equal"]
+    assert read["ddp"] == ["2", "3 MiB", "3 MiB", "equal"]
+    assert read["fsdp2"] == ["2", "6 MiB", "3 MiB", "+3 MiB"]
+    assert read["zero1"][1:] == ["–"] * 3  # it is wrong
+    assert texts([FIRST_STEP])["ddp"] == ["3.50 s"]
+
+
+def test_cells_that_differ_in_their_seed_alone_are_one_row():
+    sweep, records = seeds()
+    rows = make_rows(Bench(sweep, records))
+    single, ddp = over_seeds(Bench(sweep, records), rows)
+    assert (single.name, single.counted, ddp.name, ddp.counted) == ("single", "3", "ddp", "2 of 3")
+    assert single.texts == [
+        "5.7000 (5.4500 – 6.4500)",
+        "5.7500 (5.5000 – 6.5000)",
+        "1,001 (1,000 – 1,002)",
+        "100 MiB",
+    ]
+    assert ddp.texts[1] == "5.6250 (5.5000 – 5.7500)"
+    assert over_seeds(Bench(*strategies()), make_rows(Bench(*strategies()))) == []
 
 
 def test_every_cell_has_a_row_and_a_state():

@@ -68,6 +68,26 @@ def test_nothing_is_shown_of_cells_that_are_wrong_or_without_a_timeline():
     assert drawn(*strategies()) == []
 
 
+def test_the_predicted_step_stands_below_the_measured_one():
+    sweep, records = pipelines()
+    del records["2-uniform"].pipeline["simulated_events"]
+    (uniform, parameters, _), _ = (chart.runs for chart in drawn(sweep, records))
+    assert uniform.simulated is None
+    assert parameters.simulated is not None
+    simulated, measured = parameters.simulated.seconds, parameters.timeline.seconds
+    assert measured == pytest.approx(1.04 * simulated, rel=1e-4)
+    two, _ = drawn(sweep, records)
+    title = two.svg().partition("<title>")[2].partition("</title>")[0]
+    names = [part.partition(": ")[0] for part in title.split("; ")]
+    assert names == [
+        "2 ranks · uniform",
+        "2 ranks · parameters",
+        "2 ranks · parameters, as the simulator predicts it",
+        "2 ranks · balanced",
+        "2 ranks · balanced, as the simulator predicts it",
+    ]
+
+
 def test_page_table_and_files(tmp_path, strategies_folder):
     page = write_report(write(tmp_path / "pipelines", *pipelines()), tmp_path / "report.html")
     text, table = page.read_text(), page.with_suffix(".md").read_text()
@@ -88,6 +108,7 @@ def test_page_table_and_files(tmp_path, strategies_folder):
     [
         ({"layers": "many"}, "pipeline.layers"),
         ({"events": ["F 0 0 1"]}, "pipeline.events"),
+        ({"simulated_events": ["F 0 0 1"]}, "pipeline.simulated_events"),
         ({"measured": {"seconds": 1.0}}, "pipeline.measured.bubble"),
     ],
 )

@@ -20,6 +20,7 @@ from shardwise.records.record import RunRecord
 
 NOT_TIMED = "This cell ran for its losses and bytes and is not timed (timed: false in the sweep)."
 RATES = ("tokens_per_second", "mfu", "hfu")
+MEDIANS = (*RATES, "first_step_seconds")
 SAME_IN_ALL_ROUNDS = ("device", "commit", "torch", "transformers", "threads")
 """Facts of the environment that must not change between the rounds of a cell."""
 
@@ -66,7 +67,8 @@ def cell_record(
     first = good[0] if good else run_records[0]
     fields = {entry.name: getattr(first, entry.name) for entry in dataclasses.fields(RunRecord)}
     with_memory = next((record for record in good if record.memory_parts), first)
-    fields["memory_parts"] = with_memory.memory_parts
+    for name in ("memory_parts", "sent_bytes_per_step", "sent_bytes_by_formula"):
+        fields[name] = getattr(with_memory, name)
     fields["environment"] = first.environment | environment
     fields["notes"] = first.notes + _notes(rounds, good)
     spread = {}
@@ -90,7 +92,7 @@ def _figures(good: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, list[
     """Return the fields of a cell's record that are medians, and each figure's values by round."""
     fields: dict[str, Any] = {}
     per_round: dict[str, list[float]] = {}
-    for name in RATES:
+    for name in MEDIANS:
         per_round[name] = _present(getattr(record, name) for record in good)
         fields[name] = statistics.median(per_round[name]) if per_round[name] else None
 
@@ -122,10 +124,8 @@ def _without_times(record: RunRecord) -> RunRecord:
         pipeline = pipeline | {"measured": None, "simulator_error_percent": None, "events": None}
     return dataclasses.replace(
         record,
-        tokens_per_second=None,
+        **dict.fromkeys(MEDIANS),
         step_seconds=None,
-        mfu=None,
-        hfu=None,
         pipeline=pipeline,
         notes=[*record.notes, NOT_TIMED],
     )

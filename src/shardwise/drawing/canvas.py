@@ -32,6 +32,8 @@ DARK = {
     "c6": "#b3bc50",
     "c7": "#74c8ee",
     "c8": "#b8967e",
+    "c9": "#7cc79a",
+    "c10": "#dcbb4c",
 }
 """The colours of the palette on a dark page."""
 FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"

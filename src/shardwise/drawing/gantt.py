@@ -6,7 +6,7 @@ chunks are paler. Idle time is grey, and its share stands beside the row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,10 +51,10 @@ class _Scale:
         return f"{seconds / self.unit_seconds:.4g} {self.unit_name}"
 
 
-def gantt_svg(timelines: Mapping[str, Timeline], name: str) -> str:
+def gantt_svg(timelines: Mapping[str, Timeline], name: str, predicted: Collection[str] = ()) -> str:
     """Return a chart of timelines, by their titles, as an `<svg>` element.
 
-    `name`: see `svg_of`. UserError where matplotlib is missing.
+    `name`: see `svg_of`; `predicted`: see `draw_gantt`. UserError where matplotlib is missing.
     """
     scale = _Scale.of(timelines)
     steps = [
@@ -62,16 +62,19 @@ def gantt_svg(timelines: Mapping[str, Timeline], name: str) -> str:
         for title, timeline in timelines.items()
     ]
     with drawing():
-        return svg_of(draw_gantt(timelines), name, title="; ".join(steps))
+        return svg_of(draw_gantt(timelines, predicted), name, title="; ".join(steps))
 
 
 def gantt_file(timelines: Mapping[str, Timeline]) -> str:
     """Return the chart as an SVG file; UserError where matplotlib is missing."""
-    return gantt_svg(timelines, "gantt")
+    return gantt_svg(timelines, "gantt", predicted=("simulated",))
 
 
-def draw_gantt(timelines: Mapping[str, Timeline]) -> Figure:
-    """Draw the chart; call it inside `drawing()`."""
+def draw_gantt(timelines: Mapping[str, Timeline], predicted: Collection[str] = ()) -> Figure:
+    """Draw the chart; call it inside `drawing()`.
+
+    `predicted`: the titles of timelines that are not compared with the longest of the others.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -87,8 +90,10 @@ def draw_gantt(timelines: Mapping[str, Timeline]) -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} {scale.unit_name}")
     labels: dict[float, str] = {}
     top = 0.0
+    compared = [t.seconds for title, t in timelines.items() if title not in predicted]
     for (title, timeline), block in zip(timelines.items(), heights, strict=True):
-        _write_title(axes, title, timeline, top + _TITLE / 2, scale)
+        longest = 0.0 if title in predicted else max(compared)
+        _write_title(axes, title, timeline, longest, top + _TITLE / 2, scale)
         for rank in range(timeline.num_ranks):
             middle = top + _TITLE + _ROW * (rank + 0.5)
             labels[middle] = f"rank {rank}"
@@ -99,9 +104,14 @@ def draw_gantt(timelines: Mapping[str, Timeline]) -> Figure:
     return figure
 
 
-def _write_title(axes: Axes, title: str, timeline: Timeline, y: float, scale: _Scale) -> None:
-    """Write above a timeline its title, its length, and how much shorter it is than the longest."""
-    share = timeline.seconds / scale.unit_seconds / scale.length
+def _write_title(
+    axes: Axes, title: str, timeline: Timeline, longest: float, y: float, scale: _Scale
+) -> None:
+    """Write above a timeline its title, its length, and how much shorter it is than the longest.
+
+    `longest` is in seconds, and 0 where there is nothing to compare it with.
+    """
+    share = timeline.seconds / longest if longest else 0.0
     gain = f", {1 - share:.1%} less time" if 0.0 < share < 1.0 else ""
     summary = f"{scale.text(timeline.seconds)}{gain}, bubble {timeline.bubble():.1%}"
     axes.text(0.0, y, title, va="center", fontsize=9.5, weight="bold")

@@ -1,4 +1,4 @@
-"""Time per step and tokens per second, without the warm-up."""
+"""Time per step and tokens per second, without the warm-up, and the time to the first step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 class Meter:
     """Measures the time of steps: call `start()` before a step and `stop(tokens)` after it.
 
-    On CUDA both wait for the device first.
+    On CUDA both wait for the device first. Make a meter when a run begins: `first_step_seconds`
+    count from then.
     """
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
         self.seconds: list[float] = []  # of every step, also of the warm-up
         self.tokens: list[int] = []  # target tokens of every step, over all ranks
+        self.first_step_seconds: float | None = None
+        """From this moment to the end of the first step; None before that."""
+        self._made = time.perf_counter()
         self._start: float | None = None
 
     def start(self) -> None:
@@ -29,7 +33,10 @@ class Meter:
         """End a step of `tokens` target tokens over all ranks."""
         assert self._start is not None, "stop() without start()"
         _wait_for_device()
-        self.seconds.append(time.perf_counter() - self._start)
+        now = time.perf_counter()
+        if not self.seconds:
+            self.first_step_seconds = now - self._made
+        self.seconds.append(now - self._start)
         self._start = None
         self.tokens.append(tokens)
 

@@ -42,8 +42,7 @@ def messages_of_step(
     `num_received`: rows that routers of all ranks of `ep` send to this rank's experts in the step,
     by the path of the experts; by default as many as this rank's tokens have.
     """
-    knows_loss = cfg.parallel.tp == 1 or cfg.training.loss != "plain"
-    assert knows_loss, "what gathering all logits sends is not among the formulas"
+    assert is_known(cfg), "the formulas do not know all that such a run sends"
     m = num_microbatches(cfg, prod(run.sizes.values()))
     num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     if num_targets is None:
@@ -60,18 +59,38 @@ def messages_of_step(
     return add_up(message for message in messages if step.size(message.axis) > 1)
 
 
+def is_known(cfg: RunConfig) -> bool:
+    """Return whether the formulas know all that a run of a listed family sends.
+
+    They do not know what gathers all logits, nor the scales of products in 8 bits that ranks share.
+    """
+    gathers_logits = cfg.parallel.tp > 1 and cfg.training.loss == "plain"
+    shares_products = cfg.parallel.tp > 1 or cfg.parallel.cp > 1
+    return not gathers_logits and (cfg.training.matmul == "default" or not shares_products)
+
+
 def bytes_leaving(total: Total, sizes: Mapping[str, int]) -> int:
-    """Return the bytes that leave one rank where every collective runs around a ring of n ranks.
+    """Return the bytes that leave one rank where every collective runs around a ring.
+
+    `sizes`: see `sizes_of`.
+    """
+    parts = [
+        ring_bytes(kind, num_bytes, ranks_along(axis, sizes))
+        for (kind, axis), (_, num_bytes) in total.items()
+    ]
+    return round(sum(parts))
+
+
+def ring_bytes(kind: str, num_bytes: int, num_ranks: int) -> float:
+    """Return the bytes of a collective's whole tensors that leave one of n ranks around a ring.
 
     Of an all-reduced tensor that is 2 (n-1)/n, of any other but what is sent as it is (n-1)/n; of
-    rows for experts, where as many go to each rank. `sizes`: see `sizes_of`.
+    rows for experts, where as many go to each rank.
     """
-    rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-    leaving = 0.0
-    for (kind, axis), (_, num_bytes) in total.items():
-        n = ranks_along(axis, sizes)
-        leaving += num_bytes if kind == "send" else num_bytes * rounds[kind] * (n - 1) / n
-    return round(leaving)
+    if kind == "send":
+        return num_bytes
+    rounds = 2 if kind == "all-reduce" else 1
+    return num_bytes * rounds * (num_ranks - 1) / num_ranks
 
 
 def _numbers(step: Step) -> Iterator[Messages]:

@@ -105,6 +105,7 @@ def describe(
         simulated=_figures(simulated) if simulated else None,
         simulator_error_percent=error_percent,
         events=pack(measured) if measured else None,
+        simulated_events=pack(simulated) if simulated else None,
     )
 
 
@@ -126,7 +127,7 @@ def write_files(
     if not timelines:
         return
     content: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(record)}
-    del content["events"]  # those of the record are packed
+    del content["events"], content["simulated_events"]  # those of the record are packed
     for name, timeline in timelines.items():
         content[name]["events"] = timeline.events
     texts = [dumps(content), perfetto_trace(timelines)]

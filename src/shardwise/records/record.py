@@ -48,6 +48,7 @@ class PipelineRecord:
     simulated: PipelineStep | None  # None where costs are no times of this machine
     simulator_error_percent: float | None  # simulated over measured seconds, less one
     events: list[str] | None  # of the measured step, a line per rank: see `schedule.timeline.pack`
+    simulated_events: list[str] | None = None  # of the simulated step
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class RunRecord:
     tokens_per_second: float | None = None  # of all ranks together
     step_seconds: dict[str, float] | None = None
     """mean, p10, p50, p90 and max of the timed steps; `steps` is their number."""
+    first_step_seconds: float | None = None
+    """From the beginning of `train` to the end of the first step: data, weights, compilation."""
     peak_memory_bytes: list[int] | None = None  # of each rank
     memory_parts: list[dict[str, int]] | None = None
     """The parts of each rank's peak (see `memory_parts.PARTS`)."""
@@ -99,6 +102,10 @@ class RunRecord:
     """How often the host of each rank waits for its device in a step, beside collectives."""
     offloaded_bytes_per_step: list[int] | None = None
     """The activations that each rank moved to the CPU in a step; None where none are."""
+    sent_bytes_per_step: list[int] | None = None
+    """What leaves each rank in the last step of the warm-up, every collective counted as a ring."""
+    sent_bytes_by_formula: list[int] | None = None
+    """The same as `shardwise plan` computes it; None for a model that it does not know."""
     mfu: float | None = None
     hfu: float | None = None
     flops: dict[str, Any] | None = None

@@ -1,8 +1,7 @@
-"""The figures with lines: losses and routing over the steps, speed and memory along an axis."""
+"""Curves: numbers over the steps, as routing; speed and memory along an axis of numbers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,8 @@ from shardwise.report.names import axis_name, named_values
 from shardwise.report.panels import (
     Drawn,
     Groups,
-    bars_height,
     comma_ticks,
     grid,
-    in_places,
     legend,
     peak_in,
     peak_unit,
@@ -31,14 +28,6 @@ if TYPE_CHECKING:
 
 AGAINST = "against-"
 """The beginning of the names of figures along an axis of numbers."""
-LOSSES_CAPTION = (
-    "Left: the loss of every step. The curves of cells that do the same work coincide. The wide "
-    "pale curve is the reference. Right: the largest difference from the losses of the reference "
-    "at any step, divided by the tolerance. A cell beyond 1 is wrong. The noise control is the "
-    "reference with its micro-batches in reverse and its weights moved by one rounding, and the "
-    "tolerance is ten times its difference. A reference with other numerics is compared with the "
-    "baseline, as closely as its number format allows."
-)
 ROUTING_PANELS = (
     ("router_max_over_mean", "Busiest expert ÷ mean"),
     ("router_entropy", "Entropy ÷ that of equal loads"),
@@ -73,41 +62,10 @@ CONTROL: dict[str, Any] = {
 """The loss curve of a noise control."""
 
 
-# --------------------------------------------------------------------------------- losses
+# ----------------------------------------------------------------------------- over the steps
 
 
-def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """Draw the losses of each group, and beside them each cell's difference over its tolerance."""
-    shown = []
-    for title, cells in groups:
-        with_losses = [row for row in cells if row.record and row.record.losses]
-        if with_losses:
-            shown.append((title, with_losses))
-    heights = [max(2.6, bars_height(cells)) for _, cells in shown]
-    figure, panels = grid(len(shown), 2, heights, [1.25, 1.0])
-    for (title, cells), (left, right) in zip(shown, panels, strict=True):
-        set_title(left, "Loss", title)
-        _draw_losses(left, cells, look)
-        set_title(right, "Difference ÷ tolerance", "")
-        _draw_differences(right, cells, look)
-
-    all_cells = [row for _, cells in shown for row in cells]
-    special = {}
-    if any(row.plan.control for row in all_cells):
-        special["noise control"] = CONTROL
-    if any(row.state == "wrong" for row in all_cells):
-        special["wrong"] = WRONG
-    ordinary = [row for row in all_cells if row.state != "wrong" and not row.plan.control]
-    legend(figure, ordinary, look, special)
-    return Drawn("losses", "The same losses", LOSSES_CAPTION, figure)
-
-
-def _draw_losses(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
-    """Draw the loss curves."""
-    _draw_steps(panel, cells, look, lambda row: row.record.losses if row.record else [])
-
-
-def _draw_steps(
+def draw_steps(
     panel: Axes, cells: Sequence[Row], look: dict[str, Look], read: Callable[[Row], Sequence[float]]
 ) -> None:
     """Draw a number of each step. Each curve has about six markers, so that none covers another."""
@@ -118,7 +76,7 @@ def _draw_steps(
         steps = range(1, len(numbers) + 1)
         marker_distance = max(1, len(steps) // 6)
         first_marker = index % marker_distance
-        style = _line_style(row, look[row.plan.id])
+        style = line_style(row, look[row.plan.id])
         panel.plot(steps, numbers, markevery=(first_marker, marker_distance), **style)
     panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     panel.set_xlabel("step")
@@ -136,7 +94,7 @@ def routing(groups: Groups, look: dict[str, Look]) -> Drawn:
         for panel, (name, quantity) in zip(of_group, ROUTING_PANELS, strict=True):
             set_title(panel, quantity, title if panel is of_group[0] else "")
             read = partial(_routing_steps, name)
-            _draw_steps(panel, cells, look, read)
+            draw_steps(panel, cells, look, read)
             highest = max((max(read(row), default=0.0) for row in cells), default=0.0)
             panel.set_ylim(0, 1.1 * highest or 1.0)
     legend(figure, [row for _, cells in shown for row in cells], look, {})
@@ -147,8 +105,8 @@ def _routing_steps(name: str, row: Row) -> Sequence[float]:
     return row.routing.steps.get(name, []) if row.routing else []
 
 
-def _line_style(row: Row, look: Look) -> dict[str, Any]:
-    """Return the style of a loss curve."""
+def line_style(row: Row, look: Look) -> dict[str, Any]:
+    """Return the style of a cell's curve."""
     if row.state == "wrong":
         return WRONG
     if row.plan.control:
@@ -157,48 +115,6 @@ def _line_style(row: Row, look: Look) -> dict[str, Any]:
     if row.is_reference:
         return style | {"linestyle": "solid", "linewidth": 4.0, "alpha": 0.4}
     return style | {"linestyle": look.dash, "linewidth": 1.3, "markersize": 4.5}
-
-
-def _draw_differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
-    """Draw each cell's largest difference from its reference over its tolerance.
-
-    The axis begins at 0 and is linear up to 1, the tolerance. If a cell is beyond 1, it continues
-    in powers of ten.
-    """
-
-    def draw(place: int, row: Row) -> tuple[float, str] | None:
-        if row.difference is None or not row.tolerance:
-            return None
-        share = row.difference / row.tolerance
-        if not math.isfinite(share):
-            return None
-        style = _line_style(row, look[row.plan.id])
-        panel.plot([0, share], [place, place], linewidth=1.6, color=style["color"])
-        mark: dict[str, Any] = {"marker": style["marker"], "markersize": 6, "color": style["color"]}
-        panel.plot(share, place, clip_on=False, **mark)
-        return share, f"{share:,.2g}" if share < 100 else f"{share:,.0f}"
-
-    def reason(row: Row) -> str:
-        return "the reference" if row.is_reference else "not compared"
-
-    farthest = in_places(panel, cells, draw, reason)
-    panel.axvline(1, color=colour("bad"), linewidth=1.1, dashes=(4, 2), zorder=0.6)
-    if farthest > 1:
-        _set_logarithmic(panel, farthest)
-    else:
-        panel.set_xlim(0, 1.3)
-        panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-    panel.set_xlabel("1: the tolerance, beyond which a cell is wrong")
-    panel.tick_params(axis="y", pad=8)  # room for marks at 0
-
-
-def _set_logarithmic(panel: Axes, farthest: float) -> None:
-    """Make the horizontal axis linear in its first third, up to 1, and logarithmic beyond."""
-    num_decades = math.ceil(math.log10(farthest)) or 1
-    panel.set_xscale("symlog", linthresh=1, linscale=num_decades / 2)
-    powers = [10**power for power in range(0, num_decades + 1, max(1, num_decades // 3))]
-    panel.set_xticks([0.0, *map(float, powers)], ["0", *(f"{power:,}" for power in powers)])
-    panel.set_xlim(0, farthest * 10 ** (0.35 * num_decades))
 
 
 # --------------------------------------------------------------------- along an axis of numbers

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.drawing.svg import colour
-from shardwise.report.curves import against, losses, routing
+from shardwise.report.curves import against, routing
 from shardwise.report.folder import Bench
+from shardwise.report.losses import losses, training
 from shardwise.report.names import group_title
 from shardwise.report.panels import (
     MAX_NAME,
@@ -26,14 +27,25 @@ from shardwise.report.panels import (
     set_title,
     speed,
 )
+from shardwise.report.seeds import over_seeds, spread
 from shardwise.report.style import Look, looks
 from shardwise.report.tables import MEMORY_PARTS, Row, groups_of, numeric_axes, pareto
-from shardwise.words import number, one_line, second_unit, size
+from shardwise.words import byte_unit, number, one_line, second_unit, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAMES = ("losses", "throughput-memory", "memory-parts", "plane", "steps", "routing")
+NAMES = (
+    "losses",
+    "training",
+    "seeds",
+    "throughput-memory",
+    "memory-parts",
+    "plane",
+    "steps",
+    "sent",
+    "routing",
+)
 """The names of all figures but those along axes of numbers."""
 PERCENTILES = ("p10", "p50", "p90", "max")
 MOST_LISTED = 12
@@ -55,6 +67,10 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
     drawn = []
     if any(row.record and row.record.losses for row in rows):
         drawn.append(losses(groups, look))
+    if any(row.validation or (row.record and row.record.grad_norms) for row in rows):
+        drawn.append(training(groups, look))
+    if seeds := over_seeds(bench, rows):
+        drawn.append(spread(seeds))
     if any(row.tokens_per_second or row.peak_memory_bytes for row in rows):
         drawn.append(throughput_and_memory(without_controls, look))
         drawn += _with_unique_names(
@@ -66,6 +82,8 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(plane(without_controls, look))
     if _timed(rows):
         drawn.append(steps(without_controls, look))
+    if any(row.sent_bytes or row.predicted_bytes for row in rows):
+        drawn.append(sent(without_controls, look))
     if any(row.routing and row.routing.steps for row in rows):
         drawn.append(routing(without_controls, look))
     return drawn
@@ -242,6 +260,40 @@ def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
         "Step times",
         "The mark and the number are the median (p50). The thick bar reaches from p10 to p90. "
         "The tick is the longest step.",
+        figure,
+    )
+
+
+# --------------------------------------------------------------------------------- bytes sent
+
+
+def sent(groups: Groups, look: dict[str, Look]) -> Drawn:
+    """Draw what leaves the rank of each cell that sends most, counted and by formula."""
+    both = [(row.sent_bytes or 0, row.predicted_bytes or 0) for _, cells in groups for row in cells]
+    unit, unit_name = byte_unit(max(map(max, both), default=1))
+
+    def draw(panel: Axes, place: int, row: Row) -> tuple[float, str] | None:
+        counted, predicted = row.sent_bytes, row.predicted_bytes
+        if counted is not None:
+            fill = look[row.plan.id].colour
+            panel.barh(place, counted / unit, height=0.62, color=fill, linewidth=0)
+        if predicted is not None:
+            tick: dict[str, Any] = {"marker": "|", "markersize": 13, "markeredgewidth": 2}
+            panel.plot(predicted / unit, place, color=colour("ink"), clip_on=False, **tick)
+        values = [value for value in (counted, predicted) if value is not None]
+        if not values:
+            return None
+        text = size(values[0])
+        return max(values) / unit, text if counted is not None else f"{text} by formula"
+
+    figure, _ = panel_per_group(groups, f"Sent by a rank in a step, {unit_name}", draw)
+    return Drawn(
+        "sent",
+        "Bytes sent",
+        "What leaves the rank that sends most in a training step, every collective counted as a "
+        "ring. The bar and the number are counted in the last step of the warm-up. The tick is "
+        "what the formulas of shardwise plan say; they take routers to give each rank's experts "
+        "equally many tokens.",
         figure,
     )
 

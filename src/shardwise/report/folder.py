@@ -61,12 +61,13 @@ def _read_record(path: Path) -> CellRecord:
     _typed(list[Round], json.dumps(checked.rounds), path, "rounds.")
     if checked.pipeline is not None:
         pipeline = _typed(PipelineRecord, json.dumps(checked.pipeline), path, "pipeline.")
-        try:
-            unpack(pipeline.events or [])
-        except ValueError as error:
-            raise UserError(
-                f"{path}: pipeline.events: {error}; run shardwise bench again"
-            ) from None
+        for events in ("events", "simulated_events"):
+            try:
+                unpack(getattr(pipeline, events) or [])
+            except ValueError as error:
+                raise UserError(
+                    f"{path}: pipeline.{events}: {error}; run shardwise bench again"
+                ) from None
     if checked.routing is not None:
         _typed(RoutingRecord, json.dumps(checked.routing), path, "routing.")
     _typed(dict[str, tuple[float, float]], json.dumps(checked.spread), path, "spread.")

@@ -17,7 +17,7 @@ from shardwise.config import UserError
 from shardwise.drawing.svg import drawing, png_of, svg_of
 from shardwise.records.cell import RECORD
 from shardwise.records.record import dumps, write_atomically
-from shardwise.report import columns, summary, tables, timelines
+from shardwise.report import columns, seeds, summary, tables, timelines
 from shardwise.report.curves import AGAINST
 from shardwise.report.figures import NAMES, draw_all
 from shardwise.report.folder import Bench, read_bench
@@ -118,6 +118,7 @@ def page_templates() -> Environment:
         "details": _details,
         "group_title": group_title,
         "marks": MARKS,
+        "seeds": seeds,
         "summary": summary,
         "tables": tables,
         "timelines": timelines,

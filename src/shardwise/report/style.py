@@ -11,7 +11,7 @@ from shardwise.records.cell import SweepRecord
 from shardwise.report.names import is_number, named_values
 from shardwise.report.tables import Row
 
-_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
+_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8", "c9", "c10")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "*", "h", "<", ">")
 _DASHES: tuple[Any, ...] = (
     "solid",

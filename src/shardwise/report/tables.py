@@ -50,6 +50,7 @@ class Row:
     speedup: float | None = None  # over the baseline
     over_slowest: float | None = None  # speed-up over the slowest cell of the group
     efficiency: float | None = None  # T_N / (N T_1), where T is global tokens/s
+    norm_difference: float | None = None  # largest |norm / norm of that cell - 1| at any step
     saving: float | None = None  # 1 - peak memory / peak memory of ddp
     relative_to: Mapping[str, str] = field(default_factory=dict)
     """The name of the other cell in a ratio, by the name of the ratio's field."""
@@ -90,6 +91,25 @@ class Row:
         """Return the peak of the rank with the largest one."""
         peaks = self.figures.peak_memory_bytes if self.figures else None
         return max(peaks) if peaks else None
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Return what leaves the rank that sends most in a step, as it was counted."""
+        sent = self.figures.sent_bytes_per_step if self.figures else None
+        return max(sent) if sent else None
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """Return what leaves the rank that sends most in a step, by formula."""
+        sent = self.figures.sent_bytes_by_formula if self.figures else None
+        return max(sent) if sent else None
+
+    @property
+    def validation(self) -> list[tuple[int, float]]:
+        """Return the step and the validation loss of each evaluation, wrong cells included."""
+        evaluations = self.record.eval if self.record else []
+        read = [(entry.get("step"), entry.get("loss")) for entry in evaluations]
+        return [(int(step), loss) for step, loss in read if step is not None and loss is not None]
 
     @property
     def memory_parts(self) -> dict[str, int] | None:
@@ -147,9 +167,18 @@ def make_rows(bench: Bench) -> list[Row]:
             verdict=verdict,
             is_baseline=plan.id in baselines,
             is_reference=plan.id in references,
+            norm_difference=_norm_difference(plan, verdict, bench),
         )
         rows.append(row)
     return [_with_ratios(row, rows) if row.measured else row for row in rows]
+
+
+def _norm_difference(plan: CellPlan, verdict: Verdict | None, bench: Bench) -> float | None:
+    """Return how far the gradient norms of a cell are from those that it is compared with."""
+    if verdict is None or verdict.against is None:
+        return None
+    pairs = zip(bench.records[plan.id].grad_norms, bench.records[verdict.against].grad_norms)
+    return max((abs(norm - other) / other for norm, other in pairs if other), default=None)
 
 
 def _baseline_of(plan: CellPlan) -> str | None:

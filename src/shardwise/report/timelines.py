@@ -22,7 +22,8 @@ TEXT_COLUMNS = ("Cell", "Schedule", "Split: layers per stage")
 CAPTION = (
     "What each rank did in the timed step of median length, in the round whose step is the median. "
     "All cells share one time axis, and those that differ only in their split stand together. The "
-    "number in a bar is that of its micro-batch."
+    "number in a bar is that of its micro-batch. Where the layers were timed, the step that the "
+    "simulator predicts from these times stands below the measured one."
 )
 NUMBER_COLUMNS = ("Step predicted", "Step measured", "Error", "Bubble predicted", "Bubble measured")
 SPLITS = ("uniform", "parameters", "balanced")
@@ -39,6 +40,7 @@ class Run:
     row: Row
     pipeline: PipelineRecord
     timeline: Timeline
+    simulated: Timeline | None = None  # of the step that its costs predict
 
     @property
     def split(self) -> str:
@@ -84,8 +86,14 @@ class Chart:
 
     def svg(self) -> str:
         """Return the chart as an `<svg>` element, which is a valid file too."""
-        timelines = {one_line(run.row.name, MAX_NAME): run.timeline for run in self.runs}
-        return gantt_svg(timelines, self.name)
+        timelines, predicted = {}, []
+        for run in self.runs:
+            name = one_line(run.row.name, MAX_NAME)
+            timelines[name] = run.timeline
+            if run.simulated is not None:
+                predicted.append(f"{name}, as the simulator predicts it")
+                timelines[predicted[-1]] = run.simulated
+        return gantt_svg(timelines, self.name, predicted)
 
 
 def charts(bench: Bench, rows: Sequence[Row]) -> list[Chart]:
@@ -117,7 +125,10 @@ def _run(row: Row) -> Run | None:
     if content is None:
         return None
     pipeline = pydantic.TypeAdapter(PipelineRecord).validate_python(content)
-    return Run(row, pipeline, unpack(pipeline.events)) if pipeline.events else None
+    if not pipeline.events:
+        return None
+    simulated = unpack(pipeline.simulated_events) if pipeline.simulated_events else None
+    return Run(row, pipeline, unpack(pipeline.events), simulated)
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:

@@ -11,6 +11,7 @@ from shardwise.config import RunConfig
 from shardwise.data.loader import build_loaders
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import Mesh
+from shardwise.metrics.meter import Meter
 from shardwise.models import load
 from shardwise.parallel.compile import uncompiled
 from shardwise.process.watchdog import paused
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Run `cfg` on this rank, whose process group is up; on rank 0 return the record."""
+    meter = Meter(cfg.measure.warmup_steps)
     tokenizer = _tokenizer(cfg)
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
@@ -35,7 +37,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     job = build(cfg, mesh, start.state(), steps)
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     eval_every, validation = cfg.training.eval_every, loaders.validation
-    with closing(loaders.train), Session(cfg, mesh, job, start, loaders) as session:
+    with closing(loaders.train), Session(cfg, mesh, job, start, loaders, meter) as session:
         if validation is not None and session.done == 0:
             session.evaluate(validation)
         for step in session.steps():

@@ -164,6 +164,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         data={name: read.to_dict() for name, read in reporter.documents.items()},
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
+        first_step_seconds=meter.first_step_seconds,
         kernels=dict(job.kernels),
         routing=job.routing.summary() | {"steps": reporter.routing} if job.routing else None,
         notes=list(reporter.notes),

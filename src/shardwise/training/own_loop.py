@@ -17,6 +17,7 @@ from shardwise.config import RunConfig, require
 from shardwise.data.loader import Loaders
 from shardwise.data.state import SlotState, loader_state
 from shardwise.interfaces import Mesh
+from shardwise.metrics.meter import Meter
 from shardwise.models.own import OwnModel
 from shardwise.process.watchdog import paused
 from shardwise.records.record import RunRecord
@@ -44,19 +45,20 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
         model is not None or not cfg.model.is_callers,
         "there is no model; name its folder in model.path, or give `prepare` a module",
     )
+    meter = Meter(cfg.measure.warmup_steps)
     with paused():  # reads a whole checkpoint for its checksums
         start = find_start(cfg)
     own = None if model is None else OwnModel.of(model)
     state = start.state()
     if own is not None and start.folder is None:
         state = own_state(cfg, own)
-    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own), start)
+    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own), start, meter)
 
 
 class OwnLoop(Session):
     """A session whose rows are the caller's."""
 
-    def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start) -> None:
+    def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, meter: Meter) -> None:
         slots = mesh.slots(cfg.training.global_batch_size)
         beginning = dict.fromkeys(slots, SlotState())
         source = {"the rows": "those of a loop of the caller"}
@@ -67,7 +69,7 @@ class OwnLoop(Session):
             first_step=list,
             num_steps=lambda slots: job.num_steps,
         )
-        super().__init__(cfg, mesh, job, start, loaders)
+        super().__init__(cfg, mesh, job, start, loaders, meter)
         self._latest: Sequence[AnyBatch] = ()
 
     def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:

@@ -18,6 +18,8 @@ from shardwise.data.loader import Loaders
 from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.parallel import copies
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.planner.collectives import Collectives, predicted_bytes, targets_on_rank
 from shardwise.planner.timeline import Recorder, record_timeline
 from shardwise.process.ending import RunError, Stopped
 from shardwise.process.stop import agreed_signal, on_signals
@@ -40,9 +42,9 @@ class Session:
     """
 
     def __init__(
-        self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, loaders: Loaders
+        self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, loaders: Loaders, meter: Meter
     ) -> None:
-        """Take a job that was built, and what says where the data are."""
+        """Take a job that was built, what says where the data are, and the meter of its steps."""
         self.cfg, self.mesh, self.job = cfg, mesh, job
         self.done = start.step
         """Optimizer steps done, in this run and the one that it resumes."""
@@ -51,9 +53,11 @@ class Session:
         self.reporter = Reporter(cfg, mesh, job, start)
         self._checkpointer = Checkpointer(cfg, job, loaders, start, self._check_copies)
         self._checked = start.step  # the step after which copies were compared last
-        self._meter = Meter(cfg.measure.warmup_steps)
+        self._meter = meter
         self._recorder = Recorder(cfg.measure.warmup_steps)
         self._signals: list[int] = []
+        self._sent: Collectives | None = None  # in the step that `_counting` counts
+        self._num_targets: list[int] | None = None  # of its micro-batches, on this rank
         self._number = 0  # of the step that `steps` has given
         self._evaluation: Evaluation | None = None  # after it
         self._record: RunRecord | None = None
@@ -103,10 +107,10 @@ class Session:
         if self.cfg.measure.reverse_microbatches:
             microbatches.reverse()
         lr = self.job.optimizer.param_groups[0]["lr"]
+        max_norm = self.cfg.optimizer.max_grad_norm
         try:
-            result = training_step(
-                self.job, microbatches, self.mesh, self.cfg.optimizer.max_grad_norm
-            )
+            with self._counting(microbatches):
+                result = training_step(self.job, microbatches, self.mesh, max_norm)
         except NonFiniteLossError as error:
             raise self.reporter.non_finite(number, microbatches, error) from None
         self._meter.stop(result.tokens)
@@ -128,6 +132,21 @@ class Session:
                 "--resume latest, since copies were equal when a checkpoint was saved"
             )
         self._checked = step
+
+    def _counting(
+        self, microbatches: Sequence[AnyBatch]
+    ) -> contextlib.AbstractContextManager[object]:
+        """Return what counts the bytes that the next step sends, in the last one of the warm-up.
+
+        That step is not timed, and an ordinary one: the first ones make buckets and stages ready.
+        """
+        measure, number = self.cfg.measure, len(self._meter.seconds) + 1
+        is_seen = self.cfg.training.compile == "none"
+        if not (measure.memory and is_seen and number == measure.warmup_steps):
+            return contextlib.nullcontext()
+        self._sent = Collectives(self.mesh)
+        self._num_targets = targets_on_rank(self.job, microbatches)
+        return self._sent
 
     def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
         """Evaluate and report the loss on this rank's micro-batches of each global batch.
@@ -169,10 +188,16 @@ class Session:
         return self._record
 
     def measure_memory(self, microbatches: Sequence[AnyBatch]) -> RunRecord | None:
-        """Add the memory of one more step to the record, which is returned on rank 0.
+        """Add the memory of one more step, and what a step sends, to the record of rank 0.
 
         The step changes the weights, after everything is saved.
         """
         self.reporter.measuring_memory()
         memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
-        return self.add(**memory.fields())
+        self.add(**memory.fields())
+        counted = of_every_rank(None if self._sent is None else self._sent.sent_bytes)
+        predicted = of_every_rank(predicted_bytes(self.cfg, self.job, self.mesh, self._num_targets))
+        return self.add(
+            sent_bytes_per_step=None if None in counted else counted,
+            sent_bytes_by_formula=None if None in predicted else predicted,
+        )
