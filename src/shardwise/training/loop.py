@@ -13,6 +13,7 @@ from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import Mesh
 from shardwise.models import load
 from shardwise.parallel.compile import uncompiled
+from shardwise.planner.recompute import chosen_of
 from shardwise.process.watchdog import paused
 from shardwise.records.record import RunRecord
 from shardwise.training.epochs import count_steps
@@ -32,7 +33,8 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         slots = mesh.slots(cfg.training.global_batch_size)
         loaders = build_loaders(cfg, tokenizer, slots, start.loader)
     steps = count_steps(cfg, loaders, start)
-    job = build(cfg, mesh, start.state(), steps)
+    state = start.state()
+    job = build(cfg, mesh, state, steps, chosen=chosen_of(cfg, mesh, state.lora))
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     eval_every, validation = cfg.training.eval_every, loaders.validation
     with closing(loaders.train), Session(cfg, mesh, job, start, loaders) as session:

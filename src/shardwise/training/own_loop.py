@@ -18,6 +18,7 @@ from shardwise.data.loader import Loaders
 from shardwise.data.state import SlotState, loader_state
 from shardwise.interfaces import Mesh
 from shardwise.models.own import OwnModel
+from shardwise.planner.recompute import chosen_of
 from shardwise.process.watchdog import paused
 from shardwise.records.record import RunRecord
 from shardwise.training.session import Session
@@ -50,7 +51,8 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
     state = start.state()
     if own is not None and start.folder is None:
         state = own_state(cfg, own)
-    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own), start)
+    chosen = None if own else chosen_of(cfg, mesh, state.lora)
+    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own, chosen=chosen), start)
 
 
 class OwnLoop(Session):
