@@ -43,8 +43,10 @@ class Choice:
     flops_per_token: float
     peak_flops: float
     """FLOP/s of all devices together."""
+    applied: RunConfig
+    """The run with the layers that a budget has chosen, where it has one."""
     recomputed: str = ""
-    """The layers that a budget has chosen, in words."""
+    """These layers in words."""
 
     @cached_property
     def time(self) -> StepTime:
@@ -159,6 +161,7 @@ class Exact:
             price=partial(time_of_step, cfg, run, cluster, shares),
             flops_per_token=self.flops_per_token,
             peak_flops=num_ranks * peak_of(question),
+            applied=cfg,
             recomputed=words,
         )
 

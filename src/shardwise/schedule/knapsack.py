@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 MOST_STATES = 4096
 """Ways to choose for the lowest layers that are kept in mind. More are thinned out evenly, which
 keeps every result valid, but perhaps not the cheapest one."""
-MOST_TOTALS = 64
+MOST_TOTALS = 100
 """Totals of kept bytes that are tried for a rank's chunks with other micro-batches in flight."""
 
 
