@@ -43,8 +43,9 @@ def read_config(data: dict[str, Any], source: str) -> RunConfig:
         for key, value in (keys or {}).items():
             parsed = getattr(getattr(cfg, section), key)
             values = [value]
-            if isinstance(parsed, Section):
-                values = [*value.values()] if isinstance(value, dict) else []
+            if isinstance(parsed, Section) and isinstance(value, dict):
+                lists = (v if isinstance(v, list) else [v] for v in value.values())
+                values = [*itertools.chain.from_iterable(lists)]
             is_switch = isinstance(parsed, bool) or not any(isinstance(v, bool) for v in values)
             # pydantic takes true for 1.
             require(is_switch, f"{source}: {section}.{key} is not a switch; give a number")

@@ -88,7 +88,7 @@ class Recomputation(Section):
             f"{key} names no layer; give budget_gib, or layers as full or operators, or none",
         )
         twice = sorted({layer for layer in layers if layers.count(layer) > 1})
-        require(not twice, f"{key} names layer {twice[:1]} twice; leave one out")
+        require(not twice, f"{key} names layer {twice[0] if twice else 0} twice; leave one out")
         require(
             all(layer >= 0 for layer in layers),
             f"{key} names layer {min(layers, default=0)}; layers are numbered from 0",
