@@ -103,7 +103,7 @@ def row_of(case: Case, folder: Path) -> dict[str, Any]:
     budgets = [int((low + share * (high - low)) / USABLE) for share in SHARES]
     chosen = [choice_of(cfg, run, budget) for budget in budgets]
     runs = {budget: one.applied(cfg) for budget, one in zip(budgets, chosen) if one is not None}
-    different = {run.training.checkpointing: run for run in runs.values()}
+    different = {key_of(run): run for run in runs.values()}
     of_choice = dict(zip(different, measured(case, [*different.values()]), strict=True))
     cells: list[dict[str, Any]] = []
     for budget, one in zip(budgets, chosen, strict=True):
@@ -113,7 +113,7 @@ def row_of(case: Case, folder: Path) -> dict[str, Any]:
         if one is not None:
             ways: Any = runs[budget].training.checkpointing
             cell |= {way: list(one.numbers(way)) for way in WAYS}
-            cell |= {"predicted": max(one.peak_bytes), "peak": of_choice[ways]}
+            cell |= {"predicted": max(one.peak_bytes), "peak": of_choice[key_of(runs[budget])]}
             cell |= {"recomputed_flops": recomputed(run, cfg, ways)}
         cells.append(cell)
     return {"peaks": peaks, "recomputed_flops": flops, "budgets": cells}
@@ -125,6 +125,11 @@ def choice_of(cfg: RunConfig, run: Description, budget: int) -> Chosen | None:
         return within_budget(as_way(cfg, Recomputation(budget_gib=budget / 2**30)), run, "cpu")
     except TooSmallError:
         return None
+
+
+def key_of(cfg: RunConfig) -> str:
+    """Return what distinguishes the choices of a case: the layers, and a pipeline's split."""
+    return f"{cfg.training.checkpointing}, {cfg.parallel.split}"
 
 
 def measured(case: Case, cfgs: Sequence[RunConfig]) -> list[int]:
