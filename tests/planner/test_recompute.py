@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -25,6 +26,7 @@ from shardwise.planner.split_view import plan
 from tests.distributed import run_ranks
 from tests.planner.grid import Cell, config_of, measure_each
 
+ROOT = Path(__file__).parents[2]
 PLACES = [
     ("single", 1, {}),
     ("ddp", 2, {}),
@@ -36,7 +38,7 @@ PLACES = [
 ]
 
 
-QUICK = [("single", "full"), ("fsdp2", "lora"), ("1f1b", "full"), ("interleaved", "lora")]
+QUICK = [("single", "full"), ("fsdp2", "lora"), ("1f1b", "full")]
 """What `make test` runs; the formulas of all layouts and modes are compared elsewhere."""
 
 
@@ -171,15 +173,27 @@ def test_a_split_knows_the_layers_that_a_budget_chooses(tmp_path):
 
 
 def test_measured_peaks_are_within_budgets(tmp_path):
-    cfg, run = run_of("single", 1, "lora", tmp_path)
+    cell = Cell("qwen3_5", "single", "lora", 1, 128, 2, 1, "none", "float32")
+    cfg = config_of(cell, tmp_path)
+    run = describe(cfg, 1)
     low, high = memory_of_run(as_way(cfg, "full"), run).total, memory_of_run(cfg, run).total
-    cell = Cell("qwen3_5", "single", "lora", 1, 256, 2, 4, "none", "float32")
     budgets, cells = [], []
-    for share in (0.1, 0.5, 0.9):
+    for share in (0.1, 0.5):
         budget = with_budget(cfg, low + share * (high - low))
         budgets.append(budget.training.budget_bytes)
         ways = by_number(within_budget(budget, run, "cpu").ways)
         cells.append(replace(cell, checkpointing=ways))
-    ((measured),) = run_ranks(1, measure_each, cells, tmp_path)
-    assert [one.peak for one in measured] == sorted({one.peak for one in measured})
-    assert all(one.peak <= most for one, most in zip(measured, budgets, strict=True))
+    ((first, second),) = run_ranks(1, measure_each, cells, tmp_path)
+    assert first.peak < second.peak
+    assert first.peak <= budgets[0]
+    assert second.peak <= budgets[1]
+
+
+def test_the_committed_grid_says_what_the_page_does():
+    grid = json.loads((ROOT / "results" / "plan" / "budgets.json").read_text(encoding="utf-8"))
+    cells = [cell for row in grid["rows"].values() for cell in row["budgets"]]
+    assert grid["summary"]["budgets"] == len(cells) >= 200
+    for cell in cells:
+        assert cell["peak"] <= cell["budget"]
+        least = cell["best_of_three"]
+        assert least is None or cell["recomputed_flops"] <= least
