@@ -126,24 +126,28 @@ class Exact:
         if message is not None:
             self.refused[title(candidate.division)] = message
             return None
-        return self.of_run(cfg, candidate)
+        try:
+            return self.of_run(cfg, candidate)
+        except TooSmallError as error:
+            self.refused[title(candidate.division)] = str(error)
+            return None
 
     def of_run(self, cfg: RunConfig, candidate: Candidate) -> Choice:
-        """Return the memory and time of a run that the rules allow."""
+        """Return the memory and time of a run that the rules allow.
+
+        UserError where nothing is within its budget.
+        """
         question, num_ranks = self.question, self.question.num_ranks
         cluster, subject = question.cluster, self.subject
         priced = replace(cfg, training=replace(cfg.training, device=question.device_type))
         pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
         boundaries = boundaries_of(cfg, subject, num_ranks)
-        given, keeps_budget, words = cfg, True, ""
+        given, words = cfg, ""
         if cfg.training.budget_bytes is not None:
-            try:
-                device = question.device_type
-                chosen = within_budget(cfg, run, device, False, boundaries, self._units)
-                cfg, words = chosen.applied(cfg), chosen.layers
-            except TooSmallError:
-                cfg, keeps_budget = as_way(cfg, "full"), False
+            device = question.device_type
+            chosen = within_budget(cfg, run, device, False, boundaries, self._units)
+            cfg, words = chosen.applied(cfg), chosen.layers
             priced = as_way(priced, cfg.training.checkpointing)
         # Ranks of a pipeline differ: the first has most in flight, the last has the head.
         shares = Shares(cfg, run, boundaries)
@@ -157,7 +161,7 @@ class Exact:
             candidate,
             given,
             memory,
-            fits=keeps_budget and memory.total <= usable_bytes(question),
+            fits=memory.total <= usable_bytes(question),
             price=partial(time_of_step, cfg, run, cluster, shares),
             flops_per_token=self.flops_per_token,
             peak_flops=num_ranks * peak_of(question),
