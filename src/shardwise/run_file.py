@@ -196,8 +196,8 @@ def _first_problem(error: Any) -> str:
         key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"),
     )
     # A key that may have several types names the one that a mistake is within.
-    *path, last = problem["loc"]
-    location = [str(part)[:80] for part in (*(p for p in path if p != "Recomputation"), last)]
+    path, last = problem["loc"][:-1], problem["loc"][-1:]
+    location = [str(part)[:80] for part in (*(p for p in path if p != "Recomputation"), *last)]
     if problem["type"] == "unexpected_keyword_argument":
         key = ".".join(location)
         if key in REMOVED:
