@@ -23,7 +23,6 @@ from shardwise.config import RunConfig, way_of
 from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.holding import (
     Ddp,
     Fsdp1,
@@ -39,7 +38,7 @@ from shardwise.planner.holding import (
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
-from shardwise.planner.update import update_bytes
+from shardwise.planner.update import summed_bytes, update_bytes
 from shardwise.schedule.simulate import kept_messages
 
 NORM_ELEMENTS = 2**16
@@ -208,8 +207,11 @@ class Rank:
         kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
         passes, peaks = [*self.passes()], dict[int, Memory]()
         for chunk, moments, in_flight, late, gradients, messages in passes:
+            memories = self._memories(self.chunks[chunk], moments)
+            if self.run.pipeline is None:
+                yield from memories
+                continue
             if id(moments) not in peaks:  # what passes of the same moments add is the same
-                memories = self._memories(self.chunks[chunk], moments)
                 peaks[id(moments)] = max(memories, key=lambda memory: memory.total)
             activations = sum(map(prod, zip(in_flight, kept))) + late
             yield peaks[id(moments)].plus(
@@ -365,9 +367,9 @@ class Rank:
         is_summed_over_cp = parallel.data == "single" and parallel.cp > 1
         if is_summed_over_cp or (parallel.data == "ddp" and not self._is_wrapped):
             copied = [w for w in trained if w.ep_dim is None or self.num_shards > parallel.ep]
-            yield _summed(base, copied, "reduction of gradients")
+            yield base.plus(buffers=summed_bytes(copied))._replace(moment="reduction of gradients")
         partial = [weight for weight in trained if weight.has_partial_gradient]
-        yield _summed(base, partial, "sum of gradients over tp")
+        yield base.plus(buffers=summed_bytes(partial))._replace(moment="sum of gradients over tp")
         if self.share.tied is not None:
             size = self.share.tied.numel * self.share.tied.itemsize
             yield base.plus(buffers=size)._replace(moment="sum of the tied weight's gradients")
@@ -392,16 +394,3 @@ class Rank:
             return weight.numel
         shard = self.shard if weight.ep_dim is None else self.shard // self.cfg.parallel.ep
         return weight.shard_numel(shard)
-
-
-def _summed(base: Memory, weights: Iterable[Weight], moment: str) -> Memory:
-    """Return the moment with the most of `reduce.sum_gradients`, which joins gradients."""
-    most = joined = 0
-    for weight in weights:
-        joined += weight.numel
-        # Gradients in 16 bits are copied to float32 before they are joined.
-        copies = 4 if weight.itemsize == 4 else 8
-        most = max(most, joined * copies)
-        if joined >= BUCKET_ELEMENTS:
-            joined = 0
-    return base.plus(buffers=most)._replace(moment=moment)
