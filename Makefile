@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid plan-pages parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -78,6 +78,9 @@ format: setup  ## rewrite the code as `make check` wants it
 
 plan-grid: setup  ## memory peaks that the planner predicts beside measured ones, 156 small runs; resumable; writes results/plan/
 	$(BIN)/python -m tools.plan_grid
+
+budget-grid: setup  ## what budgets of memory choose to compute again, measured on 24 small models; resumable; writes results/plan/budgets.json
+	$(BIN)/python -m tools.budget_grid
 
 plan-pages: setup  ## the tables of "What do I need?" and "Published layouts", from the planner (some minutes)
 	$(BIN)/python tools/plan_pages.py

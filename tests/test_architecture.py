@@ -95,18 +95,18 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_660,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_820,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_180,
+    "assembly training checkpoint process launch": 6_250,
     "models": 11_200,
     "parallel": 3_790,
     "data": 3_760,
     "kernels": 7_420,
-    "planner schedule metrics": 8_450,
-    "proof": 1_110,
+    "planner schedule metrics": 8_890,
+    "proof": 1_120,
     "simulation": 520,
-    "benchmark report drawing records": 6_870,
+    "benchmark report drawing records": 6_880,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -188,7 +188,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 4_885
+    assert lines <= 5_080
 
 
 def every_source() -> list[Path]:

@@ -1,21 +1,22 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
 from shardwise import config, keys, rules
 from shardwise.benchmark.sweep import read_sweep
-from shardwise.config import UserError
+from shardwise.config import Recomputation, UserError
 from shardwise.library import read_config
 from shardwise.ranges import RANGES
-from shardwise.run_file import MOST_BYTES, _PlainData, load_config, without_removed
+from shardwise.run_file import MOST_BYTES, _PlainData, load_config, parse_config, without_removed
 
 SECTIONS = """
 model: {path: base, init: random}
@@ -189,3 +190,45 @@ def test_steps_are_a_hundred_unless_epochs_say_how_many():
     cfg = config.RunConfig(config.Model("m"), config.Data("d"), training)
     overridden = read_config(cfg, ["--training.epochs=0.5"], {})
     assert (overridden.training.num_steps, overridden.training.epochs) == (None, 0.5)
+
+
+RECOMPUTATION = [
+    ({"budget_gib": 0}, "budget_gib is 0.0; give a positive number of GiB"),
+    ({"budget_gib": -1}, "budget_gib is -1.0; give a positive number of GiB"),
+    ({"budget_gib": math.nan}, "budget_gib is nan; give a positive number of GiB"),
+    ({"budget_gib": 1e9}, "at most 1,000,000"),
+    ({"budget_gib": True}, "is not a switch; give a number"),
+    ({"full": [True]}, "is not a switch; give a number"),
+    ({"budget_gib": "much"}, "unable to parse string as a number"),
+    ({"budget_gib": None}, "names no layer; give budget_gib"),
+    ({}, "names no layer; give budget_gib"),
+    ({"budget": 12}, "unknown key training.checkpointing.budget; did you mean budget_gib?"),
+    ({"budget_gib": 12, "layers": []}, "unknown key training.checkpointing.layers; known keys: b"),
+    ({"budget_gib": 12, "full": [0]}, "has budget_gib, which chooses the layers, and layers; leav"),
+    ({"full": [0, 1], "operators": [1]}, "names layer 1 twice; leave one out"),
+    ({"full": [-1]}, "names layer -1; layers are numbered from 0"),
+    ("some", "'none', 'full' or 'operators' or a valid list or a mapping"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), RECOMPUTATION)
+def test_what_is_no_budget_and_names_no_layers(value, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        parse_config(with_checkpointing(value))
+    assert "training.checkpointing" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_budget_and_layers_are_what_was_written():
+    for value in ({"budget_gib": 12}, {"full": [0, 3], "operators": [1]}):
+        cfg = parse_config(with_checkpointing(value))
+        assert cfg.training.checkpointing == Recomputation(
+            **{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+        )
+        assert parse_config(json.loads(json.dumps(cfg.to_dict()))) == cfg
+    assert parse_config(with_checkpointing({"budget_gib": 12})).training.budget_bytes == 12 * 2**30
+
+
+def with_checkpointing(value: Any) -> dict[str, Any]:
+    training = {"output_dir": "o", "checkpointing": value}
+    return {"model": {"path": "m"}, "data": {"train": "d"}, "training": training}

@@ -24,7 +24,7 @@ from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.assembly.own import describe_own, own_facts
 from shardwise.benchmark import sweep
-from shardwise.config import CALLERS, Lora, Model, RunConfig, UserError
+from shardwise.config import CALLERS, Lora, Model, Recomputation, RunConfig, UserError
 from shardwise.keys import known_keys
 from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of, shortened
 from shardwise.models import load, lora
@@ -164,6 +164,19 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"training": {"offload_activations": True, "checkpointing": "operators"}},
         1,
     ),
+    "a budget with offload of activations": (
+        "llama",
+        {"training": {"offload_activations": True, "checkpointing": Recomputation(1.0)}},
+        1,
+    ),
+    "a budget with a memory limit": (
+        "llama",
+        {
+            "parallel": {"pp": 2, "memory_limit_gib": 1.0},
+            "training": {"checkpointing": Recomputation(1.0)},
+        },
+        2,
+    ),
     "fsdp1 with tp": ("llama", {"parallel": {"data": "fsdp1", "tp": 2}}, 4),
     "zero2 with tp": ("llama", {"parallel": {"data": "zero2", "tp": 2}}, 4),
     "zero or fsdp1 in a pipeline": ("llama", {"parallel": {"data": "zero1", "pp": 2}}, 4),
@@ -258,6 +271,16 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         1,
     ),
     "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),
+    "a budget of a model whose layers are not known": (
+        "mistral",
+        {"training": {"checkpointing": Recomputation(1.0)}},
+        1,
+    ),
+    "layers to recompute": (
+        "llama",
+        {"training": {"checkpointing": Recomputation(full=(0,), operators=(99,))}},
+        1,
+    ),
     "learned positions": ("gpt2", {"data": {"sequence_length": 4096}}, 1),
     "noise that no seed reaches": ("attention-dropout", {}, 1),
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),

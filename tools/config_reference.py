@@ -66,7 +66,9 @@ def yaml_of(default: ast.expr | None) -> str | None:
 
 def cell(kind: str) -> str:
     """Return a type as people write it."""
-    kind = kind.replace("DType", "Literal['float32', 'bfloat16']")
+    kind = kind.replace("Recomputation", "mapping").replace(
+        "DType", "Literal['float32', 'bfloat16']"
+    )
     while "Literal[" in kind:
         before, _, rest = kind.partition("Literal[")
         inside, _, after = rest.partition("]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise import rules
-from shardwise.config import REMOVED, RunConfig, UserError, require
+from shardwise.config import REMOVED, RunConfig, Section, UserError, require
 from shardwise.keys import known_keys, nearest
 from shardwise.ranges import RANGES, shown
 
@@ -41,7 +42,11 @@ def read_config(data: dict[str, Any], source: str) -> RunConfig:
     for section, keys in data.items():
         for key, value in (keys or {}).items():
             parsed = getattr(getattr(cfg, section), key)
-            is_switch = isinstance(parsed, bool) or not isinstance(value, bool)
+            values = [value]
+            if isinstance(parsed, Section) and isinstance(value, dict):
+                lists = (v if isinstance(v, list) else [v] for v in value.values())
+                values = [*itertools.chain.from_iterable(lists)]
+            is_switch = isinstance(parsed, bool) or not any(isinstance(v, bool) for v in values)
             # pydantic takes true for 1.
             require(is_switch, f"{source}: {section}.{key} is not a switch; give a number")
     return cfg
@@ -190,7 +195,9 @@ def _first_problem(error: Any) -> str:
         error.errors(),
         key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"),
     )
-    location = [str(part)[:80] for part in problem["loc"]]
+    # A key that may have several types names the one that a mistake is within.
+    path, last = problem["loc"][:-1], problem["loc"][-1:]
+    location = [str(part)[:80] for part in (*(p for p in path if p != "Recomputation"), *last)]
     if problem["type"] == "unexpected_keyword_argument":
         key = ".".join(location)
         if key in REMOVED:
@@ -204,5 +211,6 @@ def _first_problem(error: Any) -> str:
     wanted = dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][:2] == key)
     first, *others = (message[:1].lower() + message[1:] for message in wanted)
     message = " or ".join([first, *(m.removeprefix("input should be ") for m in others)])
+    message = re.sub("a dictionary or an instance of [A-Za-z]+", "a mapping", message)
     name, value = ".".join(location[:2]), problem["input"]
     return f"{name} is {'null' if value is None else shown(value)}: {message}"

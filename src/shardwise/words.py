@@ -111,3 +111,14 @@ def one_line(text: str, longest: int = 60) -> str:
     num_first = (longest - 1) // 2
     num_last = longest - 1 - num_first
     return f"{text[:num_first]}…{text[-num_last:]}"
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Return numbers in ascending order as a text: 0-2, 5."""
+    spans: list[list[int]] = []
+    for place in numbers:
+        if spans and place == spans[-1][1] + 1:
+            spans[-1][1] = place
+        else:
+            spans.append([place, place])
+    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in spans)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import cli
+from shardwise.config import Recomputation
 from shardwise.run_file import load_config
 
 DEVICES = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
@@ -56,6 +57,21 @@ def test_a_run_file_keeps_what_is_not_searched(folder):
     before, after = load_config("run.yaml"), load_config("best.yaml")
     assert (after.data, after.optimizer) == (before.data, before.optimizer)
     assert (after.training.global_batch_size, after.parallel.pp) == (4, 2)
+
+
+def test_a_budget_stays_in_the_run_file(folder, capsys):
+    assert cli.main(["init"]) == 0
+    run = ["plan", "run.yaml", "--devices", "2xRTX4090", "--parallel.data=ddp"]
+    budget = "--training.checkpointing={budget_gib: 20}"
+    assert cli.main([*run, budget, "--write", "best.yaml"]) == 0
+    assert "none: layers" in capsys.readouterr().out
+    assert load_config("best.yaml").training.checkpointing == Recomputation(budget_gib=20.0)
+    layers = "--training.checkpointing={full: [0], operators: [2]}"
+    assert cli.main([*run, layers, "--write", "layers.yaml"]) == 0
+    chosen = load_config("layers.yaml").training.checkpointing
+    assert chosen == Recomputation(full=(0,), operators=(2,))
+    assert cli.main([*run, "--training.checkpointing={budget_gib: 0.01}"]) == 2
+    assert "the smallest that this run can keep is 0." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,11 @@ def test_a_wrong_run_file_does_not_fit(section, keys):
 
 def test_every_key_has_a_description_and_every_number_its_range():
     schema = json_schema()["$defs"]
-    assert {name.lower() for name in schema} == set(known_keys())
+    # Beside the sections there is the mapping that `training.checkpointing` may be.
+    assert {name.lower() for name in schema} == {*known_keys(), "recomputation"}
+    layers = schema.pop("Recomputation")["properties"]
+    assert list(layers) == known_keys("training", "checkpointing")
+    assert all(types["description"] for types in layers.values())
     for section in known_keys():
         properties = schema[section.capitalize()]["properties"]
         assert list(properties) == known_keys(section)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.describe import describe
 from shardwise.batches import Batch
-from shardwise.config import UserError
+from shardwise.config import Checkpointing, Recomputation, UserError
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
@@ -99,7 +99,7 @@ def test_gradients_are_equal_by_the_bit(family, mode, precision):
     assert (attention_again == again) == attention_alone
 
 
-def _peak(mode: str, checkpointing: str) -> tuple[int, list[int]]:
+def _peak(mode: str, checkpointing: Checkpointing) -> tuple[int, list[int]]:
     cfg = run_config(Cell("llama", "single", mode))
     cfg = replace(cfg, training=replace(cfg.training, checkpointing=checkpointing))
     mesh = build_mesh(cfg, torch.device("cpu"))
@@ -127,11 +127,14 @@ def test_each_layer_runs_twice_and_the_peak_is_lower(mode):
     ((plain, once),) = run_ranks(1, _peak, mode, "none")
     ((kept, partly),) = run_ranks(1, _peak, mode, "operators")
     ((lower, twice),) = run_ranks(1, _peak, mode, "full")
+    ((between, mixed),) = run_ranks(1, _peak, mode, Recomputation(full=(0,), operators=(2,)))
     assert once == [2] * 4  # two passes
     assert twice == partly == [4] * 4
     # Four layers' activations are kept without it, and one layer's and four inputs with it.
     assert lower < 0.7 * plain
     assert lower < kept < plain
+    assert mixed == [4, 2, 4, 2]
+    assert lower < between < plain
 
 
 def test_a_kind_that_the_model_has_not():

@@ -154,7 +154,7 @@ def test_a_device_has_the_activations_of_two_layers(layout, tmp_path, monkeypatc
     kept = [grid.predict(cell, tmp_path)[1].total for cell in cells]
     plain = grid.config_of
     monkeypatch.setattr(grid, "config_of", lambda cell, folder: _offloading(plain(cell, folder)))
-    monkeypatch.setattr(peak._Rank, "_moves_activations", True)
+    monkeypatch.setattr(peak.Rank, "_moves_activations", True)
     planned = [grid.predict(cell, tmp_path)[1].total for cell in cells]
     for cell, peaks, offloaded, before in zip(cells, measured, planned, kept, strict=True):
         assert offloaded == pytest.approx(max(peaks), rel=0.1 if layout == "1f1b" else 0.02), (

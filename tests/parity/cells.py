@@ -31,6 +31,8 @@ from tests.parity.products import CELLS as PRODUCTS
 from tests.parity.products import FIXED as FIXED_PRODUCTS
 from tests.parity.rates import CELLS as RATES
 from tests.parity.rates import FIXED as FIXED_RATES
+from tests.parity.recomputed import CELLS as RECOMPUTED
+from tests.parity.recomputed import FIXED as FIXED_RECOMPUTED
 from tests.parity.spread_experts import EXPERTS as SPREAD_EXPERTS
 from tests.parity.spread_experts import FIXED as FIXED_EXPERTS
 from tests.parity.tensors import FIXED as FIXED_TENSORS
@@ -121,6 +123,7 @@ ALL = (
     *EIGHT_BIT,
     *OFFLOAD,
     *ACTIVATIONS,
+    *RECOMPUTED,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -163,6 +166,7 @@ _FIXED = (
     *FIXED_EIGHT_BIT,
     *FIXED_OFFLOAD,
     *FIXED_ACTIVATIONS,
+    *FIXED_RECOMPUTED,
 )
 
 

@@ -17,7 +17,16 @@ import pytest
 import torch
 
 from shardwise.batches import Batch
-from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.config import (
+    Data,
+    Lora,
+    Model,
+    Optimizer,
+    Parallel,
+    Recomputation,
+    RunConfig,
+    Training,
+)
 from shardwise.interfaces import Mesh
 from shardwise.kernels import eight_bit, float8
 from shardwise.layouts import AXIS_PARTS, HALVING
@@ -98,6 +107,12 @@ CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 ACTIVATIONS = ("activations", "checkpointing-activations", "activations-compile")
 """Variants: `training.offload_activations`, also of the inputs of layers that are recomputed."""
+RECOMPUTED: dict[str, Any] = {
+    "checkpointing": "full",
+    "operators": "operators",
+    "mixed": Recomputation(full=(0, 2), operators=(1,)),
+}
+"""Variants: `training.checkpointing`; `mixed` is as a budget of memory chooses."""
 BASES = ("nf4", "int8", "fp8")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
 RECIPES = ("tensorwise", "rowwise")
@@ -206,6 +221,7 @@ class Cell:
         same = (
             "checkpointing",
             "operators",
+            "mixed",
             "compile",
             "keep-gathered",
             "naive",
@@ -283,9 +299,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             steps=3,
             global_batch_size=cell.rows,
             micro_batch_size=cell.micro_rows or (1 if cell.many else 2),
-            checkpointing={"checkpointing": "full", "operators": "operators"}.get(
-                cell.variant.partition("-")[0], "none"
-            ),
+            checkpointing=RECOMPUTED.get(cell.variant.partition("-")[0], "none"),
             offload_activations=cell.variant in ACTIVATIONS,
             compile="aot_eager" if cell.variant.endswith("compile") else "none",
             precision=_precision(cell),

@@ -180,12 +180,11 @@ class Measured:
     states: dict[str, int]
 
 
-def measure(cell: Cell, folder: Path) -> Measured:
+def measure(cfg: RunConfig) -> Measured:
     """Run two steps on this rank and measure the second one."""
     with PeakMemory(torch.device("cpu")) as before:
         pass
     assert before.entry_bytes is not None
-    cfg = config_of(cell, folder)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     batches = microbatches(cfg, mesh)
@@ -199,7 +198,12 @@ def measure(cell: Cell, folder: Path) -> Measured:
 
 def measure_each(cells: Sequence[Cell], folder: Path) -> list[Measured]:
     """Measure cells of as many ranks in the same processes."""
-    return [measure(cell, folder) for cell in cells]
+    return [measure(config_of(cell, folder)) for cell in cells]
+
+
+def measure_runs(cfgs: Sequence[RunConfig]) -> list[Measured]:
+    """Measure runs of as many ranks in the same processes."""
+    return [measure(cfg) for cfg in cfgs]
 
 
 def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:

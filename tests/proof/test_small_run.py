@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
+from shardwise.config import (
+    Data,
+    Lora,
+    Model,
+    Parallel,
+    Recomputation,
+    RunConfig,
+    Training,
+    UserError,
+)
 from shardwise.proof import small_run as module
 from shardwise.proof.small_run import SmallRun, small_run
 from tests.parity.harness import CONFIGS
@@ -150,3 +159,13 @@ def test_code_that_comes_with_a_model_is_refused(tmp_path: Path):
     cfg = replace(cfg, model=replace(cfg.model, trust_remote_code=True))
     with pytest.raises(UserError, match=r"model\.trust_remote_code is true"):
         small(cfg, tmp_path)
+
+
+@pytest.mark.parametrize(("training", "operators"), [({}, (1,)), ({"compile": "aot_eager"}, ())])
+def test_layers_of_a_budget_are_computed_again_in_turn(training, operators, tmp_path: Path):
+    budget = Recomputation(budget_gib=40.0)
+    run = small(config(Parallel("ddp"), checkpointing=budget, **training), tmp_path)
+    chosen = run.cfg.training.checkpointing
+    assert isinstance(chosen, Recomputation)
+    assert (chosen.full[0], chosen.operators) == (0, operators)
+    assert any("take turns" in note for note in run.notes)

@@ -25,10 +25,11 @@ from shardwise.assembly.optimizer import (
     selected_by,
 )
 from shardwise.assembly.own import describe_own, own_costs, own_parts
+from shardwise.assembly.recomputation import Chosen
 from shardwise.assembly.routing import Routing
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.batches import AnyBatch
-from shardwise.config import Lora, RunConfig
+from shardwise.config import Checkpointing, Lora, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, State
 from shardwise.models import adapter_start, lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
@@ -99,6 +100,10 @@ class Job:
     """What routers give to experts; None in a model without routed experts."""
     kernels: Mapping[str, str]
     """What computes the loss, LoRA and each recurrent core."""
+    checkpointing: Checkpointing
+    """`training.checkpointing`, with the layers that a budget has chosen."""
+    chosen: Chosen | None
+    """What a budget of memory has chosen, where the run has one."""
     notes: tuple[str, ...]
     """Notes for a reader of the result; printed, and kept in the record."""
 
@@ -113,18 +118,23 @@ def build(
     state: State = FRESH,
     num_steps: int | None = None,
     own: OwnModel | None = None,
+    chosen: Chosen | None = None,
 ) -> Job:
     """Build this rank's part of the run that `cfg` describes, as it is after `state.step` steps.
 
     The run has `num_steps` steps; without this number, which comes from the data if
     `training.epochs` is set, `training.steps`, or the one step that a check or a measure takes.
-    `own`: a module of the caller, which is trained in place of the model that `cfg` names. Memory
-    is taken after all checks; UserError, the same on every rank, if one fails.
+    `own`: a module of the caller, which is trained in place of the model that `cfg` names.
+    `chosen`: what a budget of memory has chosen, where the run has one. Memory is taken after all
+    checks; UserError, the same on every rank, if one fails.
     """
     cfg = adapter_start.resumed(cfg, state.lora)
+    if chosen is not None:
+        cfg = chosen.applied(cfg)
     num_steps = num_steps or cfg.training.num_steps or 1
     num_ranks = mesh.dense.size()
     facts = describe_own(cfg, num_ranks, own) if own else describe(cfg, num_ranks, mesh.device)
+    assert cfg.training.budget_bytes is None, "a budget chooses before a run is built"
     hf, spec = facts.hf, facts.spec
     selected = selected_by(cfg.optimizer.name, hf, spec, facts.family)
     state.check(hf, cfg, selected)
@@ -182,6 +192,8 @@ def build(
         router_bias_rate=cfg.model.router_bias_rate,
         routing=routing,
         kernels=facts.kernels,
+        checkpointing=cfg.training.checkpointing,
+        chosen=chosen,
         notes=notes,
     )
 

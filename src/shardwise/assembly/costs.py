@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
-from shardwise.config import RunConfig
+from shardwise.config import Recomputation, RunConfig
 from shardwise.kernels import eight_bit
 from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks
 from shardwise.metrics.flops import unit_flops_per_token
@@ -50,6 +50,19 @@ def costs_of(
     seconds only compare with one another, which is all that a split needs. Weights, gradients and
     optimizer states are exact. A tied weight counts at either end, unless both are on one rank.
     """
+    chosen = cfg.training.checkpointing
+    if isinstance(chosen, Recomputation):
+        ways = ("none", *(chosen.way_of(layer.number) for layer in spec.layers), "none")
+        alike = {
+            way: costs_of(
+                replace(cfg, training=replace(cfg.training, checkpointing=way)),
+                *(hf, spec, counts, num_processes, flops_per_second),
+            )
+            for way in dict.fromkeys(ways)
+        }
+        sources = [source for _, source in alike.values()]
+        costs = tuple(alike[way][0][place] for place, way in enumerate(ways))
+        return costs, next((s for s in sources if not s.is_measured), sources[0])
     costs = counted_costs(cfg, hf, spec, counts, num_processes, flops_per_second)
     keys = unit_keys(hf, spec, cfg.parallel.schedule)
     path = path_of(cfg, hf, keys, num_processes)

@@ -41,11 +41,13 @@ def is_completing() -> bool:
 
 def _add_keys(parser: ArgumentParser) -> None:
     """Add the keys of the run file as options, which are completed in this form alone."""
+    from shardwise.keys import known_keys
     from shardwise.run_file import json_schema
 
-    for section, content in json_schema()["$defs"].items():
-        for key, types in content["properties"].items():
-            option = f"--{section.lower()}.{key}"
+    schema = json_schema()["$defs"]
+    for section in known_keys():
+        for key, types in schema[section.capitalize()]["properties"].items():
+            option = f"--{section}.{key}"
             # The second form is suggested; after it, the value of the first is completed.
             parser.add_argument(option, f"{option}=", choices=_words(types))
 
@@ -57,9 +59,8 @@ def _words(types: dict[str, Any]) -> list[str] | None:
     """
     words: list[str] = []
     for kind in types.get("anyOf", [types]):
-        if kind["type"] == "string" and "enum" not in kind:
+        name = kind.get("type")  # a mapping has a reference in place of it
+        if name == "string" and "enum" not in kind:
             return None
-        words += kind.get(
-            "enum", {"boolean": ["true", "false"], "null": ["null"]}.get(kind["type"], [])
-        )
+        words += kind.get("enum", {"boolean": ["true", "false"], "null": ["null"]}.get(name, []))
     return words

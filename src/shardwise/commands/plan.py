@@ -118,7 +118,7 @@ def simulate(console: Console, answer: Answer, rank: int) -> None:
     from shardwise.simulation.simulate import simulate
     from shardwise.words import size
 
-    cfg, num_ranks = answer.best.cfg, answer.question.num_ranks
+    cfg, num_ranks = answer.best.applied, answer.question.num_ranks
     run = describe(cfg, num_ranks)
     cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
     simulated = simulate(cfg, num_ranks, rank)

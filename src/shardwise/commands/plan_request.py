@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import Parallel, RunConfig, UserError, require
+from shardwise.config import Checkpointing, Parallel, Recomputation, RunConfig, UserError, require
 from shardwise.keys import nearest
 from shardwise.layouts import NAMES
 from shardwise.presets import MODELS, preset_names
@@ -180,6 +180,14 @@ def _without_searched(sections: Mapping[str, Any], fixed: frozenset[str]) -> dic
     }
 
 
+def written(checkpointing: Checkpointing) -> Any:
+    """Return `training.checkpointing` as a run file has it."""
+    if not isinstance(checkpointing, Recomputation):
+        return checkpointing
+    keys = {key: value for key, value in vars(checkpointing).items() if value}
+    return {key: [*v] if isinstance(v, tuple) else v for key, v in keys.items()}
+
+
 def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answer) -> list[Path]:
     """Write a run file with the best layout, and what it needs beside it; return what is new.
 
@@ -195,7 +203,7 @@ def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answ
     }
     chosen["training"] |= {
         "micro_batch_size": best.cfg.training.micro_batch_size,
-        "checkpointing": best.cfg.training.checkpointing,
+        "checkpointing": written(best.cfg.training.checkpointing),
     }
     command = f"shardwise train {path} --nproc {cluster.per_node}"
     if cluster.nodes > 1:

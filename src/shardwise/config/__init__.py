@@ -15,11 +15,20 @@ from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import Parallel
 from shardwise.config.section import Section, UserError, require
-from shardwise.config.training import Measure, Optimizer, Training
+from shardwise.config.training import (
+    Checkpointing,
+    Measure,
+    Optimizer,
+    Recomputation,
+    Training,
+    Way,
+    way_of,
+)
 
 __all__ = [
     "CALLERS",
     "REMOVED",
+    "Checkpointing",
     "DType",
     "Data",
     "Launch",
@@ -28,11 +37,14 @@ __all__ = [
     "Model",
     "Optimizer",
     "Parallel",
+    "Recomputation",
     "RunConfig",
     "Section",
     "Training",
     "UserError",
+    "Way",
     "require",
+    "way_of",
 ]
 
 REMOVED: dict[str, Any] = {"lora.merged": False}

@@ -7,6 +7,10 @@ from typing import Literal
 
 from shardwise.config.section import Section, require
 
+Way = Literal["none", "operators", "full"]
+"""What a backward computes again of one layer."""
+MOST_GIB = 1_000_000
+
 
 @dataclass(frozen=True)
 class Optimizer(Section):
@@ -58,6 +62,58 @@ class Optimizer(Section):
 
 
 @dataclass(frozen=True)
+class Recomputation(Section):
+    """What is computed again by layer, or the memory by which that is chosen."""
+
+    budget_gib: float | None = None
+    """The most GiB that a rank may need: the layers are chosen that cost least to compute again."""
+    full: tuple[int, ...] = ()
+    """The layers, from 0, of which only the input is kept."""
+    operators: tuple[int, ...] = ()
+    """The layers of which the outputs of products are kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        key, budget, layers = "training.checkpointing", self.budget_gib, self.full + self.operators
+        require(
+            budget is None or 0 < budget <= MOST_GIB,
+            f"{key}: budget_gib is {budget}; give a positive number of GiB, at most {MOST_GIB:,}",
+        )
+        require(
+            budget is None or not layers,
+            f"{key} has budget_gib, which chooses the layers, and layers; leave one out",
+        )
+        require(
+            budget is not None or bool(layers),
+            f"{key} names no layer; give budget_gib, or layers as full or operators, or none",
+        )
+        twice = sorted({layer for layer in layers if layers.count(layer) > 1})
+        require(not twice, f"{key} names layer {twice[0] if twice else 0} twice; leave one out")
+        require(
+            all(layer >= 0 for layer in layers),
+            f"{key} names layer {min(layers, default=0)}; layers are numbered from 0",
+        )
+
+    def way_of(self, layer: int) -> Way:
+        """Return what is computed again of a layer, whose number counts from the lowest one."""
+        assert self.budget_gib is None, "the layers have not been chosen"
+        return "full" if layer in self.full else "operators" if layer in self.operators else "none"
+
+
+Checkpointing = Literal["none", "full", "operators"] | list[str] | Recomputation
+"""`training.checkpointing`; a list has kinds of layers."""
+
+
+def way_of(checkpointing: Checkpointing, layer: int, kind: str) -> Way:
+    """Return what is computed again of a layer of this number, from 0, and this kind."""
+    if isinstance(checkpointing, Recomputation):
+        return checkpointing.way_of(layer)
+    if isinstance(checkpointing, list):
+        return "full" if kind in checkpointing else "none"
+    return checkpointing
+
+
+@dataclass(frozen=True)
 class Training(Section):
     """How long, in what numerics, and where the results go."""
 
@@ -82,10 +138,12 @@ class Training(Section):
     the dtype of `precision`."""
     accumulation: Literal["model", "float32"] = "model"
     """Dtype in which gradients add up over micro-batches: the weights' own, or float32."""
-    checkpointing: Literal["none", "full", "operators"] | list[str] = "none"
+    checkpointing: Literal["none", "full", "operators"] | list[str] | Recomputation = "none"
     """`full`: keep only each layer's input, and compute the layer again in the backward.
     `operators`: keep the outputs of matrix products and attention, and compute the rest again. A
-    list names the kinds of layers that are computed again."""
+    list names the kinds of layers that are computed again. `{budget_gib: 12}`: of the ways in which
+    each rank's peak is at most so many GiB, the one that computes least again. `{full: [0, 1],
+    operators: [2]}`: the layers of these numbers."""
     offload_activations: bool = False
     """Keep in CPU memory what the layers' forwards leave for their backwards."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
@@ -138,6 +196,21 @@ class Training(Section):
         require(
             self.checkpointing != [],
             "training.checkpointing is an empty list; name kinds of layers, or give none",
+        )
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The bytes by which layers are chosen that are computed again; None without a budget."""
+        chosen = self.checkpointing
+        gib = chosen.budget_gib if isinstance(chosen, Recomputation) else None
+        return None if gib is None else int(gib * 2**30)
+
+    @property
+    def keeps_operators(self) -> bool:
+        """Whether the outputs of products are kept of some layer that is computed again."""
+        chosen = self.checkpointing
+        return chosen == "operators" or (
+            isinstance(chosen, Recomputation) and bool(chosen.operators)
         )
 
     @property

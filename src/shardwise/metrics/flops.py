@@ -7,8 +7,8 @@ record keeps it beside every figure.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from shardwise.config import Checkpointing, Way, way_of
 from shardwise.models.counts import ModelCounts, Unit, Weight
 from shardwise.models.kinds.base import Core
 
@@ -20,9 +20,6 @@ CONVENTION = (
     "attention with scores computed again in the backward, chunked and padded recurrences, "
     "recomputed layers."
 )
-
-Checkpointing = Literal["none", "full", "operators"] | list[str]
-"""`training.checkpointing` of a run; a list has kinds of layers."""
 
 
 def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
@@ -104,21 +101,21 @@ class UnitFlops:
         return self.forward + self.input_gradient + self.weight_gradient + self.recomputed
 
 
-def is_rerun(unit: Unit, checkpointing: Checkpointing) -> bool:
-    """Return whether the backward runs the forward of a unit again, from its input."""
-    if not unit.backward or unit.kind in ("embed", "head"):
-        return False
-    return (
-        unit.kind in checkpointing if isinstance(checkpointing, list) else checkpointing == "full"
-    )
+def rerun_of(unit: Unit, checkpointing: Checkpointing) -> Way:
+    """Return what the backward runs again of a unit; embedding, head and what has no backward run
+    once.
+    """
+    if not unit.backward or unit.layer is None:
+        return "none"
+    return way_of(checkpointing, unit.layer, unit.kind)
 
 
 def unit_flops_per_token(
     unit: Unit, sequence_length: int, checkpointing: Checkpointing
 ) -> UnitFlops:
     """Return the part of one unit in `hardware_flops_per_token`."""
-    rerun = is_rerun(unit, checkpointing)
-    low_rank_rerun = rerun or (checkpointing == "operators" and is_rerun(unit, "full"))
+    way = rerun_of(unit, checkpointing)
+    rerun, low_rank_rerun = way == "full", way != "none"
     passes = [_executed(weight, rerun, low_rank_rerun) for weight in unit.weights]
     passes += [_executed_core(core, unit, rerun, sequence_length) for core in unit.cores]
     return sum(passes, start=UnitFlops())

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, way_of
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.layouts import HALVING
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
@@ -55,10 +55,9 @@ def unit_memory(
     if unit_index == len(spec.layers) + 1:
         return run.memory(run.head)
     layer = spec.layers[unit_index - 1]
-    what = cfg.training.checkpointing
-    is_rerun = what == "full" or (isinstance(what, list) and layer.kind in what)
-    if is_rerun or what == "operators":
-        return run.memory_recomputed(lambda x: run.layer(layer, x), what == "operators")
+    way = way_of(cfg.training.checkpointing, layer.number, layer.kind)
+    if way != "none":
+        return run.memory_recomputed(lambda x: run.layer(layer, x), way == "operators")
     return run.memory(lambda x: run.layer(layer, x))
 
 

@@ -54,6 +54,8 @@ class Unit:
     cores: tuple[Core, ...]
     core_gradient: bool  # a gradient flows back through the cores
     backward: bool  # something here or below is trainable, so the backward reaches this unit
+    layer: int | None = None
+    """The number of the layer, from 0; None: it is no layer."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def _count_unit(
         cores=_cores(layer, model.config) if layer else (),
         core_gradient=below or lowest < (*CORE_STAGE, 0),
         backward=below or lowest < _BEYOND,
+        layer=None if layer is None else layer.number,
     )
 
 

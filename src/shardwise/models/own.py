@@ -262,7 +262,7 @@ def _spec(module: nn.Module) -> ModelSpec:
             for path, cut in cuts.items()
             if path.startswith(f"{name}.")
         )
-        layers.append(LayerSpec(name, OWN, "none", mixers=blocks))
+        layers.append(LayerSpec(name, OWN, "none", mixers=blocks, number=len(layers)))
     return ModelSpec(
         family=type(module).__name__,
         embed="",

@@ -45,6 +45,8 @@ class LayerSpec:
     feed_forwards: tuple[Block, ...] = field(default=(), repr=False)
     """What follows: one block, or several side by side."""
     norms: Norms = field(default=Norms(), repr=False)
+    number: int = field(default=0, repr=False)
+    """Its place among the layers of the whole model, from 0."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:

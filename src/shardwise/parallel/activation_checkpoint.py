@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from shardwise.config import RunConfig
+from shardwise.config import Checkpointing, RunConfig, Way, way_of
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.lora import adapter_layers
 from shardwise.models.part import ModelPart
@@ -63,25 +63,25 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     return pm
 
 
-def recompute(hf: nn.Module, spec: ModelSpec, what: str | list[str], dropout: DropoutState) -> None:
+def recompute(hf: nn.Module, spec: ModelSpec, what: Checkpointing, dropout: DropoutState) -> None:
     """Replace the forwards of the layers that are recomputed.
 
-    `what` is `full`: every layer, from its input; `operators`: every layer, except the outputs of
-    PRODUCTS; or a list: the layers of these kinds, from their input.
+    Of a layer, `full` recomputes everything, from its input, and `operators` everything except the
+    outputs of PRODUCTS.
 
     A layer's forward is replaced rather than the layer wrapped. So names stay, and fsdp2's hooks
     lie outside: a layer's weights are gathered once for its recomputation and backward together.
     """
-    if what == "none":
-        return
-    contexts: Callable[[], Any] = noop_context_fn
-    if what == "operators":
-        policy = partial(_keep_products, _ranks(hf))
-        contexts = partial(create_selective_checkpoint_contexts, policy)
+    policy = partial(_keep_products, _ranks(hf))
+    contexts: dict[Way, Callable[[], Any]] = {
+        "full": noop_context_fn,
+        "operators": partial(create_selective_checkpoint_contexts, policy),
+    }
     for layer in spec.layers:
-        if not isinstance(what, list) or layer.kind in what:
+        way = way_of(what, layer.number, layer.kind)
+        if way != "none":
             module = hf.get_submodule(layer.name)
-            module.forward = _recomputed(module.forward, dropout, contexts)
+            module.forward = _recomputed(module.forward, dropout, contexts[way])
 
 
 def _ranks(hf: nn.Module) -> frozenset[tuple[int, int]]:

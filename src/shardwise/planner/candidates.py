@@ -18,6 +18,7 @@ from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.layouts import Facts, ModelFacts, layout_of, parallel_of
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import facts_of
+from shardwise.planner.choices import Recomputed, as_checkpointing, hashable, is_budget
 from shardwise.planner.cluster import HERE, Cluster
 from shardwise.schedule.costs import Cost
 
@@ -102,8 +103,8 @@ class Candidate(NamedTuple):
     is_resharded: bool
     offload: str
     micro_batch_size: int
-    recomputation: str | tuple[str, ...]
-    """A choice, or the kinds of layers that are recomputed."""
+    recomputation: Recomputed
+    """A choice, the kinds of layers that are recomputed, or layers by number or by a budget."""
 
     def run_file(self, question: Question) -> RunConfig:
         """Return the run under this layout."""
@@ -119,7 +120,7 @@ class Candidate(NamedTuple):
         training = replace(
             cfg.training,
             micro_batch_size=self.micro_batch_size,
-            checkpointing=_checkpointing(self.recomputation),
+            checkpointing=as_checkpointing(self.recomputation),
         )
         return replace(cfg, parallel=parallel, training=training)
 
@@ -163,16 +164,25 @@ def subject_of(question: Question) -> Subject:
             "its layers keep is not known; plan one that `shardwise models` lists"
         )
     facts = replace(facts, indivisible=cache(facts.indivisible))
-    chosen = recomputations(question)
     costs, counts = {}, count_model(run.hf, run.spec)
-    for choice in ("none", *chosen):
-        recomputed = replace(one, training=replace(training, checkpointing=_checkpointing(choice)))
-        costs[str(choice)] = counted_costs(
+    bounds: dict[Recomputed, tuple[Recomputed, Recomputed]] = {
+        # What a budget chooses computes and keeps as little as this, or more.
+        choice: ("none", "full") if is_budget(choice) else (choice, choice)
+        for choice in ("none", *recomputations(question))
+    }
+    for choice in dict.fromkeys(one for ends in bounds.values() for one in ends):
+        recomputed = replace(
+            one, training=replace(training, checkpointing=as_checkpointing(choice))
+        )
+        costs[choice] = counted_costs(
             recomputed, run.hf, run.spec, counts, device=question.device_type
         )
     totals = {
-        choice: Totals(sum(u.seconds for u in units), sum(u.activation_bytes for u in units[:-1]))
-        for choice, units in costs.items()
+        str(choice): Totals(
+            sum(unit.seconds for unit in costs[fast]),
+            sum(unit.activation_bytes for unit in costs[small][:-1]),
+        )
+        for choice, (fast, small) in bounds.items()
     }
     return Subject(run, facts, counts, costs["none"], totals)
 
@@ -302,26 +312,16 @@ class Space:
             self.question.cfg.training,
             micro_batch_size=1,
             global_batch_size=8 * num_ranks,
-            checkpointing=_checkpointing(recomputation),
+            checkpointing=as_checkpointing(recomputation),
         )
         probe = replace(self.question.cfg, parallel=parallel, training=training)
         refused = rules.refusals(probe, Facts(num_ranks, self.subject.facts))
         return next((message for _, message in refused), None)
 
 
-def recomputations(question: Question) -> tuple[str | tuple[str, ...], ...]:
+def recomputations(question: Question) -> tuple[Recomputed, ...]:
     """Return the choices of recomputation that are tried."""
     return tuple(map(hashable, question.values("training.checkpointing", RECOMPUTATION)))
-
-
-def hashable(checkpointing: str | list[str]) -> str | tuple[str, ...]:
-    """Return a run file's choice of recomputation as a candidate has it."""
-    return tuple(checkpointing) if isinstance(checkpointing, list) else checkpointing
-
-
-def _checkpointing(recomputation: str | tuple[str, ...]) -> Any:
-    """Return a choice of recomputation as a run file has it."""
-    return list(recomputation) if isinstance(recomputation, tuple) else recomputation
 
 
 @cache

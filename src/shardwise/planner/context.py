@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.config import RunConfig
-from shardwise.metrics.flops import is_rerun
+from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.facts import context_facts
@@ -53,7 +53,7 @@ def mixers_of(
 ) -> Iterator[Mixer]:
     """Yield the mixers of a layer; `shapes` are those of its weights on this rank, by name."""
     # `operators` saves what comes out of products, but nothing of a collective.
-    mode = "full" if cfg.training.checkpointing == "operators" else cfg.training.checkpointing
+    is_rerun = rerun_of(unit, cfg.training.checkpointing) != "none"
     for block in layer.mixers:
         path = f"{layer.name}.{block.path}"
         names = {
@@ -69,7 +69,7 @@ def mixers_of(
             is_attention=block.kind.is_attention,
             window=windows[0] if windows else None,
             has_backward=unit.core_gradient,
-            is_rerun=is_rerun(unit, mode),
+            is_rerun=is_rerun,
         )
 
 

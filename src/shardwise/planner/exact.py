@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 from shardwise import rules
 from shardwise.assembly.costs import choose_split
-from shardwise.config import RunConfig
+from shardwise.config import Recomputation, RunConfig
 from shardwise.layouts import Facts, axis_sizes, num_microbatches
 from shardwise.metrics.flops import model_flops_per_token, utilization
 from shardwise.models.activations import UnitMemory
@@ -18,18 +18,15 @@ from shardwise.planner.candidates import (
     Question,
     Subject,
     division_of,
-    hashable,
     subject_of,
     title,
 )
-from shardwise.planner.memory import Memory
+from shardwise.planner.choices import hashable
+from shardwise.planner.memory import USABLE, Memory
 from shardwise.planner.peak import memory_of_share
+from shardwise.planner.recompute import TooSmallError, as_way, within_budget
 from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, time_of_step
-
-USABLE = 0.95
-"""The share of a device's memory that a plan may use; the rest is for an allocator's fragments and
-the errors of formulas."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,10 @@ class Choice:
     flops_per_token: float
     peak_flops: float
     """FLOP/s of all devices together."""
+    applied: RunConfig
+    """The run with the layers that a budget has chosen, where it has one."""
+    recomputed: str = ""
+    """These layers in words."""
 
     @cached_property
     def time(self) -> StepTime:
@@ -77,13 +78,20 @@ class Choice:
             words.append(f"{candidate.schedule}{stages}")
         words.append(f"micro-batch {candidate.micro_batch_size}")
         if candidate.recomputation != "none":
-            chosen = candidate.recomputation
-            words.append(f"recompute {chosen if isinstance(chosen, str) else ', '.join(chosen)}")
+            words.append(f"recompute {self._recomputation}")
         if not candidate.is_resharded:
             words.append("keeps gathered weights")
         if candidate.offload != "none":
             words.append(f"offload {candidate.offload}")
         return ", ".join(words)
+
+    @property
+    def _recomputation(self) -> str:
+        chosen = self.candidate.recomputation
+        if isinstance(chosen, Recomputation):
+            budget = "" if chosen.budget_gib is None else f"within {chosen.budget_gib:.3g} GiB"
+            return " ".join(filter(None, (budget, self.recomputed))) or str(chosen)
+        return chosen if isinstance(chosen, str) else ", ".join(chosen)
 
 
 def usable_bytes(question: Question) -> int:
@@ -118,16 +126,29 @@ class Exact:
         if message is not None:
             self.refused[title(candidate.division)] = message
             return None
-        return self.of_run(cfg, candidate)
+        try:
+            return self.of_run(cfg, candidate)
+        except TooSmallError as error:
+            self.refused[title(candidate.division)] = str(error)
+            return None
 
     def of_run(self, cfg: RunConfig, candidate: Candidate) -> Choice:
-        """Return the memory and time of a run that the rules allow."""
+        """Return the memory and time of a run that the rules allow.
+
+        UserError where nothing is within its budget.
+        """
         question, num_ranks = self.question, self.question.num_ranks
         cluster, subject = question.cluster, self.subject
         priced = replace(cfg, training=replace(cfg.training, device=question.device_type))
         pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
         boundaries = boundaries_of(cfg, subject, num_ranks)
+        given, words = cfg, ""
+        if cfg.training.budget_bytes is not None:
+            device = question.device_type
+            chosen = within_budget(cfg, run, device, False, boundaries, self._units)
+            cfg, words = chosen.applied(cfg), chosen.layers
+            priced = as_way(priced, cfg.training.checkpointing)
         # Ranks of a pipeline differ: the first has most in flight, the last has the head.
         shares = Shares(cfg, run, boundaries)
         stages = sorted({0, min(1, cfg.parallel.pp - 1), cfg.parallel.pp - 1})
@@ -138,12 +159,14 @@ class Exact:
         memory = max(memories, key=lambda memory: memory.total)
         return Choice(
             candidate,
-            cfg,
+            given,
             memory,
             fits=memory.total <= usable_bytes(question),
             price=partial(time_of_step, cfg, run, cluster, shares),
             flops_per_token=self.flops_per_token,
             peak_flops=num_ranks * peak_of(question),
+            applied=cfg,
+            recomputed=words,
         )
 
 

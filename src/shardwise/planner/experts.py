@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
-from shardwise.metrics.flops import is_rerun
+from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import experts_of, num_experts
@@ -69,7 +69,7 @@ def mixtures_of(
 ) -> Iterator[Mixture]:
     """Yield the routed experts of a layer."""
     # `operators` saves what comes out of products, but nothing of a collective.
-    mode = "full" if cfg.training.checkpointing == "operators" else cfg.training.checkpointing
+    is_rerun = rerun_of(unit, cfg.training.checkpointing) != "none"
     for path, experts in experts_of(run.hf, replace(run.spec, layers=(layer,))):
         num_in, num_out, itemsize = widths_of(unwrapped(experts))
         # A linear may lead from hidden states into narrower experts.
@@ -88,5 +88,5 @@ def mixtures_of(
             output_bytes=num_out * itemsize,
             has_backward=needs_input_gradient or is_trained,
             needs_input_gradient=needs_input_gradient,
-            is_rerun=is_rerun(unit, mode),
+            is_rerun=is_rerun,
         )

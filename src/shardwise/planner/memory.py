@@ -20,6 +20,10 @@ from shardwise.layouts import context_joins_of, num_strategy_ranks
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
 
+USABLE = 0.95
+"""The share of a device's memory that a plan may use, and of a budget that a choice may; the rest
+is for an allocator's fragments and the errors of formulas."""
+
 
 class Memory(NamedTuple):
     """The bytes that are alive on a rank at the peak of a step."""

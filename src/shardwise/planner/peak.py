@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 from torch import nn
 
 from shardwise.assembly.describe import Description
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, way_of
 from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.holding import (
     Ddp,
     Fsdp1,
@@ -36,8 +36,9 @@ from shardwise.planner.holding import (
     buckets,
 )
 from shardwise.planner.memory import Memory, state_bytes
+from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
-from shardwise.planner.update import update_bytes
+from shardwise.planner.update import summed_bytes, update_bytes
 from shardwise.schedule.simulate import kept_messages
 
 NORM_ELEMENTS = 2**16
@@ -102,7 +103,7 @@ def moments_of_share(
 
     `units` are those of layouts of the same run that were computed before; others are added.
     """
-    yield from _Rank(cfg, run, share, coordinates, {} if units is None else units).moments()
+    yield from Rank(cfg, run, share, coordinates, {} if units is None else units).moments()
 
 
 @lru_cache(maxsize=1)
@@ -110,7 +111,7 @@ def _constant_bytes(hf: nn.Module) -> int:
     return sum(buffer.nbytes for buffer in hf.buffers())
 
 
-class _Rank:
+class Rank:
     """A rank and the moments of its step."""
 
     def __init__(
@@ -168,16 +169,15 @@ class _Rank:
         numbers += [last] if stage.last else []
         units, is_trained = [], False
         training, parallel = self.cfg.training, self.cfg.parallel
-        layout = (
-            *(training.micro_batch_size, str(training.checkpointing), parallel.schedule),
-            *(parallel.cp, parallel.ep, parallel.tp, parallel.sequence_parallel),
-        )
+        layout = training.micro_batch_size, parallel.schedule, parallel.cp, parallel.ep
+        layout = *layout, parallel.tp, parallel.sequence_parallel
         for number in numbers:
             of_unit = tuple(weights.get(number, ()))
             layer = model.layers[number - 1] if 0 < number < last else None
             kind = (layer.kind, layer.feed_forward) if layer else number
             facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit)
-            key = (layout, kind, is_trained or chunk.needs_input_gradient, facts)
+            way = way_of(training.checkpointing, layer.number, layer.kind) if layer else "none"
+            key = (layout, way, kind, is_trained or chunk.needs_input_gradient, facts)
             if key not in self.memories:
                 self.memories[key] = unit_memory(self.cfg, self.run.hf, model, number)
             ends = {0: "the embedding", last: "the head"}
@@ -204,10 +204,32 @@ class _Rank:
 
     def moments(self) -> Iterator[Memory]:
         """Yield every moment that may be the peak of a step."""
-        if self.run.pipeline is None:
-            yield from self._in_turn()
-        else:
-            yield from self._pipeline()
+        kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
+        passes, peaks = [*self.passes()], dict[int, Memory]()
+        for chunk, moments, in_flight, late, gradients, messages in passes:
+            memories = self._memories(self.chunks[chunk], moments)
+            if self.run.pipeline is None:
+                yield from memories
+                continue
+            if id(moments) not in peaks:  # what passes of the same moments add is the same
+                peaks[id(moments)] = max(memories, key=lambda memory: memory.total)
+            activations = sum(map(prod, zip(in_flight, kept))) + late
+            yield peaks[id(moments)].plus(
+                gradients=gradients, activations=activations, buffers=messages
+            )
+        yield from self.after()
+
+    def passes(self) -> Iterator[Pass]:
+        """Yield the forwards and backwards of a step, of those that are alike the first."""
+        self.holdings = [*map(self._holding, self.chunks, self.share.chunks)]
+        yield from self._in_turn() if self.run.pipeline is None else self._pipeline()
+
+    def after(self) -> Iterator[Memory]:
+        """Yield the moments after the last backward of `passes`."""
+        for holding in self.holdings:
+            others = sum(h.total for h in self.holdings if h is not holding)
+            for held in holding.last_reduction():
+                yield self._moment(held, "gradients").plus(gradients=others)
         yield from self._after()
 
     def _holding(self, units: Sequence[Unit], chunk: Chunk) -> Whole:
@@ -232,42 +254,35 @@ class _Rank:
         parallel = self.cfg.parallel
         return parallel.data == "ddp" and parallel.pp * parallel.tp * parallel.ep == 1
 
-    def _in_turn(self) -> Iterator[Memory]:
-        """Yield the moments of the first, a middle and the last micro-batch of a model in one
-        part.
-        """
-        (units,) = self.chunks
-        holding = self._holding(units, self.share.chunks[0])
+    def _in_turn(self) -> Iterator[Pass]:
+        """Yield the first, a middle and the last micro-batch of a model in one part."""
+        ((units,), (holding,)) = self.chunks, self.holdings
         last = self.num_microbatches - 1
         for number in sorted({0, min(1, last), last}):
             holding.begin(number == 0, number == last)
-            yield from self._forward(units, holding)
-            yield from self._backward(units, holding)
-        for held in holding.last_reduction():
-            yield self._moment(held, "gradients")
+            moments = *self._forward(units, holding), *self._backward(units, holding)
+            yield Pass(0, moments, (0,))
 
-    def _forward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Memory]:
-        kept = 0
-        for place, unit in enumerate(units):
+    def _forward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Moment]:
+        for place in range(len(units)):
             for held in holding.forward(place):
                 # What a unit needs does not include its input.
-                alive = self.hidden if place else 0
-                alive += unit.memory.forward if held.runs else 0
-                yield self._moment(held, unit.name, kept, alive)
-            kept += unit.memory.kept
+                yield Moment(held, place, place, self.hidden if place else 0, FORWARD)
 
-    def _backward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Memory]:
-        kept = sum(unit.memory.kept for unit in units)
+    def _backward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Moment]:
         for place, unit in reversed(list(enumerate(units))):
             # The gradient of its output. The loss's is a number.
             output = 0 if unit.name == "the head" else self.hidden
             for held in holding.backward(place):
-                yield self._moment(
-                    held, unit.name, kept, output + (unit.memory.backward if held.runs else 0)
-                )
-            kept -= unit.memory.kept
+                yield Moment(held, place, place + 1, output, BACKWARD)
             for held in holding.reduction(place):
-                yield self._moment(held, unit.name, kept, self.hidden)
+                yield Moment(held, place, place, self.hidden, BACKWARD)
+
+    def _memories(self, units: Sequence[Unit], moments: Iterable[Moment]) -> Iterator[Memory]:
+        kept = [0, *accumulate(unit.memory.kept for unit in units)]
+        for held, place, below, beside, kind in moments:
+            needed = units[place].memory[kind] if held.runs else 0
+            yield self._moment(held, units[place].name, kept[below], beside + needed)
 
     def _moment(self, held: Held, name: str, kept: int = 0, temporary: int = 0) -> Memory:
         # There are as many as units in all candidates of a search: no `plus`, which is slower.
@@ -279,21 +294,18 @@ class _Rank:
             moment=f"{held.moment} of {name}",
         )
 
-    def _pipeline(self) -> Iterator[Memory]:
-        """Yield the moments of a rank's actions in the order of its schedule.
+    def _pipeline(self) -> Iterator[Pass]:
+        """Yield a rank's actions in the order of its schedule.
 
         A micro-batch in flight keeps the activations of a chunk, and its output until its backward.
         """
         assert self.run.pipeline is not None
         rank = self.coordinates["pp"]
-        chunks = self.run.pipeline.chunks_of(rank)
-        holdings = [*map(self._holding, self.chunks, self.share.chunks)]
-        kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
+        chunks, holdings = self.run.pipeline.chunks_of(rank), self.holdings
         late = [sum(unit.memory.late for unit in units) for units in self.chunks]
         forwards, backwards, in_flight = Counter[int](), Counter[int](), Counter[int]()
         halved = Counter[int]()
-        # What a chunk adds to all the rest is the same each time, except the first.
-        peaks: dict[object, Memory] = {}
+        moments: dict[object, tuple[Moment, ...]] = {}
         seen: set[object] = set()
         for action in self.run.pipeline.order(rank):
             place = chunks.index(action.chunk)
@@ -302,17 +314,17 @@ class _Rank:
                 in_flight[place] -= 1
             # A half of a backward frees nothing until the other half.
             messages = self._messages(action.kind, forwards, backwards, in_flight)
-            activations = sum(number * kept[chunk] for chunk, number in in_flight.items())
-            activations += sum(number * late[chunk] for chunk, number in halved.items())
+            numbers = tuple(in_flight[chunk] for chunk in range(len(chunks)))
+            left = sum(number * late[chunk] for chunk, number in halved.items())
             others = sum(h.total for h in holdings if h is not holding and not h.is_first)
-            state = action.kind, place, messages, activations, others, holding.is_first
+            key = action.kind == "F", place, holding.is_first
+            state = action.kind, key, messages, numbers, left, others
             if action.kind != "W" and state not in seen:
                 seen.add(state)
-                key = action.kind == "F", place, holding.is_first
-                if key not in peaks:
+                if key not in moments:
                     run = self._forward if action.kind == "F" else self._backward
-                    peaks[key] = max(run(units, holding), key=lambda memory: memory.total)
-                yield peaks[key].plus(gradients=others, activations=activations, buffers=messages)
+                    moments[key] = tuple(run(units, holding))
+                yield Pass(place, moments[key], numbers, left, others, messages)
             if action.kind == "F":
                 forwards[place] += 1
                 in_flight[place] += 1
@@ -326,10 +338,6 @@ class _Rank:
                 halved[place] -= 1
             if action.kind in "BW":
                 holding.is_first = False
-        for holding in holdings:
-            others = sum(h.total for h in holdings if h is not holding)
-            for held in holding.last_reduction():
-                yield self._moment(held, "gradients").plus(gradients=others)
 
     def _messages(
         self, kind: str, forwards: Counter[int], backwards: Counter[int], in_flight: Counter[int]
@@ -359,9 +367,9 @@ class _Rank:
         is_summed_over_cp = parallel.data == "single" and parallel.cp > 1
         if is_summed_over_cp or (parallel.data == "ddp" and not self._is_wrapped):
             copied = [w for w in trained if w.ep_dim is None or self.num_shards > parallel.ep]
-            yield self._summed(base, copied, "reduction of gradients")
+            yield base.plus(buffers=summed_bytes(copied))._replace(moment="reduction of gradients")
         partial = [weight for weight in trained if weight.has_partial_gradient]
-        yield self._summed(base, partial, "sum of gradients over tp")
+        yield base.plus(buffers=summed_bytes(partial))._replace(moment="sum of gradients over tp")
         if self.share.tied is not None:
             size = self.share.tied.numel * self.share.tied.itemsize
             yield base.plus(buffers=size)._replace(moment="sum of the tied weight's gradients")
@@ -386,15 +394,3 @@ class _Rank:
             return weight.numel
         shard = self.shard if weight.ep_dim is None else self.shard // self.cfg.parallel.ep
         return weight.shard_numel(shard)
-
-    def _summed(self, base: Memory, weights: Iterable[Weight], moment: str) -> Memory:
-        """Return the moment with the most of `reduce.sum_gradients`, which joins gradients."""
-        most = joined = 0
-        for weight in weights:
-            joined += weight.numel
-            # Gradients in 16 bits are copied to float32 before they are joined.
-            copies = 4 if weight.itemsize == 4 else 8
-            most = max(most, joined * copies)
-            if joined >= BUCKET_ELEMENTS:
-                joined = 0
-        return base.plus(buffers=most)._replace(moment=moment)

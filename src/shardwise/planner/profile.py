@@ -40,12 +40,13 @@ from shardwise.assembly.profiles import (
 )
 from shardwise.assembly.state import FRESH, load_initial_weights
 from shardwise.batches import Batch
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import Parallel, Recomputation, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.stage import Stage
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.planner.recompute import allowed_ways, as_way
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
 
@@ -61,8 +62,12 @@ def measure(cfg: RunConfig, num_processes: int, start: Start) -> int:
     """Measure the units of a run's model on this machine, and keep the profile in the cache.
 
     As many new processes measure at a time as the run has, but no more than there are cores or
-    GPUs. Returns their exit code; `start` has printed what went wrong.
+    GPUs. Where layers differ in what is computed again of them, all are measured in each way.
+    Returns their exit code; `start` has printed what went wrong.
     """
+    if isinstance(cfg.training.checkpointing, Recomputation):
+        ways = (as_way(cfg, way) for way in allowed_ways(cfg, num_processes))
+        return next(filter(None, (measure(way, num_processes, start) for way in ways)), 0)
     num = num_busy(cfg, num_processes)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         rows = num * cfg.training.micro_batch_size

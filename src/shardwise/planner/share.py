@@ -21,7 +21,7 @@ from shardwise.assembly.describe import Description
 from shardwise.assembly.optimizer import selected_by
 from shardwise.config import RunConfig
 from shardwise.layouts import num_strategy_ranks, shard_dim
-from shardwise.metrics.flops import is_rerun
+from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.counts import Unit as CountedUnit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
@@ -350,8 +350,7 @@ def _blocks(
 ) -> Iterator[Block]:
     splits = split_blocks(run.hf, layer, cfg.parallel.tp)
     # `operators` saves what comes out of products, but nothing of a collective.
-    mode = cfg.training.checkpointing
-    reruns_layer = is_rerun(unit, "full" if mode == "operators" else mode)
+    reruns_layer = rerun_of(unit, cfg.training.checkpointing) != "none"
     product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
     kinds = [block.kind for block in layer.blocks]
     last_norm = f"{layer.name}.{layer.norms.after}."

@@ -22,6 +22,7 @@ from shardwise.drawing.svg import require_matplotlib
 from shardwise.layouts import fewest_ranks
 from shardwise.metrics.hardware import peak_flops
 from shardwise.models.spec import ModelSpec
+from shardwise.planner.recompute import within_budget
 from shardwise.process.world import device_type, threads_each
 from shardwise.records.record import dumps
 from shardwise.schedule.costs import Cost, CostSource
@@ -98,6 +99,8 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     pipeline = facts.pipeline
     assert pipeline is not None
     torch.set_num_threads(threads_each(num_ranks))
+    if cfg.training.budget_bytes is not None:
+        cfg = within_budget(cfg, facts, device.type).applied(cfg)
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(device, torch.bfloat16 if in_16_bits else torch.float32)
     rate = peak.flops_per_second

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.costs import with_gradients
 from shardwise.config import RunConfig
-from shardwise.metrics.flops import is_rerun
+from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit, Weight
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.spec import ModelSpec
@@ -147,10 +147,8 @@ def _work(
 
 
 def _reruns(cfg: RunConfig, unit: Unit) -> Literal["nothing", "rest", "all"]:
-    mode = cfg.training.checkpointing
-    if mode == "operators":
-        return "rest" if is_rerun(unit, "full") else "nothing"
-    return "all" if is_rerun(unit, mode) else "nothing"
+    way = rerun_of(unit, cfg.training.checkpointing)
+    return "all" if way == "full" else "rest" if way == "operators" else "nothing"
 
 
 def _backward(weight: Weight, shape: tuple[int, ...], rows: float, times: float) -> list[Product]:

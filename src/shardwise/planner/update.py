@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from shardwise.config import RunConfig
 from shardwise.models.eight_bit import chunk_numel
 from shardwise.models.matrices import muon_dtype
+from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.share import Weight
 
 
@@ -54,3 +55,16 @@ def _of_muon(cfg: RunConfig, weight: Weight, numel: int) -> int:
     rows = min(weight.shape[-2:])
     grams = weight.numel // prod(weight.shape[-2:]) * rows**2
     return numel * 4 + (3 * weight.numel + 3 * grams) * itemsize
+
+
+def summed_bytes(weights: Iterable[Weight]) -> int:
+    """Return the most bytes that `reduce.sum_gradients` needs, which joins gradients."""
+    most = joined = 0
+    for weight in weights:
+        joined += weight.numel
+        # Gradients in 16 bits are copied to float32 before they are joined.
+        copies = 4 if weight.itemsize == 4 else 8
+        most = max(most, joined * copies)
+        if joined >= BUCKET_ELEMENTS:
+            joined = 0
+    return most

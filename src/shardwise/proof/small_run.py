@@ -11,12 +11,14 @@ from typing import Any
 
 import psutil
 
+from shardwise import rules
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import (
     Lora,
     Measure,
     Optimizer,
     Parallel,
+    Recomputation,
     RunConfig,
     Training,
     UserError,
@@ -95,7 +97,12 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
     small.config.save_pretrained(folder)
     parallel = replace(parallel, split=_split(given.split, len(small.layers)))
     adapters = cfg.lora and _smaller_adapters(cfg.lora, small)
-    cfg = replace(cfg, lora=adapters, parallel=parallel)
+    chosen = cfg.training.checkpointing
+    if isinstance(chosen, Recomputation):
+        notes.append("the ways to compute layers again take turns: other layers than the run's")
+        chosen = _in_turn(cfg, len(small.layers))
+    training = replace(cfg.training, checkpointing=chosen)
+    cfg = replace(cfg, lora=adapters, parallel=parallel, training=training)
     cfg = _compared(cfg if own_precision else in_float32(cfg), folder)
     _check_memory(num_ranks, small.num_parameters[1])
     cfg = _with_rows(cfg, num_ranks)
@@ -206,6 +213,16 @@ def _fewest_shares(parallel: Parallel) -> int:
     if parallel.data == "single":
         return 1
     return lcm(2, parallel.ep // gcd(parallel.ep, parallel.cp))
+
+
+def _in_turn(cfg: RunConfig, num_layers: int) -> Recomputation:
+    """Return a run's ways to compute layers again, over so many layers: each in turn."""
+    layers = range(num_layers)
+    full, operators = tuple(layers[::3]), tuple(layers[1::3])
+    mixed = Recomputation(full=full, operators=operators)
+    training = replace(cfg.training, checkpointing=mixed)
+    is_refused = [*rules.refusals(replace(cfg, training=training))]
+    return Recomputation(full=full) if is_refused else mixed
 
 
 def _split(split: Any, num_layers: int) -> Any:

@@ -81,6 +81,9 @@ class RunRecord:
     lora: dict[str, Any] | None = None  # adapted modules, by kind of layer
     kernels: dict[str, str] = field(default_factory=dict)
     """What computed the loss, LoRA and each recurrent core: `torch`, or a package's kernels."""
+    recomputation: dict[str, Any] | None = None
+    """What `training.checkpointing: {budget_gib}` has chosen: the layers by number as full,
+    operators and none, and the predicted peak of each place in the pipeline."""
     losses: list[float] = field(default_factory=list)
     """The loss of each step: the mean over the target tokens of the global batch."""
     grad_norms: list[float] = field(default_factory=list)

@@ -21,12 +21,13 @@ from shardwise.rules import (
     optimizers,
     products,
     ranks,
+    recomputation,
     run_file,
 )
 from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "run file": (*run_file.RULES, *adapters.ON_THE_RUN_FILE),
+    "run file": (*run_file.RULES, *recomputation.RULES, *adapters.ON_THE_RUN_FILE),
     "grid": (*ranks.GRID_RULES, *experts.GRID_RULES),
     "step": ranks.STEP_RULES,
     "adapters": adapters.RULES,
@@ -37,6 +38,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *bases.MODEL_RULES,
         *products.MODEL_RULES,
         *optimizers.MODEL_RULES,
+        *recomputation.MODEL_RULES,
     ),
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only

@@ -50,7 +50,7 @@ RULES = (
     ),
     Rule(
         "products in 8 bits with checkpointing of operators",
-        applies=lambda case: _is_fp8(case) and case.training.checkpointing == "operators",
+        applies=lambda case: _is_fp8(case) and case.training.keeps_operators,
         problem=(
             "training.checkpointing operators keeps the results of products, but not of those that "
             "training.matmul {training.matmul} makes"

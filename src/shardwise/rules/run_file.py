@@ -182,7 +182,7 @@ RULES = (
     ),
     Rule(
         "compile with checkpointing of operators",
-        applies=lambda case: _is_compiled(case) and case.training.checkpointing == "operators",
+        applies=lambda case: _is_compiled(case) and case.training.keeps_operators,
         problem=(
             "training.checkpointing operators chooses among operators that training.compile fuses"
         ),
@@ -191,9 +191,7 @@ RULES = (
     ),
     Rule(
         "offload of activations with checkpointing of operators",
-        applies=lambda case: (
-            case.training.offload_activations and case.training.checkpointing == "operators"
-        ),
+        applies=lambda case: case.training.offload_activations and case.training.keeps_operators,
         problem=(
             "training.offload_activations moves what autograd keeps, and training.checkpointing "
             "operators keeps results of products outside of autograd"

@@ -14,6 +14,7 @@ from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.models import load
 from shardwise.parallel.compile import uncompiled
+from shardwise.planner.recompute import chosen_of
 from shardwise.process.watchdog import paused
 from shardwise.records.record import RunRecord
 from shardwise.training.epochs import count_steps
@@ -34,7 +35,8 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         slots = mesh.slots(cfg.training.global_batch_size)
         loaders = build_loaders(cfg, tokenizer, slots, start.loader)
     steps = count_steps(cfg, loaders, start)
-    job = build(cfg, mesh, start.state(), steps)
+    state = start.state()
+    job = build(cfg, mesh, state, steps, chosen=chosen_of(cfg, mesh, state.lora))
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     eval_every, validation = cfg.training.eval_every, loaders.validation
     with closing(loaders.train), Session(cfg, mesh, job, start, loaders, meter) as session:

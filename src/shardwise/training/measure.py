@@ -148,7 +148,7 @@ def _write(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
 def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter) -> RunRecord:
     seconds = meter.step_seconds()
     mean_seconds = seconds["mean"] if seconds else None
-    figures = _flops(cfg, mesh, job.counts, mean_seconds) if job.counts else {}
+    figures = _flops(cfg, mesh, job, job.counts, mean_seconds) if job.counts else {}
     start, early_stop = reporter.start, reporter.early_stop
     return RunRecord(
         status="ok",
@@ -166,6 +166,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         step_seconds=seconds,
         first_step_seconds=meter.first_step_seconds,
         kernels=dict(job.kernels),
+        recomputation=job.chosen.to_dict() if job.chosen else None,
         routing=job.routing.summary() | {"steps": reporter.routing} if job.routing else None,
         notes=list(reporter.notes),
         stopped_early=dataclasses.asdict(early_stop) if early_stop else None,
@@ -175,7 +176,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
 
 
 def _flops(
-    cfg: RunConfig, mesh: Mesh, counts: ModelCounts, step_seconds: float | None
+    cfg: RunConfig, mesh: Mesh, job: Job, counts: ModelCounts, step_seconds: float | None
 ) -> dict[str, Any]:
     """Return the fields of the record that come from counting the model's FLOPs.
 
@@ -183,7 +184,7 @@ def _flops(
     """
     length = cfg.data.sequence_length
     model = model_flops_per_token(counts, length)
-    hardware = hardware_flops_per_token(counts, length, cfg.training.checkpointing)
+    hardware = hardware_flops_per_token(counts, length, job.checkpointing)
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(mesh.device, torch.bfloat16 if in_16_bits else torch.float32)
     # All positions of a row count, not only targets: the device computes padding too.

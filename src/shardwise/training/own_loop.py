@@ -19,6 +19,7 @@ from shardwise.data.state import SlotState, loader_state
 from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.models.own import OwnModel
+from shardwise.planner.recompute import chosen_of
 from shardwise.process.watchdog import paused
 from shardwise.records.record import RunRecord
 from shardwise.training.session import Session
@@ -52,7 +53,8 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
     state = start.state()
     if own is not None and start.folder is None:
         state = own_state(cfg, own)
-    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own), start, meter)
+    chosen = None if own else chosen_of(cfg, mesh, state.lora)
+    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own, chosen=chosen), start, meter)
 
 
 class OwnLoop(Session):

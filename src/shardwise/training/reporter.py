@@ -69,7 +69,7 @@ class Reporter:
         rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
         tokens = "" if job.spec.is_own else f" of {length:,} tokens"
         self._progress.message(f"a step reads {rows:,} rows{tokens}")
-        for report in (job.coverage, job.cut):
+        for report in (job.coverage, job.cut, job.chosen):
             if report:
                 self._progress.message(str(report))
         kernels = ", ".join(f"{name} {kernel}" for name, kernel in job.kernels.items())

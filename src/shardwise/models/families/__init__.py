@@ -31,10 +31,9 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
     """Return the model as an ordered list of modules, each of which is checked to be there."""
     family = family_of(model)
     mixers = family.mixers_of(config)
-    names = [f"{family.layers}.{i}" for i in range(len(mixers))]
-    assert len(list(model.get_submodule(family.layers).children())) == len(names)
-    layers = tuple(_layer(model, name, mixer, family) for name, mixer in zip(names, mixers))
-    paths = [family.embed, family.norm, family.head, *names]
+    assert len(list(model.get_submodule(family.layers).children())) == len(mixers)
+    layers = tuple(_layer(model, number, mixer, family) for number, mixer in enumerate(mixers))
+    paths = [family.embed, family.norm, family.head, *(layer.name for layer in layers)]
     if family.positions is not None:
         paths.append(family.positions)
     if family.model_type in FAMILIES:  # of others, which blocks a layer of a type has is a guess
@@ -66,10 +65,11 @@ def every_kind(family: Family) -> PretrainedConfig:
     return config
 
 
-def _layer(model: PreTrainedModel, name: str, mixer: Mixer, family: Family) -> LayerSpec:
+def _layer(model: PreTrainedModel, number: int, mixer: Mixer, family: Family) -> LayerSpec:
+    name = f"{family.layers}.{number}"
     label = _feed_forward(model, name, family)
     after = tuple(Block(path, kind) for path, kind in family.feed_forward.get(label, {}).items())
-    return LayerSpec(name, mixer.name, label, mixer.blocks, after, family.norms)
+    return LayerSpec(name, mixer.name, label, mixer.blocks, after, family.norms, number)
 
 
 def _feed_forward(model: PreTrainedModel, layer: str, family: Family) -> str:

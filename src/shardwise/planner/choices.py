@@ -1,0 +1,25 @@
+"""`training.checkpointing` as a part of what a search looks up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config import Checkpointing, Recomputation
+
+Recomputed = str | tuple[str, ...] | Recomputation
+"""`training.checkpointing`, a list as a tuple."""
+
+
+def is_budget(choice: Recomputed) -> bool:
+    """Return whether layers are chosen by a budget."""
+    return isinstance(choice, Recomputation) and choice.budget_gib is not None
+
+
+def hashable(checkpointing: Checkpointing) -> Recomputed:
+    """Return a run file's choice of recomputation as a candidate has it."""
+    return tuple(checkpointing) if isinstance(checkpointing, list) else checkpointing
+
+
+def as_checkpointing(recomputation: Recomputed) -> Any:
+    """Return a choice of recomputation as a run file has it."""
+    return list(recomputation) if isinstance(recomputation, tuple) else recomputation
