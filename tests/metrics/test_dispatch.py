@@ -107,8 +107,7 @@ def test_the_host_waits_twice_a_step(cell, monkeypatch):
         assert waits == TWICE
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(("num_ranks", "is_known"), [(1, True), (1, False), (2, True)])
 def test_fla_is_given_documents_that_the_host_knows(num_ranks, is_known, monkeypatch):
     """The torch path needs no borders of documents; here it looks for them as fla's path does."""
     rule = chunked.gated_delta_rule
