@@ -98,7 +98,7 @@ MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words": 3_820,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_250,
+    "assembly training checkpoint process launch": 6_330,
     "models": 11_200,
     "parallel": 3_790,
     "data": 3_760,
@@ -219,6 +219,7 @@ SET_ELSEWHERE = {
     "find_packed_sequence_indices": "transformers has no switch for its search, see masks.py",
     "recompile_limit": "a setting of torch.compile",
     "fail_on_recompile_limit_hit": "a setting of torch.compile",
+    "activation_memory_budget": "a setting of torch.compile",
     "buffer": "the receive buffer of torch's pipeline stage",
     "_attn_implementation": "transformers makes no mask for attention that it does not know",
     **dict.fromkeys(

@@ -5,10 +5,12 @@
 Two gloo processes of one thread each train the demo's model, from random weights, with LoRA (r = 8
 on all linears of the layers): 4 rows of 128 tokens on each, in two micro-batches. `trainer` is
 Trainer with PEFT, its model in torch's DistributedDataParallel, which sums gradients after the last
-micro-batch; the other sides are our data-parallel strategies. All flush numbers below 1e-38 to
-zero, as our runs do. The sides have the same weights and rows, and take turns in the same
-processes. A step ends when the last process has ended it. `speed`: the seconds of `trainer` over
-those of another side.
+micro-batch. `trainer_fsdp2` shards its layers by torch's `fully_shard`, as accelerate does, and
+sums after the last micro-batch too. The other sides are our data-parallel strategies. All flush
+numbers below 1e-38 to zero, as our runs do. The sides have the same weights and rows, and take
+turns in the same processes. A step ends when the last process has ended it. `speed`: the seconds of
+`trainer` over those of another side; `speed_sharded`: those of `trainer_fsdp2`, which gathers
+weights as fsdp1 and fsdp2 do.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import torch
 import torch.distributed as dist
 from speed_of_cores import CPU, trainer_of
 from torch import multiprocessing
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 from shardwise.assembly.build import build
 from shardwise.batches import IGNORED, Batch
@@ -67,6 +71,7 @@ def compare(rank: int, rounds: int, folder: str) -> None:
     torch.set_flush_denormal(True)  # as launch/rank.py does for a run
     load_average = os.getloadavg()[0]
     sides = {"trainer": trainer_step(config("single"))}
+    sides |= {"trainer_fsdp2": trainer_step(config("single"), sharded=True)}
     sides |= {name: our_step(config(name)) for name in STRATEGIES}
 
     def run(side: str, number: int) -> dict[str, float]:
@@ -82,6 +87,9 @@ def compare(rank: int, rounds: int, folder: str) -> None:
         row = {
             "load_average": load_average,
             "speed": {side: ratios(walls["trainer"], walls[side]) for side in sides},
+            "speed_sharded": {
+                side: ratios(walls["trainer_fsdp2"], walls[side]) for side in ("fsdp1", "fsdp2")
+            },
             "seconds": {side: spread(seconds) for side, seconds in walls.items()},
             "loss": {side: spread(losses) for side, losses in taken["loss"].items()},
         }
@@ -127,18 +135,26 @@ def our_step(cfg: RunConfig) -> Step:
     return step
 
 
-def trainer_step(cfg: RunConfig) -> Step:
-    """Return a step of Trainer with PEFT under torch's DistributedDataParallel."""
+def trainer_step(cfg: RunConfig, sharded: bool = False) -> Step:
+    """Return a step of Trainer with PEFT under torch's DistributedDataParallel or fully_shard."""
     trainer, adapted, optimizer = trainer_of(cfg)
     trainer.current_gradient_accumulation_steps = MICROBATCHES  # its loop sets it
-    replica = DistributedDataParallel(adapted)
+    if sharded:
+        for layer in adapted.get_base_model().model.layers:
+            fully_shard(layer)
+        replica: Any = fully_shard(adapted)
+        optimizer = AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-3)
+    else:
+        replica = DistributedDataParallel(adapted)
 
     def step(batches: list[Batch]) -> float:
         losses = []
         for batch in batches:
             is_last = batch is batches[-1]
             rows = {"input_ids": batch.input_ids, "labels": batch.input_ids}  # transformers shifts
-            with contextlib.nullcontext() if is_last else replica.no_sync():
+            if sharded:
+                replica.set_requires_gradient_sync(is_last)
+            with contextlib.nullcontext() if sharded or is_last else replica.no_sync():
                 losses.append(trainer.training_step(replica, rows))
         trainer.accelerator.clip_grad_norm_(adapted.parameters(), trainer.args.max_grad_norm)
         optimizer.step()

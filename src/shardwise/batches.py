@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from shardwise.kernels.packed import keep_on_host
+
 if TYPE_CHECKING:
     from shardwise.kernels.recurrence import Neighbours
 
@@ -38,6 +40,7 @@ class OnHost(NamedTuple):
         documents_array: np.ndarray,
     ) -> OnHost:
         """Return what the host finds in arrays that equal these tensors."""
+        keep_on_host(document_ids, documents_array)
         places = torch.from_numpy(np.flatnonzero(labels_array != IGNORED))
         places = places.to(labels.device, non_blocking=True)
         return OnHost(labels, labels_array, places, document_ids, documents_array)

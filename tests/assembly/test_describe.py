@@ -42,3 +42,17 @@ def test_a_run_that_may_begin_is_described_and_takes_no_memory():
     assert description.kernels == {"loss": "chunked", "experts": "loop", "lora": "torch"}
     assert description.pipeline is not None
     assert description.pipeline.num_microbatches == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "kernels"),
+    [
+        ("jet_nemotron", "auto", {"attention": "ulysses", "dynamic convolution": "torch"}),
+        ("qwen3_moe", "ring", {"attention": "ring"}),
+        ("llama", "gather", {"attention": "gather"}),
+    ],
+)
+def test_what_computes_attention_and_convolutions_under_cp(family, way, kernels):
+    sections = {"parallel": {"cp": 2, "cp_attention": way}}
+    assert kernels.items() <= describe(run_of(tiny(family), sections), 2).kernels.items()
+    assert "attention" not in describe(run_of(tiny(family), {}), 1).kernels

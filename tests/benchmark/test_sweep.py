@@ -116,6 +116,21 @@ def test_a_control_does_the_same_work_and_rounds_otherwise(rows, micro, tmp_path
     }
 
 
+def test_ranks_that_share_rows_are_compared_with_one_process(tmp_path):
+    values = {f"cp{n}": {"nproc": n, "parallel.cp": n} for n in (1, 2, 3, 4)}
+    sweep = read(tmp_path, axes={"ranks": values})
+    found = cells(sweep)
+    assert {found[name].plan.reference for name in ("cp2", "cp3", "cp4")} == {"cp1"}
+    assert len({cell.plan.group for cell in sweep.cells}) == 1
+    refused = {name: cell.refusal for name, cell in found.items() if cell.refusal}
+    assert refused.keys() == {"cp3"}
+    assert "data.sequence_length is 32, which parallel.cp cannot cut into 3" in refused["cp3"]
+    ways = {way: {"parallel.cp": 2, "parallel.cp_attention": way} for way in ("ring", "gather")}
+    by_way = cells(read(tmp_path, axes={"way": ways}, nproc=2))
+    assert by_way["gather"].plan.reference == "ring"
+    assert not by_way["gather"].refusal
+
+
 def test_weak_scaling_is_compared_in_groups_of_its_own(tmp_path):
     scale = {str(n): {"nproc": n, "training.global_batch_size": 4 * n} for n in (1, 2)}
     parallel = {"ddp": {"parallel.data": "ddp"}, "fsdp2": {"parallel.data": "fsdp2"}}

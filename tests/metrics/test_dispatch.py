@@ -8,12 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardwise import batches
 from shardwise.assembly.build import build
 from shardwise.batches import Batch
 from shardwise.kernels import chunks, linear_cross_entropy
+from shardwise.kernels.gated_delta_rule import chunked
+from shardwise.kernels.packed import packed
 from shardwise.kernels.short_conv import shifted
-from shardwise.metrics.dispatch import Dispatches
+from shardwise.metrics.dispatch import Dispatches, counts_of_steps
 from shardwise.models.causal_lm import CausalLM
+from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.patches import experts, masks, patch
 from shardwise.parallel.mesh import build_mesh
@@ -52,37 +56,73 @@ def test_what_the_host_must_know_is_a_wait(read):
 
 
 def of_two_steps(cell: Cell) -> tuple[Counter[str], int]:
-    """The waits of a second step, and its micro-batches."""
-    cfg = run_config(cell)
+    """The waits of a second step, and its micro-batches. It is AdamW's, which counts steps."""
+    cfg = run_config(cell, optimizer="adamw")
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, start(cfg))
     for step in (1, 2):
-        batches = [batch.to(mesh.device) for batch in microbatches(cfg, mesh, step)]
-        with Dispatches() as counts:
-            training_step(job, batches, mesh, max_grad_norm=1.0)
-    return counts.waits, len(batches)
+        of_step = [batch.to(mesh.device) for batch in microbatches(cfg, mesh, step)]
+        with Dispatches(counts_of_steps(job.optimizer)) as counts:
+            training_step(job, of_step, mesh, max_grad_norm=1.0)
+    return counts.waits, len(of_step)
+
+
+TWICE = {"aten._local_scalar_dense.default": 1, "tolist": 1}
+"""The number of targets, which every gradient is divided by; the loss with the norm."""
+CELLS = (
+    Cell("qwen3_5_text", "single", "lora"),
+    Cell("qwen3_5_text", "fsdp2", "full", 2),
+    Cell("llama", "pp-ddp", "lora", 4),
+    Cell("nemotron_h", "ddp-tp", "lora", 4),
+    Cell("qwen3_5_text", "cp", "lora", 2),
+    Cell("qwen3_5_text", "cp", "lora", 2, "isolated"),
+    Cell("qwen3_5_text", "single", "lora", variant="isolated"),
+    Cell("qwen3_next", "single", "full", variant="isolated"),  # its routers have a loss
+)
+REST = tuple(
+    cell
+    for family, facts in FAMILY_FACTS.items()
+    for variant in ("isolated" if facts.keeps_documents_apart else "",)
+    for cell in (
+        Cell(family, "single", "full", variant=variant),
+        Cell(family, "cp", "full", 2, variant),
+    )
+    if cell not in CELLS
+)
+"""Every family, which `make parity` runs."""
 
 
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("qwen3_5_text", "single", "lora"),
-        Cell("qwen3_5_text", "fsdp2", "full", 2),
-        Cell("llama", "pp-ddp", "lora", 4),
-        Cell("nemotron_h", "ddp-tp", "lora", 4),
-        Cell("qwen3_5_text", "cp", "lora", 2),
-        Cell("qwen3_5_text", "cp", "lora", 2, "isolated"),
-        Cell("qwen3_5_text", "single", "lora", variant="isolated"),
+        *(pytest.param(cell, id=cell.id) for cell in CELLS),
+        *(pytest.param(cell, id=cell.id, marks=pytest.mark.slow) for cell in REST),
     ],
-    ids=lambda cell: cell.id,
 )
 def test_the_host_waits_twice_a_step(cell, monkeypatch):
     # On a GPU experts are multiplied by one grouped product; a loop would wait for their counts.
     monkeypatch.setattr(experts, "takes", lambda *args: True)
     for waits, num_microbatches in run_ranks(cell.nproc, of_two_steps, cell):
         assert num_microbatches > 1
-        # The number of targets, which every gradient is divided by; the loss with the norm.
-        assert waits == {"aten._local_scalar_dense.default": 1, "tolist": 1}
+        assert waits == TWICE
+
+
+@pytest.mark.parametrize(("num_ranks", "is_known"), [(1, True), (1, False), (2, True)])
+def test_fla_is_given_documents_that_the_host_knows(num_ranks, is_known, monkeypatch):
+    """The torch path needs no borders of documents; here it looks for them as fla's path does."""
+    rule = chunked.gated_delta_rule
+
+    def after_a_look(*args):
+        packed(args[-1])
+        return rule(*args)
+
+    monkeypatch.setattr(chunked, "gated_delta_rule", after_a_look)
+    if not is_known:
+        monkeypatch.setattr(batches, "keep_on_host", lambda *args: None)
+    layout = "single" if num_ranks == 1 else "cp"
+    cell = Cell("qwen3_5_text", layout, "lora", num_ranks, "isolated")
+    for waits, num_microbatches in run_ranks(num_ranks, of_two_steps, cell):
+        assert waits == TWICE | ({} if is_known else {"numpy": num_microbatches})
 
 
 def test_a_hybrid_with_lora_launches_fewer_operators_than_with_peft(monkeypatch):

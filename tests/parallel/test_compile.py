@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from shardwise.assembly.build import build
 from shardwise.batches import Batch
+from shardwise.metrics.memory import PeakMemory
 from shardwise.models.patches.dropout import DropoutState, SlotDropout
 from shardwise.parallel import compile
 from shardwise.parallel.compile import BACKENDS, uncompiled
@@ -69,6 +70,27 @@ def test_masks_are_drawn_in_compiled_code_which_all_modules_share():
             assert torch.equal(forward(x), module(x))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == [graphs[0]] * 4
+
+
+def _kept_bytes(share: float) -> int:
+    """The bytes that the forward of a compiled model keeps, if layers keep so much at most."""
+    cfg = run_config(Cell("qwen3_5_text", "single", "lora"))
+    cfg = replace(cfg, training=replace(cfg.training, compile="aot_eager"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "ACTIVATIONS_KEPT", share)
+        mesh = build_mesh(cfg, torch.device("cpu"))
+        (part,) = build(cfg, mesh, start(cfg)).pm.parts
+    (batch, *_) = microbatches(cfg, mesh, 1)
+    part(batch).backward()  # compiles
+    part.zero_grad()
+    with PeakMemory(mesh.device) as peak:
+        part(batch).backward()
+    return peak.added_bytes()
+
+
+def test_compiled_layers_keep_less_than_torch_would():
+    (ours,), (torchs,) = (run_ranks(1, _kept_bytes, x) for x in (compile.ACTIVATIONS_KEPT, 1.0))
+    assert ours < 0.95 * torchs
 
 
 def _softplus(backend: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import torch
@@ -45,6 +46,9 @@ class Case:
     sizes: tuple[int, int] = (8, 8)
     dtype: torch.dtype = torch.float64
     num_tokens: int = NUM_TOKENS
+    seed: int = 0
+    share: float = 0.15
+    """Of tokens that begin a document."""
 
 
 CASES = [
@@ -65,6 +69,29 @@ ODD = [
     for documents in (False, True)
 ]
 """For 3 ranks: chunks of a token each, keys of 2 heads for queries of 6."""
+
+
+def drawn_cases(num_ranks: int, num_cases: int) -> list[Case]:
+    """Return cases of drawn lengths, heads, windows and documents, one after the other by way."""
+    random, cases = Random(num_ranks), []
+    for seed in range(num_cases):
+        num_tokens = 2 * num_ranks * random.randint(1, 9)
+        num_kv_heads, group = random.choice((1, 2, 3)), random.choice((1, 2, 4))
+        cases.append(
+            Case(
+                *WAYS[seed % len(WAYS)],
+                heads=(num_ranks * num_kv_heads * group, num_kv_heads),
+                window=random.choice((None, random.randint(1, num_tokens + 3))),
+                documents=random.random() < 0.8,
+                sizes=(random.randint(2, 6), random.randint(2, 6)),
+                num_tokens=num_tokens,
+                seed=seed,
+                share=random.choice((0.05, 0.3, 1.0)),
+            )
+        )
+    return cases
+
+
 SHORT = [
     Case(*way, dtype=dtype, documents=documents)
     for way in WAYS
@@ -75,7 +102,7 @@ SHORT = [
 
 def inputs(case: Case) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Return q, k, v and a gradient of complete rows, and their documents."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(case.seed)
     num_heads, num_kv_heads = case.heads
     key_size, value_size = case.sizes
     shapes = [(num_heads, key_size), (num_kv_heads, key_size)]
@@ -85,7 +112,7 @@ def inputs(case: Case) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         for heads, size in shapes
     )
     # Documents of 1 token up to several chunks; the second row has one that fills it.
-    begins = torch.rand(2, case.num_tokens, generator=generator) < 0.15
+    begins = torch.rand(2, case.num_tokens, generator=generator) < case.share
     begins[1] = False
     documents = begins.cumsum(1) if case.documents else None
     return tuple(x.to(case.dtype) for x in tensors), documents
@@ -137,7 +164,10 @@ def largest(cases: list[Case], num_ranks: int) -> dict[Case, float]:
     return {case: max(map(max, of_case)) for case, of_case in zip(cases, zip(*by_rank))}
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (3, ODD), (4, CASES)])
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [(2, CASES), (3, [*ODD, *drawn_cases(3, 60)]), (4, [*CASES, *drawn_cases(4, 60)])],
+)
 def test_equals_one_process(num_ranks, cases):
     found = largest(cases, num_ranks)
     assert {case: error for case, error in found.items() if not error < 1e-12} == {}

@@ -1,8 +1,7 @@
 """Data-parallel strategies on a mesh with `cp`: they need to know nothing of context parallelism.
 
-There is no context parallelism yet. Here two ranks along `cp` compute the same rows, but each has
-the loss of every other token only: of their losses and gradients, as of those of real context
-parallelism, both have partial sums.
+Here context parallelism is left out: two ranks along `cp` compute the same rows, but each has the
+loss of every other token only. So both have partial sums of losses and gradients, as with it.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.kernels.short_conv import short_conv
+from shardwise.models.kinds import jet_block
 from shardwise.parallel.neighbours import ContextNeighbours
 from tests.kernels.selective_scan import test_chunked as of_selective_scan
 from tests.kernels.state_space_duality import test_chunked as of_state_space_duality
@@ -97,13 +98,14 @@ KINDS: dict[str, tuple[Recurrence, Callable[[int, int], Tensors], tuple[int, ...
 
 
 def _results(kind: str, tokens: Tokens, inputs: Tensors) -> tuple[Tensors, Tensors]:
-    """Return the outputs of the core and of a convolution, and the gradients of the inputs."""
+    """Return the outputs of the core and of two convolutions, and the gradients of the inputs."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     x = inputs[0].flatten(2)
     earlier, documents = tokens.earlier(x, WIDTH - 1)
     weight = torch.linspace(-1, 1, x.shape[2] * WIDTH, dtype=x.dtype).view(-1, WIDTH)
     convolved = short_conv(x, weight, None, "silu", earlier, documents)
-    outs = [tokens.recur(KINDS[kind][0], *inputs), convolved]
+    by_token = jet_block.convolution(tokens, x, x[..., None].sin() * weight, "silu")
+    outs = [tokens.recur(KINDS[kind][0], *inputs), convolved, by_token]
     gradients = torch.autograd.grad(sum(out.square().sum() for out in outs), inputs)
     return [out.detach() for out in outs], list(gradients)
 

@@ -36,7 +36,7 @@ def _all() -> Iterator[Cell]:
             for layout, num_ranks in COMPOSED.items():
                 schedule = "1f1b" if layout.startswith("pp") else ""
                 yield Cell(family, layout, mode, num_ranks, schedule=schedule)
-                if FAMILY_FACTS[family].keeps_documents_apart and num_ranks == 4:
+                if FAMILY_FACTS[family].keeps_documents_apart:
                     yield Cell(family, layout, mode, num_ranks, "isolated", schedule)
         for schedule in ORDERS:
             if schedule != "1f1b":

@@ -19,7 +19,7 @@ from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
 from shardwise.models import adapter_start, load, lora, published
-from shardwise.models.facts import facts_of, why_in_a_loop
+from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.patches import cores, experts, float8, lora_kernel
@@ -42,7 +42,7 @@ class Description(WholeModel):
     positions: int | None
     """Positions that the model has learned an embedding for; None: it takes any number."""
     kernels: Mapping[str, str]
-    """What computes the loss, LoRA and each recurrent core on the device; {} without one."""
+    """What computes the loss, LoRA and each core on the device; {} without one."""
     pipeline: Pipeline | None
     notes: tuple[str, ...]
     """Notes for a reader of the run's figures."""
@@ -105,6 +105,10 @@ def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[st
     hf = model.hf
     kernels = {"loss": loss_of_run(cfg, model.family, device)}
     kernels |= cores.backends(model.spec, cfg, device)
+    if cfg.parallel.cp > 1:
+        context = context_facts(hf, model.spec)
+        if context.attention is not None:
+            kernels["attention"], _ = context.way_and_cut(cfg.parallel)
     if any(experts.is_routed(module) for module in hf.modules()):
         is_loop = device.type != "cuda" or why_in_a_loop(hf, model.spec, cfg.parallel.tp)
         kernels["experts"] = "loop" if is_loop else "grouped"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from shardwise.kernels.recurrence import begins
 
 
 class Packed(NamedTuple):
@@ -16,6 +14,8 @@ class Packed(NamedTuple):
 
     cu_seqlens: torch.Tensor
     """[documents + 1] int32: where each begins, and the end."""
+    cu_seqlens_on_host: torch.Tensor
+    """The same in the host's memory, int64: without it fla waits for the device to read them."""
     firsts: torch.Tensor
     """[B] int64: the number of the document that each row begins with."""
     lasts: torch.Tensor
@@ -29,24 +29,37 @@ class Packed(NamedTuple):
         return states.new_zeros(shape).index_copy(0, self.firsts, states)
 
 
+_ON_HOST = WeakTensorKeyDictionary()
+"""Documents [B, T] in the host's memory, of tensors that are still alive."""
 _FOUND = WeakTensorKeyDictionary()
 """What was found for documents that are still alive: all layers of a micro-batch share theirs."""
 
 
+def keep_on_host(documents: torch.Tensor, array: np.ndarray) -> None:
+    """Remember an array that equals documents [B, T], so that `packed` need not read these."""
+    _ON_HOST[documents] = array
+
+
 def packed(documents: torch.Tensor) -> Packed:
-    """Return the documents of rows [B, T]; the host waits for their number once per tensor.
+    """Return the documents of rows [B, T]; the host waits, once per tensor, if it knows no array.
 
     fla keeps what it derives from `cu_seqlens` by the tensor too, so each layer gets the same one.
     """
     if documents not in _FOUND:
-        _FOUND[documents] = _packed(documents)
+        array = _ON_HOST.get(documents)
+        array = documents.numpy(force=True) if array is None else array
+        _FOUND[documents] = _packed(array, documents.device)
     return _FOUND[documents]
 
 
-def _packed(documents: torch.Tensor) -> Packed:
-    starts = begins(documents)
-    starts[:, 0] = True
-    numbers = starts.flatten().cumsum(0).view_as(starts) - 1
-    places = starts.flatten().nonzero().flatten()
-    cu_seqlens = F.pad(places, (0, 1), value=documents.numel()).to(torch.int32)
-    return Packed(cu_seqlens, numbers[:, 0], numbers[:, -1])
+def _packed(documents: np.ndarray, device: torch.device) -> Packed:
+    starts = np.ones(documents.shape, bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    ends = torch.from_numpy(np.append(np.flatnonzero(starts), documents.size))
+    numbers = starts.cumsum().reshape(documents.shape) - 1
+
+    def there(x: torch.Tensor) -> torch.Tensor:
+        return x.to(device, non_blocking=True)
+
+    rows = (torch.from_numpy(numbers[:, place].copy()) for place in (0, -1))
+    return Packed(there(ends.to(torch.int32)), ends, *map(there, rows))

@@ -7,7 +7,7 @@ for the GPU. Both are counted on any device, so that a CPU says what a GPU would
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -52,11 +52,14 @@ class Dispatches:
     the counter does not see into, so it counts eager code only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: Iterable[torch.Tensor] = ()) -> None:
+        """Start with zeros; to read tensors of `on_host` is no wait: see `counts_of_steps`."""
         self.operators: Counter[str] = Counter()
         """Launched operators, by name."""
         self.waits: Counter[str] = Counter()
         """Waits of the host, by the name of what waits."""
+        self._on_host = tuple(on_host)
+        self._on_host_by_id = {id(tensor) for tensor in self._on_host}
         self._modes = (_Functions(self), _Operators(self))
 
     @property
@@ -68,6 +71,11 @@ class Dispatches:
     def num_waits(self) -> int:
         """The number of waits of the host."""
         return self.waits.total()
+
+    def count_wait(self, name: str, x: object) -> None:
+        """Count a wait for a tensor, unless it lies in the host's memory on every device."""
+        if id(x) not in self._on_host_by_id:
+            self.waits[name] += 1
 
     def __enter__(self) -> Dispatches:
         """Start to count."""
@@ -86,6 +94,15 @@ class Dispatches:
             mode.__exit__(kind, error, trace)
 
 
+def counts_of_steps(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the counts of steps that an optimizer keeps, one per parameter.
+
+    torch's keep them in the host's memory whatever the parameter's device, and read each in a step.
+    """
+    counts = (state.get("step") for state in optimizer.state.values())
+    return [count for count in counts if isinstance(count, torch.Tensor) and count.is_cpu]
+
+
 class _Operators(TorchDispatchMode):
     def __init__(self, counts: Dispatches) -> None:
         super().__init__()
@@ -99,7 +116,7 @@ class _Operators(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in WAITS or _selects_by_mask(func, args) or _copies_to_host(func, args, kwargs):
-            self._counts.waits[str(func)] += 1
+            self._counts.count_wait(str(func), args[0])
         if not (func.is_view or func in WITHOUT_LAUNCH):
             self._counts.operators[str(func)] += 1
         return func(*args, **(kwargs or {}))
@@ -118,7 +135,7 @@ class _Functions(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in TO_HOST:
-            self._counts.waits[getattr(func, "__name__", str(func))] += 1
+            self._counts.count_wait(getattr(func, "__name__", str(func)), args[0])
         return func(*args, **(kwargs or {}))
 
 

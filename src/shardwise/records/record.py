@@ -80,7 +80,8 @@ class RunRecord:
     parameters: dict[str, int] = field(default_factory=dict)  # trainable, frozen, total
     lora: dict[str, Any] | None = None  # adapted modules, by kind of layer
     kernels: dict[str, str] = field(default_factory=dict)
-    """What computed the loss, LoRA and each recurrent core: `torch`, or a package's kernels."""
+    """What computed the loss, LoRA and each recurrent core: `torch`, or a package's kernels; under
+    `parallel.cp` the way of `attention`."""
     recomputation: dict[str, Any] | None = None
     """What `training.checkpointing: {budget_gib}` has chosen: the layers by number as full,
     operators and none, and the predicted peak of each place in the pipeline."""

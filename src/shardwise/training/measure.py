@@ -20,7 +20,7 @@ from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
 from shardwise.interfaces import Mesh, Part
 from shardwise.metrics.allocations import Recorder
-from shardwise.metrics.dispatch import Dispatches
+from shardwise.metrics.dispatch import Dispatches, counts_of_steps
 from shardwise.metrics.flops import (
     CONVENTION,
     hardware_flops_per_token,
@@ -74,7 +74,7 @@ def measure_memory(
     The step changes the model, so everything has to be saved before. `recorder`: see PeakMemory.
     """
     microbatches = [batch.to(mesh.device) for batch in microbatches]
-    dispatches = Dispatches()
+    dispatches = Dispatches(counts_of_steps(job.optimizer))
     is_seen = cfg.training.compile == "none"
 
     def offloaded() -> int:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from shardwise.kernels.dynamic_conv import naive, shifted
 from tests.models.tiny import relative_error
 
 
-def inputs(tokens: int, before: int, width: int, dtype: torch.dtype = torch.float64):
+def inputs(tokens: int, before: int, width: int, dtype: torch.dtype = torch.float64, rows: int = 2):
     generator = torch.Generator().manual_seed(tokens + 7 * before)
-    x = torch.randn(2, before + tokens, 5, generator=generator, dtype=dtype)
-    kernels = torch.randn(2, tokens, 5, width, generator=generator, dtype=dtype)
+    x = torch.randn(rows, before + tokens, 5, generator=generator, dtype=dtype)
+    kernels = torch.randn(rows, tokens, 5, width, generator=generator, dtype=dtype)
     return x.requires_grad_(), kernels.requires_grad_()
 
 
@@ -30,16 +32,30 @@ def departs(x: torch.Tensor, kernels: torch.Tensor, *options) -> bool:
     )
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("before", [0, 1, 3, 6])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
-def test_equals_the_loop(tokens, before, width):
-    tensors = inputs(tokens, before, width)
-    assert not departs(*tensors)
-    generator = torch.Generator().manual_seed(width)
-    for share in (0.3, 1.0):
-        begins = torch.rand(2, before + tokens, generator=generator) < share
-        assert not departs(*tensors, "silu", begins.cumsum(1) - 1)
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 9) | st.integers(10, 70),
+    before=st.integers(0, 6),
+    width=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    activation=st.sampled_from([None, "silu"]),
+    share=st.sampled_from([None, 0.05, 0.3, 1.0]),
+)
+def test_equals_the_loop(tokens, before, width, rows, activation, share):
+    tensors = inputs(tokens, before, width, rows=rows)
+    documents = None
+    if share is not None:
+        generator = torch.Generator().manual_seed(width)
+        begins = torch.rand(rows, before + tokens, generator=generator) < share
+        documents = begins.cumsum(1) - 1
+    assert not departs(*tensors, activation, documents)
+
+
+def test_autocast_does_not_reach_the_sums():
+    tensors = inputs(50, 3, 4, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = shifted.dynamic_conv(*tensors, "silu")
+    assert torch.equal(inside, shifted.dynamic_conv(*tensors, "silu"))
 
 
 def test_one_kernel_for_all_tokens_is_a_causal_convolution():

@@ -76,9 +76,10 @@ def _by_fla(
     ends = packed(documents)
     q, k, v, g, beta = (x.flatten(0, 1)[None] for x in inputs)
     state = ends.states_of(state)
-    out, last = rule(
-        q, k, v, g=g, beta=beta, initial_state=state, cu_seqlens=ends.cu_seqlens, **flags
-    )
+    flags["cu_seqlens"] = ends.cu_seqlens
+    if not one_step:
+        flags["cu_seqlens_cpu"] = ends.cu_seqlens_on_host
+    out, last = rule(q, k, v, g=g, beta=beta, initial_state=state, **flags)
     return out.view(documents.shape + out.shape[2:]), last.index_select(0, ends.lasts)
 
 

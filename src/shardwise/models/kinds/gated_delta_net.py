@@ -17,7 +17,11 @@ from shardwise.kernels.gated_delta_rule import RECURRENCE, backend
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
-from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
+from shardwise.models.kinds.short_convolution import (
+    CAUSAL_CONVOLUTION,
+    UNCUT_CONVOLUTION,
+    convolved,
+)
 from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
@@ -376,6 +380,7 @@ SEPARATE = replace(
         ("conv1d", "A_log", "dt_bias"),
     ),
     after=(("o_norm",), ("o_proj",)),
+    functions={"torch_chunk_gated_delta_rule": delta_rule(RECURRENCE), **UNCUT_CONVOLUTION},
     split=split_separate,
     shares_input=("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
     ends=("o_proj",),

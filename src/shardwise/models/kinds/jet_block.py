@@ -17,7 +17,7 @@ from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import RECURRENCE
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds import gated_delta_net
-from shardwise.models.kinds.base import Carried, Core, Kind, Shapes
+from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet, rule_carries
 from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor
@@ -122,6 +122,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights)
 
 
+CONVOLUTION_BACKEND = Backend(
+    "dynamic convolution", lambda device, dtype: "torch", is_slow_in_torch=False
+)
+"""No package that is asked for kernels has one: it is a product by elements for each tap."""
 JET_BLOCK = Kind(
     "jet_block",
     before=((*PROJECTIONS, GENERATOR[0]), (GENERATOR[1], "A_log", "dt_bias")),
@@ -132,7 +136,7 @@ JET_BLOCK = Kind(
     carries=carries,
     activations=activations,
     split=split,
-    backends=(gated_delta_net.RULE_BACKEND,),
+    backends=(gated_delta_net.RULE_BACKEND, CONVOLUTION_BACKEND),
     keeps_documents_apart=True,
     shares_input=(*PROJECTIONS, GENERATOR[0]),
     ends=("o_proj",),

@@ -22,7 +22,7 @@ from shardwise.models.kinds.gated_delta_net import (
     rule_carries,
     rule_outputs,
 )
-from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
+from shardwise.models.kinds.short_convolution import UNCUT_CONVOLUTION, convolved
 from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
@@ -145,7 +145,7 @@ KDA = Kind(
     ),
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
-    functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
+    functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **UNCUT_CONVOLUTION},
     carries=carries,
     activations=activations,
     backends=(Backend("Kimi Delta Attention", backend), short_convolution.BACKEND),

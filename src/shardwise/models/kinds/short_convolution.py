@@ -30,6 +30,28 @@ def causal_convolution(
     return short_conv(x, weight, bias, activation, earlier, documents).transpose(1, 2)
 
 
+class Uncut:
+    """The output [B, D, T] of a convolution, of which a mixer takes the last T tokens, so all.
+
+    A slice of a tensor has a backward even if it cuts nothing off: it copies the gradient into
+    tokens-last order. On a CPU that takes a tenth of the layer's time in rows of 32,768 tokens.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        """Take the output."""
+        self._x = x
+
+    def __getitem__(self, places: tuple[slice, slice, slice]) -> torch.Tensor:
+        """Return the places of the output."""
+        is_uncut = places == (slice(None), slice(None), slice(-self._x.shape[2], None))
+        return self._x if is_uncut else self._x[places]
+
+
+def uncut_convolution(tokens: Tokens, x: torch.Tensor, weight: torch.Tensor, **flags: Any) -> Uncut:
+    """Return `causal_convolution` for a mixer that takes the last T tokens of it."""
+    return Uncut(causal_convolution(tokens, x, weight, **flags))
+
+
 def convolved(block: Block, x: Tensor, name: str = "conv1d") -> Tensor:
     """Return the convolution of x, which keeps x alone; see kernels/short_conv.
 
@@ -61,6 +83,8 @@ def activations(block: Block, x: Tensor) -> Tensor:
 
 CAUSAL_CONVOLUTION = {"causal_conv1d_fn": causal_convolution}
 """`Kind.functions` of mixers with a short convolution, each of which has this name for it."""
+UNCUT_CONVOLUTION = {"causal_conv1d_fn": uncut_convolution}
+"""The same where the mixer cuts off what a cache puts before the tokens, also without a cache."""
 BACKEND = Backend("short convolution", backend, is_slow_in_torch=False)
 
 

@@ -90,9 +90,11 @@ class RouterLoss:
         for logits, chosen in outputs:
             num_experts = logits.shape[-1]
             probabilities = F.softmax(logits.float(), dim=-1).view(*targets.shape, num_experts)
-            routed = F.one_hot(chosen, num_experts).sum(dim=1).view(*targets.shape, num_experts)
+            # Not one_hot: it makes 64 bits for each choice, and on a CPU reads the choices first.
+            routed = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, chosen, 1.0)
+            routed = routed.view(*targets.shape, num_experts)
             # Both are [B, E].
-            share = _of_rows(batch, torch.einsum("bte,bt->be", routed.float(), targets)) / divisor
+            share = _of_rows(batch, torch.einsum("bte,bt->be", routed, targets)) / divisor
             mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / divisor
             total = total + num_experts * (tokens * share * mean_probability).sum()
         total = total * self.weight
