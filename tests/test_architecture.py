@@ -106,7 +106,7 @@ MOST_LINES = {
     "planner schedule metrics": 8_450,
     "proof": 1_110,
     "simulation": 520,
-    "benchmark report drawing records": 6_870,
+    "benchmark report drawing records": 6_960,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
