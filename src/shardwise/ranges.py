@@ -45,7 +45,6 @@ RANGES = {
     "training.check_copies_every": (0, 1_000_000_000),
     "training.timeout_seconds": (0.001, 1_000_000),
     "measure.warmup_steps": (0, 1_000_000_000),
-    "measure.router_shares_every": (0, 1_000_000_000),
 }
 """The smallest and the largest value of each key that is a number.
 

@@ -20,6 +20,7 @@ from shardwise.data.loader import build_loaders
 from shardwise.models.save import save_model
 from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
+from shardwise.training import reporter
 from tests.models.tiny import entries, loaded_by_transformers, logits, on_meta, relative_error, tiny
 
 STEPS, HALF = 4, 2
@@ -46,7 +47,7 @@ def run_file(folder) -> Path:
             "save_every": HALF,
             "device": "cpu",
         },
-        "measure": {"memory": False, "router_shares_every": 3},
+        "measure": {"memory": False},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     return folder / "run.yaml"
@@ -55,7 +56,9 @@ def run_file(folder) -> Path:
 @pytest.fixture(scope="module")
 def trained(run_file) -> Path:
     """The folder of a run with the experts on two processes."""
-    assert main(["train", str(run_file), "--nproc=2"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reporter, "SHARES_EVERY", 3)  # of the ranks too, which are forked
+        assert main(["train", str(run_file), "--nproc=2"]) == 0
     return run_file.parent / "whole"
 
 

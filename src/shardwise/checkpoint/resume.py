@@ -38,7 +38,6 @@ MAY_DIFFER = frozenset(
         "measure.warmup_steps",
         "measure.memory",
         "measure.reverse_microbatches",
-        "measure.router_shares_every",
         "measure.trackers",
         "data.train",  # the loaders compare its content, and the tokenizer's
         "model.path",  # its content is compared by fingerprint

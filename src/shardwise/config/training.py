@@ -161,9 +161,6 @@ class Measure(Section):
     nudge_weights: bool = False
     """Move about half of the initial weights by one unit in their last place (float32). With
     `reverse_microbatches` it is the noise control: how far rounding alone moves a loss curve."""
-    router_shares_every: int = 100
-    """After every so many steps, and the last one, the line of `metrics.jsonl` has `router_share`:
-    the share of its layer's tokens that each routed expert was given in that step. 0: never."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(
         default_factory=list
     )

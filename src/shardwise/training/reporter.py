@@ -36,6 +36,8 @@ COLUMNS = {
     "router_share",
 }
 """The names that a run itself writes to `metrics.jsonl`."""
+SHARES_EVERY = 100
+"""The shares of all experts, which may be 100 KiB, are in the line of each so many steps."""
 
 
 class Reporter:
@@ -219,10 +221,9 @@ class Reporter:
 
     def _router_share(self, step: int) -> dict[str, Any]:
         """Return what experts were given, in a step whose line in `metrics.jsonl` says so."""
-        every = self.cfg.measure.router_shares_every
-        if self._loads is None or self._metrics is None or every == 0:
+        if self._loads is None or self._metrics is None:
             return {}
-        is_due = step % every == 0 or step == self._num_steps
+        is_due = step % SHARES_EVERY == 0 or step == self._num_steps
         return {"router_share": self._loads.shares()} if is_due else {}
 
     def _write(self, step: int, values: Mapping[str, float], **others: Any) -> None:
