@@ -98,7 +98,7 @@ MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words": 3_820,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_330,
+    "assembly training checkpoint process launch": 6_360,
     "models": 11_200,
     "parallel": 3_790,
     "data": 3_760,
@@ -106,7 +106,7 @@ MOST_LINES = {
     "planner schedule metrics": 8_890,
     "proof": 1_120,
     "simulation": 520,
-    "benchmark report drawing records": 6_880,
+    "benchmark report drawing records": 6_990,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}

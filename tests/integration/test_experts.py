@@ -3,6 +3,7 @@ plain PEFT and transformers compute, and it resumes under any layout."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwise.data.loader import build_loaders
 from shardwise.models.save import save_model
 from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
+from shardwise.training import reporter
 from tests.models.tiny import entries, loaded_by_transformers, logits, on_meta, relative_error, tiny
 
 STEPS, HALF = 4, 2
@@ -54,7 +56,9 @@ def run_file(folder) -> Path:
 @pytest.fixture(scope="module")
 def trained(run_file) -> Path:
     """The folder of a run with the experts on two processes."""
-    assert main(["train", str(run_file), "--nproc=2"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reporter, "SHARES_EVERY", 3)  # of the ranks too, which are forked
+        assert main(["train", str(run_file), "--nproc=2"]) == 0
     return run_file.parent / "whole"
 
 
@@ -89,6 +93,21 @@ def test_plain_peft_and_transformers_compute_what_the_run_evaluated(trained, run
     assert evaluated(merged, run_file) == pytest.approx(last, rel=1e-6)
     assert relative_error(logits(merged), logits(adapted)) < 1e-5
     assert relative_error(logits(merged), untrained) > 1e-3  # so none of this holds for any weights
+
+
+def test_metrics_say_what_each_expert_was_given(trained):
+    """After every third step, and the last one."""
+    lines = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
+    steps = {line["step"]: line for line in lines if "loss" in line}
+    assert [step for step in steps if "router_share" in steps[step]] == [3, STEPS]
+    routing = RunRecord.read(trained / "record.json").routing
+    assert routing is not None
+    for step in (3, STEPS):
+        share = torch.tensor(steps[step]["router_share"])
+        assert share.shape == torch.tensor(routing["share"]).shape == (3, 8)
+        assert torch.allclose(share.sum(1), torch.ones(3), atol=1e-3)
+        busiest = (share.amax(1) / share.mean(1)).amax()
+        assert float(busiest) == pytest.approx(steps[step]["router_max_over_mean"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

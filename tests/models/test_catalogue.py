@@ -79,7 +79,9 @@ def test_one_model_layer_by_layer() -> None:
         ["2", "gated_delta_net,", "moe"],
         ["3", "full_attention,", "moe"],
     ]
+    assert re.search(r"qwen3_next, [\d,]+ parameters, of which a token meets [\d,]+ ", text, re.M)
     alike = printed(model_table(Model(str(CONFIGS / "tiny-llama"))), 100)
+    assert "a token meets" not in alike
     # q 64*128, k and v 64*64, o 128*64, gate, up, down 64*172 each, two norms of 64.
     parameters = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172 + 2 * 64
     assert re.search(rf"^ 0-3 .* yes +{parameters:,}", alike, re.M)

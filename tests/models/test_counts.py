@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from shardwise.models.counts import Unit, Weight, count_model
+from shardwise.models.families import spec_of
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
 from shardwise.models.kinds.jet_block import DynamicConvolution
@@ -32,6 +33,34 @@ def weights_of(unit: Unit) -> dict[str, Weight]:
 def test_presets_of_published_models_have_their_published_size(preset, parameters):
     model = on_meta(tiny(preset))
     assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters", "active"),
+    [("deepseek-v3", 671e9, 37e9), ("nemotron-3-nano-30b-a3b", 31.6e9, 3.6e9)],
+)
+def test_presets_of_published_mixtures_have_their_published_sizes(preset, parameters, active):
+    model = on_meta(tiny(preset))
+    counts = count_model(model, spec_of(model.config, model))
+    assert counts.parameters == pytest.approx(parameters, rel=0.01)
+    assert counts.active_parameters == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_token_meets_its_own_experts_and_all_else(lora):
+    model, spec = build("qwen3_moe", device="meta")  # 2 of 4 experts
+    if lora:
+        add_lora(model, ["q_proj"], ["experts.gate_up_proj", "experts.down_proj"])
+    counts = count_model(model, spec)
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert of_experts > 0
+    assert counts.active_parameters == counts.parameters - of_experts // 2
+
+
+def test_a_token_meets_all_of_a_dense_model():
+    model, spec = build("llama", device="meta")
+    counts = count_model(model, spec)
+    assert counts.active_parameters == counts.parameters
 
 
 @pytest.mark.parametrize("lora", [False, True])

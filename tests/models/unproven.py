@@ -27,7 +27,13 @@ UNPROVEN: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": 16,
     },
-    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "minimax": {  # linear attention of its own, and experts
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "head_dim": 8,
+        "block_size": 8,
+    },
 }
 
 

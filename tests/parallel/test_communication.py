@@ -78,7 +78,7 @@ WITH_EXPERTS = [
     replace(cell("qwen3_moe", "zero1-ep", "lora", 4, "experts"), spread=4),
     # The backward ends at a dense layer, above one with experts.
     cell("qwen3_moe", "fsdp2-ep", "lora", 4, "upper"),
-    cell("qwen3_moe", "hsdp-ep", "lora", 4, "experts"),
+    *(cell("qwen3_moe", "hsdp-ep", "lora", nproc, "experts") for nproc in (4, 8)),
     # Beside other axes. Routers choose the same experts on every rank of `tp`.
     cell("qwen3_moe", "cp-ep", "full", 4),
     cell("jamba", "ddp-cp-ep", "lora", 4),
@@ -183,6 +183,7 @@ LATER = (
     cell("qwen3_moe", "fsdp2-ep", "lora", 4),
     cell("deepseek_v3", "fsdp2-ep", "full", 4),
     cell("qwen3_moe", "cp-ep", "full", 4),
+    cell("qwen3_moe", "hsdp-ep", "lora", 8, "experts"),
     cell("qwen3_moe", "ddp-ep-tp-sp", "lora", 4, "experts"),
     cell("kimi_linear", "cp-tp-sp", "lora", 4),
     cell("qwen3_5_text", "cp-tp", "full", 4),

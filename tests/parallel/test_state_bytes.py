@@ -98,7 +98,7 @@ WITH_EXPERTS = (
     Cell("qwen3_moe", "zero2-ep", "lora", 4, "experts"),
     *(Cell("jamba", "fsdp2-ep", "lora", 4, variant) for variant in ("", "experts")),
     Cell("deepseek_v3", "fsdp2-ep", "full", 4),
-    Cell("qwen3_moe", "hsdp-ep", "lora", 4, "experts"),
+    *(Cell("qwen3_moe", "hsdp-ep", "lora", nproc, "experts") for nproc in (4, 8)),
     Cell("qwen3_moe", "fsdp2-cp-ep", "full", 4),
     Cell("granitemoe", "zero1-cp-ep", "lora", 4, "experts"),
     # Beside other axes.
@@ -201,6 +201,7 @@ LATER = {
     Cell("kimi_linear", "hsdp", "lora", 4, "int8"),
     Cell("qwen3_moe", "zero2-ep", "lora", 4, "experts"),
     Cell("granitemoe", "zero1-cp-ep", "lora", 4, "experts"),
+    Cell("qwen3_moe", "hsdp-ep", "lora", 8, "experts"),
     Cell("qwen3_moe", "fsdp2-ep", "full", 4, EIGHT_BIT),
     Cell("llama", "pp-tp", "full", 4, EIGHT_BIT, "1f1b"),
     Cell("qwen3_5_text", "fsdp2-tp", "lora", 4),

@@ -135,6 +135,10 @@ FASTER = 4.0
 """`optimizer.lora_b_lr_ratio` of cells with `faster_b`."""
 CAPACITY = 0.75
 """`model.expert_capacity` of cells with a capacity: experts drop a good part of the tokens."""
+BALANCED = "balanced"
+"""Variant: `model.router_bias_rate`, in a family whose routers have biases. They are saved."""
+BIAS_RATE = 0.02
+"""Of such cells: several times what separates the scores of some experts."""
 OVERFLOWING_SCALE = 2.0**22
 """Of the llama's loss: the first step's float16 gradients overflow, the last one's do not."""
 
@@ -268,6 +272,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             router_aux_loss_coef=0.01
             if getattr(families.FAMILIES.get(cell.family), "router", None)
             else 0.0,
+            router_bias_rate=BIAS_RATE if cell.variant == BALANCED else 0.0,
             expert_capacity=CAPACITY if "capacity" in cell.variant else None,
         ),
         lora=None if cell.mode == "full" else _lora(cell),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.schedule.orders import ORDERS
-from tests.parity.harness import FAMILIES, STILL, Cell
+from tests.parity.harness import BALANCED, FAMILIES, STILL, Cell
 
 WITH_EXPERTS = tuple(family for family in FAMILIES if FAMILY_FACTS[family].experts)
 COMPOSED = {
@@ -19,6 +19,14 @@ COMPOSED = {
 """Layouts with the numbers of processes: of 2 ranks along each axis, `ep` of 2."""
 WIDE = (("ddp-ep", 4), ("fsdp2-ep", 8))
 """Layouts whose experts are shared by 4 ranks."""
+WITH_BIASES = ("deepseek_v3", "glm4_moe", "kimi_linear", "lfm2_moe", "nemotron_h")
+"""Families whose routers add a bias to their scores."""
+EVENED = {
+    **dict.fromkeys(("ddp", "zero1", "zero2", "fsdp1", "fsdp2", "tp", "tp-sp", "cp", "pp"), 2),
+    **{"hsdp": 4, "ddp-ep": 2, "fsdp2-ep": 4},
+    **dict.fromkeys(("cp-ep", "ddp-ep-tp", "pp-fsdp2-ep"), 4),
+}
+"""Layouts, with the numbers of processes, in which biases of routers even out the loads."""
 MODES = (("lora", ""), ("lora", "experts"), ("full", ""))
 LIMITED = {"ddp": 2, "fsdp2-ep": 2, "tp": 2, "tp-sp": 2, "pp": 2, "ddp-ep-tp": 4}
 """Layouts, with the numbers of processes, in which experts have a capacity."""
@@ -36,6 +44,10 @@ def _all() -> Iterator[Cell]:
         for layout, num_ranks in SHARED.items():
             schedule = "1f1b" if layout == "pp" else ""
             yield Cell(family, layout, "lora", num_ranks, "shared", schedule=schedule)
+    for family in WITH_BIASES:
+        for layout, num_ranks in EVENED.items():
+            schedule = "1f1b" if layout.startswith("pp") else ""
+            yield Cell(family, layout, "full", num_ranks, BALANCED, schedule=schedule)
     for mode, variant in MODES:
         for family in WITH_EXPERTS:
             for layout, sizes in COMPOSED.items():
@@ -45,6 +57,8 @@ def _all() -> Iterator[Cell]:
             for layout, num_ranks in WIDE:
                 yield Cell(family, layout, mode, num_ranks, variant, spread=4)
         yield Cell("qwen3_moe", "ddp-ep", mode, 8, variant, spread=8)
+        # Of 4 shards of each replica 2 have the same experts.
+        yield Cell("qwen3_moe", "hsdp-ep", mode, 8, variant)
     for family in ("qwen3_moe", "kimi_linear", "nemotron_h"):
         for precision in ("bfloat16", f"float16-{STILL}"):
             yield Cell(family, "ddp-ep", "full", 2, precision)
@@ -62,5 +76,6 @@ FIXED = (
     Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity"),
     Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity-compile"),
     Cell("qwen3_moe", "fsdp2-ep", "lora", 2, "shared"),
+    Cell("deepseek_v3", "ddp-ep", "full", 2, BALANCED),
 )
 """What `make test` runs."""

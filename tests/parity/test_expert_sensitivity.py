@@ -6,6 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from shardwise.assembly import routing
+from shardwise.checkpoint import export
 from shardwise.interfaces import Mesh
 from shardwise.kernels.grouped_linear import Adapter
 from shardwise.models import expert_plan
@@ -19,7 +21,7 @@ from shardwise.training import gradients
 from tests.parity.spread_experts import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-FULL, ADAPTERS, LIMITED, _, SHARED = FIXED
+FULL, ADAPTERS, LIMITED, _, SHARED, BALANCED = FIXED
 
 
 def weights_of_the_router_not_multiplied():
@@ -108,6 +110,20 @@ def factors_saved_as_ranks_hold_them():
     expert_parallel.in_order = lambda pm, reordered, axis: pm
 
 
+def adapters_of_experts_not_saved():
+    weights = export.portable_weights
+
+    def empty(pm, trained_only):  # a file without their names is refused on its way out
+        for name, one in weights(pm, trained_only):
+            yield name, torch.zeros_like(one) if ".experts." in name else one
+
+    export.portable_weights = empty
+
+
+def loads_of_one_rank_taken_for_all():
+    routing.sum_over = lambda counts, mesh, axes: None
+
+
 def shards_of_experts_not_reduced():
     fsdp2.left_replicated = lambda part, mesh: [p for p in part.parameters() if "ep" in axes_of(p)]
     fsdp2.trained_replicated = lambda pm, mesh: []
@@ -169,9 +185,11 @@ BUGS = (
     (norm_that_counts_copies_of_experts, FULL),
     (factors_cut_as_if_experts_came_first, ADAPTERS),
     (factors_saved_as_ranks_hold_them, ADAPTERS),
+    (adapters_of_experts_not_saved, ADAPTERS),
     (shards_of_experts_not_reduced, ADAPTERS),
     (shared_factors_of_the_first_expert_alone, SHARED),
     (shared_factors_not_added_up, SHARED),
+    (loads_of_one_rank_taken_for_all, BALANCED),
     (limit_of_the_micro_batch, LIMITED),
     (last_tokens_kept, LIMITED),
     (dropped_rows_given_to_the_last_expert, LIMITED),

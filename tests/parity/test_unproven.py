@@ -21,7 +21,8 @@ CELLS = (
     Cell("granite", "hsdp", "lora", 2),
     Cell("granite", "fsdp2", "lora", 2, "checkpointing"),
     Cell("gemma3_text", "fsdp2", "full", 2),
-    Cell("mixtral", "ddp", "full", 2),
+    Cell("olmoe", "ddp", "full", 2),
+    Cell("minimax", "fsdp2", "full", 2),
 )
 
 

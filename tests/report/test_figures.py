@@ -61,8 +61,32 @@ def test_loads_of_experts_are_drawn_over_the_steps(tmp_path):
     assert list(panels[5].lines[0].get_ydata()) == pytest.approx([0.1] * STEPS)
 
 
+def test_what_each_expert_was_given_is_drawn_once_for_equal_cells(tmp_path):
+    sweep, records = mixtures()
+    panels = figures(tmp_path, (sweep, records))["experts"].figure.axes
+    shown = [panel for panel in panels if panel.get_visible()]
+    assert len(shown) == 2  # two groups of cells, in each of which the routing is the same
+    for panel in shown:
+        assert panel.get_ylim()[0] == 0
+        *layers, equal = panel.lines
+        assert [*equal.get_ydata()] == [1, 1]
+        loads = [list(line.get_ydata()) for line in layers]
+        assert loads == [pytest.approx([2.0, 1.2, 0.4, 0.4]), pytest.approx([1.6, 0.8, 0.8, 0.8])]
+    assert "and 1 more" in shown[0].get_title(loc="left")
+    assert "more" not in shown[1].get_title(loc="left")
+
+
+def test_cells_whose_experts_were_given_something_else_are_drawn_apart(tmp_path):
+    sweep, records = mixtures()
+    routing = records["fsdp2-ep"].routing
+    assert routing is not None
+    routing["share"][0] = [0.1, 0.5, 0.3, 0.1]
+    panels = figures(tmp_path, (sweep, records))["experts"].figure.axes
+    assert sum(panel.get_visible() for panel in panels) == 3
+
+
 def test_models_without_experts_have_no_such_figure(tmp_path):
-    assert "routing" not in figures(tmp_path, strategies())
+    assert not {"routing", "experts"} & figures(tmp_path, strategies()).keys()
 
 
 def test_the_plane_has_filled_marks_on_the_front_and_a_list_of_cells(tmp_path):

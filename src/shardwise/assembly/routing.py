@@ -92,15 +92,25 @@ class Routing:
                 share = self.given[self.paths.index(hf_name(path)), : len(bias)]
                 bias.add_(rate * (1 / len(bias) - share).sign())
 
+    def shares(self) -> list[list[float]]:
+        """Return the share that each expert was given in the step just done, by layer, rounded.
+
+        The host waits for them.
+        """
+        return [[float(f"{share:.4g}") for share in layer] for layer in self._by_layer(self.given)]
+
+    def _by_layer(self, share: torch.Tensor) -> list[list[float]]:
+        sizes = self.num_experts.tolist()
+        return [row[:size] for row, size in zip(share.tolist(), sizes, strict=True)]
+
     def summary(self) -> dict[str, list]:
         """Return plain data for the record: of the steps in `total`, by layer."""
         num_steps = self.total[:, :-1].sum(1, keepdim=True).clamp(min=1e-30)
         share, dropped = (self.total / num_steps).tensor_split([-1], dim=1)
-        sizes = self.num_experts.tolist()
         return {
             "layers": [*self.paths],
             "max_over_mean": self.largest_over_mean(share).tolist(),
             "entropy": self.entropy(share).tolist(),
             "dropped": dropped.flatten().tolist(),
-            "share": [row[:size] for row, size in zip(share.tolist(), sizes, strict=True)],
+            "share": self._by_layer(share),
         }

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Model
 from shardwise.layouts import shortened
+from shardwise.models.counts import count_model
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, every_kind, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
+from shardwise.models.spec import ModelSpec
 from shardwise.rules import offered_layouts, refusals_of
 
 _LEGEND = (
@@ -94,6 +96,15 @@ def families_table() -> Table:
     return table
 
 
+def _active(built: PreTrainedModel, spec: ModelSpec) -> str:
+    """Return how many parameters a token meets, where those are not all; "" where it is unknown."""
+    if spec.family not in FAMILIES:
+        return ""
+    counts = count_model(built, spec)
+    is_sparse = counts.active_parameters < counts.parameters
+    return f", of which a token meets {counts.active_parameters:,}" if is_sparse else ""
+
+
 def model_table(model: Model) -> Table:
     """Return one model's layers in order, equal neighbours in one row.
 
@@ -106,7 +117,8 @@ def model_table(model: Model) -> Table:
     facts = facts_of(built, spec, family_of(built))
     table = _table("number", "layers", _LORA, "isolated", "parameters")
     tied = ", tied embeddings" if spec.tied else ""
-    table.title = f"{spec.family}, {built.num_parameters():,} parameters{tied}"
+    sizes = f"{built.num_parameters():,} parameters{_active(built, spec)}"
+    table.title = f"{spec.family}, {sizes}{tied}"
     offered = offered_layouts(facts)
     layouts = _lines(offered) if offered else f" no layout: {refusals_of('single', facts)[0]}"
     table.caption = f"{_LEGEND}may run under{layouts}"

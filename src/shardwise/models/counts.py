@@ -70,6 +70,12 @@ class ModelCounts:
         return sum(unit.parameters for unit in self.units)
 
     @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: of routed experts its own, of all else everything."""
+        weights = [weight for unit in self.units for weight in unit.weights]
+        return self.parameters - round(sum(max(0, 1 - w.active) * w.numel for w in weights))
+
+    @property
     def trainable_parameters(self) -> int:
         """Parameters that an optimizer updates."""
         return sum(unit.trainable_parameters for unit in self.units)

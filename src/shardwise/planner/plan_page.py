@@ -57,8 +57,11 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
     trained = "in full"
     if cfg.lora:
         trained = f"LoRA of {cfg.lora.path}" if cfg.lora.path else f"LoRA r={cfg.lora.r}"
+    active = ""
+    if counts.active_parameters < counts.parameters:
+        active = f" ({counts.active_parameters / 1e9:.3g} B active)"
     yield (
-        f"{subject.facts.family}, {counts.parameters / 1e9:.3g} B parameters, {trained}: "
+        f"{subject.facts.family}, {counts.parameters / 1e9:.3g} B parameters{active}, {trained}: "
         f"{counts.trainable_parameters / 1e6:,.4g} M trained; weights in {cfg.model.dtype}, "
         f"products in {cfg.training.precision}"
     )

@@ -28,6 +28,7 @@ from shardwise.report.panels import (
     speed,
 )
 from shardwise.report.seeds import over_seeds, spread
+from shardwise.report.shares import shares
 from shardwise.report.style import Look, looks
 from shardwise.report.tables import MEMORY_PARTS, Row, groups_of, numeric_axes, pareto
 from shardwise.words import byte_unit, number, one_line, second_unit, size
@@ -45,6 +46,7 @@ NAMES = (
     "steps",
     "sent",
     "routing",
+    "experts",
 )
 """The names of all figures but those along axes of numbers."""
 PERCENTILES = ("p10", "p50", "p90", "max")
@@ -86,6 +88,8 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(sent(without_controls, look))
     if any(row.routing and row.routing.steps for row in rows):
         drawn.append(routing(without_controls, look))
+    if any(row.routing and row.routing.share for row in rows):
+        drawn.append(shares(without_controls))
     return drawn
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,8 +33,11 @@ COLUMNS = {
     *("step", "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "tokens"),
     *("skipped_steps", "eval_loss", "eval_perplexity", "eval_tokens"),
     *STATISTICS,
+    "router_share",
 }
 """The names that a run itself writes to `metrics.jsonl`."""
+SHARES_EVERY = 100
+"""The shares of all experts, which may be 100 KiB, are in the line of each so many steps."""
 
 
 class Reporter:
@@ -47,6 +51,7 @@ class Reporter:
         self.grad_norms: list[float] = []
         self.routing: dict[str, list[float]] = {}
         """What STATISTICS were after each step; empty in a model without experts."""
+        self._loads = job.routing
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.documents: Mapping[str, Counts] = {}
@@ -115,7 +120,8 @@ class Reporter:
             "tokens_per_second": result.tokens / seconds,
             **result.routing,
         }
-        self._write(step, values, tokens=result.tokens, skipped_steps=self.skipped_steps)
+        others = self._router_share(step)
+        self._write(step, values, tokens=result.tokens, skipped_steps=self.skipped_steps, **others)
 
     def evaluation(self, evaluation: Evaluation) -> Evaluation:
         """Report an evaluation of the validation set, and return it."""
@@ -213,8 +219,16 @@ class Reporter:
         for name, value in statistics.items():
             self.routing.setdefault(name, []).append(value)
 
-    def _write(self, step: int, values: Mapping[str, float], **counts: int) -> None:
+    def _router_share(self, step: int) -> dict[str, Any]:
+        """Return what experts were given, in a step whose line in `metrics.jsonl` says so."""
+        if self._loads is None or self._metrics is None:
+            return {}
+        is_due = step % SHARES_EVERY == 0 or step == self._num_steps
+        return {"router_share": self._loads.shares()} if is_due else {}
+
+    def _write(self, step: int, values: Mapping[str, float], **others: Any) -> None:
+        """Write a line; trackers get `values` alone."""
         if self._metrics is not None:
-            self._metrics.write(step=step, **values, **counts)
+            self._metrics.write(step=step, **values, **others)
         for log in self._logs:
             log(values, step=step)
