@@ -103,7 +103,7 @@ MOST_LINES = {
     "parallel": 3_790,
     "data": 3_760,
     "kernels": 7_420,
-    "planner schedule metrics": 8_390,
+    "planner schedule metrics": 8_480,
     "proof": 1_110,
     "simulation": 520,
     "benchmark report drawing records": 6_380,

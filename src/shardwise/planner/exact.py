@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 from shardwise import rules
 from shardwise.assembly.costs import choose_split
@@ -98,6 +99,7 @@ class Exact:
         self.question, self.subject = question, subject
         self.choices: dict[Candidate, Choice | None] = {}
         self._units: dict[object, UnitMemory] = {}
+        self._parts: dict[object, Any] = {}
         self.refused: dict[str, str] = {}
 
     @cached_property
@@ -129,7 +131,7 @@ class Exact:
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
         boundaries = boundaries_of(cfg, subject, num_ranks)
         # Ranks of a pipeline differ: the first has most in flight, the last has the head.
-        shares = Shares(cfg, run, boundaries)
+        shares = Shares(cfg, run, boundaries, self._parts)
         stages = sorted({0, min(1, cfg.parallel.pp - 1), cfg.parallel.pp - 1})
         memories = [
             memory_of_share(priced, run, shares.of(stage), shares.place(stage), self._units)

@@ -23,6 +23,7 @@ from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_r
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
+from shardwise.planner.alike import first_alike
 from shardwise.planner.holding import (
     Ddp,
     Fsdp1,
@@ -153,16 +154,16 @@ class _Rank:
     def _units(self, chunk: Chunk) -> list[Unit]:
         """Return the units of a chunk; those that are alike are computed once."""
         model, stage = self.run.spec, chunk.spec
-        places = {f"{layer.name}.": 1 + i for i, layer in enumerate(model.layers)}
-        depth = model.layers[0].name.count(".") + 1
-        weights: dict[int, list[Weight]] = {}
-        last = len(model.layers) + 1
-        for weight in chunk.weights:
-            prefix = ".".join(weight.name.split(".")[:depth]) + "."
+        places, last = first_alike(self.run.hf, model), len(model.layers) + 1
+        names = {layer.name: 1 + i for i, layer in enumerate(model.layers)}
+        weights: dict[int, tuple[Weight, ...]] = {
+            names[layer.name]: chunk.of_layers[layer.name] for layer in stage.layers
+        }
+        for weight in chunk.ends:
             is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
-            place = places.get(prefix, last if is_end or not stage.first else 0)
-            weights.setdefault(place, []).append(weight)
-        first = places[f"{stage.layers[0].name}."] if stage.layers else last
+            place = last if is_end or not stage.first else 0
+            weights[place] = (*weights.get(place, ()), weight)
+        first = names[stage.layers[0].name] if stage.layers else last
         numbers = [0] if stage.first else []
         numbers += [first + i for i in range(len(stage.layers))]
         numbers += [last] if stage.last else []
@@ -173,10 +174,11 @@ class _Rank:
             *(parallel.cp, parallel.ep, parallel.tp, parallel.sequence_parallel),
         )
         for number in numbers:
-            of_unit = tuple(weights.get(number, ()))
+            of_unit = weights.get(number, ())
             layer = model.layers[number - 1] if 0 < number < last else None
-            kind = (layer.kind, layer.feed_forward) if layer else number
-            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit)
+            unnamed = () if layer else of_unit
+            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in unnamed)
+            kind = 1 + places[layer.name] if layer else number
             key = (layout, kind, is_trained or chunk.needs_input_gradient, facts)
             if key not in self.memories:
                 self.memories[key] = unit_memory(self.cfg, self.run.hf, model, number)
