@@ -156,9 +156,7 @@ class _Rank:
         model, stage = self.run.spec, chunk.spec
         places, last = first_alike(self.run.hf, model), len(model.layers) + 1
         names = {layer.name: 1 + i for i, layer in enumerate(model.layers)}
-        weights: dict[int, tuple[Weight, ...]] = {
-            names[layer.name]: chunk.of_layers[layer.name] for layer in stage.layers
-        }
+        weights = {names[x.name]: chunk.of_layers[x.name] for x in stage.layers}
         for weight in chunk.ends:
             is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
             place = last if is_end or not stage.first else 0
@@ -176,8 +174,7 @@ class _Rank:
         for number in numbers:
             of_unit = weights.get(number, ())
             layer = model.layers[number - 1] if 0 < number < last else None
-            unnamed = () if layer else of_unit
-            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in unnamed)
+            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit if not layer)
             kind = 1 + places[layer.name] if layer else number
             key = (layout, kind, is_trained or chunk.needs_input_gradient, facts)
             if key not in self.memories:
