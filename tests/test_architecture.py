@@ -103,7 +103,7 @@ MOST_LINES = {
     "parallel": 3_790,
     "data": 3_760,
     "kernels": 7_420,
-    "planner schedule metrics": 8_890,
+    "planner schedule metrics": 9_210,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 6_990,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from shardwise.schedule.costs import Cost, effective
 from shardwise.schedule.orders import ORDERS, Pipeline
-from shardwise.schedule.simulate import in_flight, kept_microbatches, simulate
+from shardwise.schedule.simulate import in_flight, kept_microbatches, simulate, step_seconds
 from shardwise.schedule.timeline import Timeline
 
 SHAPES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]
@@ -180,3 +181,23 @@ def test_timelines_are_possible(schedule):
     work = sum(chunk.seconds for chunk in chunks) * m
     busy = sum(timeline.seconds - timeline.idle_seconds(rank) for rank in range(p))
     assert busy == pytest.approx(work, rel=EXACT)
+
+
+@pytest.mark.parametrize("num_frozen", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ORDERS)
+def test_a_step_without_a_timeline_takes_as_long(schedule, num_frozen):
+    pipeline = Pipeline(schedule, 4, 8, 2 if schedule in ("zbv", "dualpipe-v") else 1)
+    if schedule in ("interleaved-1f1b", "looped-bfs"):
+        pipeline = replace(pipeline, num_virtual=2)
+    costs = [
+        cost(1.0 + i % 3, 2.0 - i % 2, 0.5, output_seconds=0.1 * i)
+        if i >= num_frozen
+        else cost(1.0, 0.0, 0.0, backward=False)
+        for i in range(pipeline.num_chunks)
+    ]
+    timeline = simulate(pipeline, costs)
+    seconds, busy = step_seconds(pipeline, costs)
+    assert seconds == pytest.approx(timeline.seconds, rel=EXACT)
+    for rank in range(4):
+        waits = timeline.idle_seconds(rank)
+        assert seconds - busy[rank] == pytest.approx(waits, rel=EXACT, abs=EXACT)

@@ -102,10 +102,13 @@ def _config_by_transformers(model: Model) -> PretrainedConfig:
                 f"{model.path}: it comes with Python code of its own; set model.trust_remote_code "
                 "to true if you trust that"
             ) from None
-        problem = "no such folder, nor a model that the hub hands out"
+        problem, way = "no such folder, nor a model that the hub hands out", "correct the path"
         if Path(model.path).is_dir():
-            problem = "cannot read config.json"
-        raise UserError(f"{model.path}: {problem} ({str(error)[:200]})") from None
+            problem, way = "cannot read config.json", "correct it"
+        raise UserError(
+            f"{model.path}: {problem} ({str(error)[:200]}); {way}, or give a model of a family "
+            "that `shardwise models` lists"
+        ) from None
 
 
 def check_vocabulary(config: PretrainedConfig, vocabulary: Mapping[str, int]) -> None:
@@ -145,7 +148,8 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
             )
     except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
         raise UserError(
-            f"{model.path}: transformers cannot build a causal model of it ({str(error)[:200]})"
+            f"{model.path}: transformers cannot build a causal model of it ({str(error)[:200]}); "
+            "give a model of a family that `shardwise models` lists"
         ) from None
     check_parameters(model.path, sum(p.numel() for p in built.parameters()))
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():

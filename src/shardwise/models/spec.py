@@ -112,6 +112,10 @@ class ModelSpec:
     last: bool = True
     """Holds final norm, head and loss."""
 
+    def __hash__(self) -> int:
+        # What is cached by a model asks often, and some models have a hundred layers.
+        return hash((self.family, len(self.layers), self.first, self.last))
+
     @property
     def has_ends(self) -> bool:
         """Whether the embedding, the final norm and the head are known."""

@@ -146,6 +146,12 @@ class Subject:
     totals: Mapping[str, Totals]
     """By the choice of recomputation."""
 
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights. A tied one, which counts at either end, counts once."""
+        is_tied = self.facts.is_tied
+        return self.total("weight_bytes") - (self.units[0].weight_bytes if is_tied else 0)
+
     def total(self, name: str) -> float:
         """Return the sum of a field of `Cost` over the units."""
         return sum(getattr(unit, name) for unit in self.units)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Cluster:
         if span <= self.per_node:
             return self.inside
         bandwidth = min(ports * self.between.bandwidth, self.inside.bandwidth)
-        return replace(self.between, bandwidth=bandwidth)
+        return Link(bandwidth, self.between.latency)
 
 
 def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 from shardwise import rules
 from shardwise.assembly.costs import choose_split
@@ -106,6 +107,7 @@ class Exact:
         self.question, self.subject = question, subject
         self.choices: dict[Candidate, Choice | None] = {}
         self._units: dict[object, UnitMemory] = {}
+        self._parts: dict[object, Any] = {}
         self.refused: dict[str, str] = {}
 
     @cached_property
@@ -150,7 +152,7 @@ class Exact:
             cfg, words = chosen.applied(cfg), chosen.layers
             priced = as_way(priced, cfg.training.checkpointing)
         # Ranks of a pipeline differ: the first has most in flight, the last has the head.
-        shares = Shares(cfg, run, boundaries)
+        shares = Shares(cfg, run, boundaries, self._parts)
         stages = sorted({0, min(1, cfg.parallel.pp - 1), cfg.parallel.pp - 1})
         memories = [
             memory_of_share(priced, run, shares.of(stage), shares.place(stage), self._units)

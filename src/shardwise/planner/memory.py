@@ -68,14 +68,22 @@ def state_bytes(
     total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})
     for chunk in share.chunks:
         unsharded = left_whole(cfg, chunk)
-        for weight in unsharded:
-            _add(total, cfg, weight, weight.numel, weight.numel, weight.numel)
         if cfg.parallel.data == "fsdp1":
+            for weight in unsharded:
+                _add(total, cfg, weight, weight.numel, weight.numel, weight.numel)
             _add_flat(total, cfg, chunk, num_strategy_ranks(cfg, sizes), rank)
-        else:
-            for weight in chunk.weights:
-                if weight not in unsharded:
-                    _add_sharded(total, cfg, weight, rank)
+            continue
+        times = Counter(chunk.alike.values())
+        for name, weights in chunk.of_layers.items():
+            if chunk.alike.get(name, name) == name:
+                of_layer = Counter[str]()
+                for weight in weights:
+                    if weight in unsharded:
+                        _add(of_layer, cfg, weight, weight.numel, weight.numel, weight.numel)
+                    else:
+                        _add_sharded(of_layer, cfg, weight, rank)
+                for part, num_bytes in of_layer.items():
+                    total[part] += num_bytes * times.get(name, 1)
     return dict(total)
 
 

@@ -23,6 +23,7 @@ from shardwise.config import RunConfig, way_of
 from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.dtypes import hidden_dtype
+from shardwise.planner.alike import first_alike
 from shardwise.planner.holding import (
     Ddp,
     Fsdp1,
@@ -154,16 +155,15 @@ class Rank:
     def _units(self, chunk: Chunk) -> list[Unit]:
         """Return the units of a chunk; those that are alike are computed once."""
         model, stage = self.run.spec, chunk.spec
-        places = {f"{layer.name}.": 1 + i for i, layer in enumerate(model.layers)}
-        depth = model.layers[0].name.count(".") + 1
-        weights: dict[int, list[Weight]] = {}
         last = len(model.layers) + 1
-        for weight in chunk.weights:
-            prefix = ".".join(weight.name.split(".")[:depth]) + "."
+        places = first_alike(self.run.hf, model, self.cfg.training.checkpointing)
+        names = {layer.name: 1 + i for i, layer in enumerate(model.layers)}
+        weights = {names[x.name]: chunk.of_layers[x.name] for x in stage.layers}
+        for weight in chunk.ends:
             is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
-            place = places.get(prefix, last if is_end or not stage.first else 0)
-            weights.setdefault(place, []).append(weight)
-        first = places[f"{stage.layers[0].name}."] if stage.layers else last
+            place = last if is_end or not stage.first else 0
+            weights[place] = (*weights.get(place, ()), weight)
+        first = names[stage.layers[0].name] if stage.layers else last
         numbers = [0] if stage.first else []
         numbers += [first + i for i in range(len(stage.layers))]
         numbers += [last] if stage.last else []
@@ -172,10 +172,10 @@ class Rank:
         layout = training.micro_batch_size, parallel.schedule, parallel.cp, parallel.ep
         layout = *layout, parallel.tp, parallel.sequence_parallel
         for number in numbers:
-            of_unit = tuple(weights.get(number, ()))
+            of_unit = weights.get(number, ())
             layer = model.layers[number - 1] if 0 < number < last else None
-            kind = (layer.kind, layer.feed_forward) if layer else number
-            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit)
+            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit if not layer)
+            kind = 1 + places[layer.name] if layer else number
             way = way_of(training.checkpointing, layer.number, layer.kind) if layer else "none"
             key = (layout, way, kind, is_trained or chunk.needs_input_gradient, facts)
             if key not in self.memories:

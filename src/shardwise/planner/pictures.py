@@ -120,10 +120,10 @@ def _inside(place: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _only(share: Share, chosen: Callable[[Weight], bool]) -> Share:
-    chunks = [
-        replace(chunk, weights=tuple(w for w in chunk.weights if chosen(w)))
-        for chunk in share.chunks
-    ]
+    chunks = []
+    for chunk in share.chunks:
+        kept = {name: tuple(filter(chosen, weights)) for name, weights in chunk.of_layers.items()}
+        chunks.append(replace(chunk, of_layers=kept))
     return replace(share, chunks=tuple(chunks))
 
 

@@ -34,7 +34,7 @@ TIME_PARTS = {
     "communication": "what no computation hides",
     "bubble": "waiting for other stages of the pipeline",
     "optimizer": "the update of the weights",
-    "data": "reading rows",
+    "data": "reading rows: taken to be 0, as data.workers read ahead",
 }
 OVERHEADS = ("recomputation", "communication", "bubble", "optimizer", "data")
 """Parts of a step in which no device computes what the model needs."""
@@ -173,9 +173,11 @@ def why_not_fitting(choice: Choice, question: Question) -> str:
     if choice.candidate.division.data == "fsdp2" and memory.total - states > limit:
         parts = {part: getattr(memory, part) for part in ("activations", "buffers", "temporary")}
         largest = max(parts, key=lambda part: parts[part])
+        # A stage of a pipeline keeps what it has gathered too.
+        is_freed = choice.candidate.is_resharded and choice.candidate.division.pp == 1
         what = {
             "activations": "one micro-batch's activations do",
-            "buffers": "the largest layer does",
+            "buffers": "the largest layer does" if is_freed else "gathered weights that stay do",
             "temporary": "the temporary tensors of one micro-batch do",
         }[largest]
         return f"{text}; {what} not fit, however small the shards"
@@ -204,9 +206,10 @@ def explained(answer: Answer) -> Choice:
 
 def footer(answer: Answer) -> str:
     """Return a line on the search itself."""
+    divisions, layouts = answer.num_divisions, len(answer.computed)
     return (
-        f"{answer.num_divisions:,} divisions of the devices, {len(answer.computed)} layouts "
-        f"computed exactly, in {answer.seconds:.1f} s"
+        f"{divisions:,} division{'s' * (divisions != 1)} of the devices, "
+        f"{counted(layouts, 'layout')} computed exactly, in {answer.seconds:.1f} s"
     )
 
 
@@ -235,7 +238,7 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
     """Yield sentences that derive the largest numbers of one layout."""
     division, counts, cluster = choice.candidate.division, subject.counts, question.cluster
     shards = division.shards * division.cp if division.data == "fsdp2" else 1
-    weights = subject.total("weight_bytes")
+    weights = subject.weight_bytes
     yield (
         f"weights: {counts.parameters / 1e9:.3g} B parameters are {size(weights)}; over tp "
         f"{division.tp} x pp {division.pp} x {shards} shards about "

@@ -102,7 +102,11 @@ def search(question: Question, top: int = 5) -> Answer:
     if choices:
         best = _climb(exact, space, choices[0])
         answer.changes = _changes(exact, space, best)
-    answer.choices = _best_of_each(exact)[:top]
+    best_of_each = _best_of_each(exact)
+    for choice in reversed(best_of_each):  # the best of a layout at last
+        if (name := layout_name(choice.candidate.division)) in answer.simpler:
+            answer.simpler[name] = choice
+    answer.choices = best_of_each[:top]
     answer.computed = [choice for choice in exact.choices.values() if choice is not None]
     # Refused choices explain nothing where others of the same layout are computed.
     choices_refused = {} if answer.computed else space.refused_choices

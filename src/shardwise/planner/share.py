@@ -7,13 +7,12 @@ its experts. What data parallelism then does with the share is in `communication
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.assembly.costs import choose_split, costs_of, with_gradients
@@ -21,16 +20,15 @@ from shardwise.assembly.describe import Description
 from shardwise.assembly.optimizer import selected_by
 from shardwise.config import RunConfig
 from shardwise.layouts import num_strategy_ranks, shard_dim
-from shardwise.metrics.flops import rerun_of
-from shardwise.models.counts import ModelCounts, count_model
-from shardwise.models.counts import Unit as CountedUnit
-from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.counts import ModelCounts
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.families import family_of
 from shardwise.models.quantise import as_stored
-from shardwise.models.spec import LayerSpec, ModelSpec
-from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
-from shardwise.models.tensor_plan import cut_rows, cuts_of, split_blocks
+from shardwise.models.spec import ModelSpec
+from shardwise.models.tensor_cuts import Cut
+from shardwise.models.tensor_plan import cuts_of, split_blocks
+from shardwise.planner.alike import counts_of, first_alike
+from shardwise.planner.blocks import Block, blocks_of
 from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
 from shardwise.planner.experts import Mixture, mixtures_of
 
@@ -56,7 +54,15 @@ class Weight:
     shared_numels: tuple[int, ...] = ()
     """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.name)  # A search hashes millions of them.
+
+    def sharded(self, num_shards: int, num_expert_ranks: int) -> Weight:
+        """Return it with so many shards; those of an expert are among the ranks of its part."""
+        number = num_shards if self.ep_dim is None else num_shards // num_expert_ranks
+        return replace(self, num_shards=number)
+
+    @cached_property
     def numel(self) -> int:
         """Elements on a rank of `tp` and `ep`."""
         return prod(self.shape)
@@ -70,7 +76,7 @@ class Weight:
         taken = [dim for dim in (self.tp_dim, self.ep_dim) if dim is not None]
         return shard_dim(self.shape, self.num_shards, taken)
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """The elements of all shards, which are equal; the last ones may be padded."""
         dim = self.shard_dim
@@ -89,32 +95,15 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Block:
-    """What a mixer or a feed-forward makes tensor parallelism send."""
-
-    is_sharded: bool
-    """Whether each rank computes a partial sum of its output; otherwise all of it."""
-    needs_input_gradient: bool
-    has_backward: bool
-    is_rerun: bool
-    """Whether the backward runs its forward again."""
-    reruns_output: bool
-    """Whether that includes the sum of its output, as something after it in the layer runs too."""
-    output_itemsize: int
-    """Bytes of an element of its output, which autocast halves unless experts are added up."""
-    bytes_within: tuple[int, ...]
-    """Bytes per token of each sum over ranks that lies within the block."""
-    cut_rows: tuple[int, ...] = ()
-    """Rows of each of its matrices whose lengths DoRA takes, where a rank has a part of each."""
-
-
-@dataclass(frozen=True)
 class Chunk:
     """A pipeline stage, or the whole model."""
 
     spec: ModelSpec
-    weights: tuple[Weight, ...]
-    """Without a tied weight that a lower chunk of the same rank has."""
+    of_layers: Mapping[str, tuple[Weight, ...]]
+    """The weights by the name of their layer. Those of no layer are under "start" and "end",
+    without a tied one that a lower chunk of the same rank has."""
+    alike: Mapping[str, str]
+    """For each layer the first one of the chunk that differs from it in names only."""
     blocks: tuple[Block, ...]
     needs_input_gradient: bool
     """Whether the backward goes on to the chunk, or the embedding, below."""
@@ -130,6 +119,24 @@ class Chunk:
     """What expert parallelism makes send."""
     router_experts: tuple[int, ...] = ()
     """The experts of each of its routers that has a load-balancing loss."""
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights, in the order of the model."""
+        return tuple(weight for weights in self.of_layers.values() for weight in weights)
+
+    @cached_property
+    def unlike(self) -> tuple[Weight, ...]:
+        """The weights without those of a layer that is like a lower one."""
+        of_layers = (
+            ws for name, ws in self.of_layers.items() if self.alike.get(name, name) == name
+        )
+        return tuple(weight for weights in of_layers for weight in weights)
+
+    @property
+    def ends(self) -> tuple[Weight, ...]:
+        """The weights of no layer."""
+        return (*self.of_layers["start"], *self.of_layers["end"])
 
 
 @dataclass(frozen=True)
@@ -158,16 +165,19 @@ def share_of(
     run: Description,
     coordinates: Mapping[str, int],
     boundaries: Sequence[int] | None = None,
+    parts: dict[object, Any] | None = None,
 ) -> Share:
     """Return what the rank at these coordinates of the mesh holds.
 
     `boundaries` are those of a pipeline's split: chunk c has the units boundaries[c] to
-    boundaries[c + 1] - 1.
+    boundaries[c + 1] - 1. `parts` are what layers make ranks at the same place along `tp` send in
+    layouts of the same run that were computed before; others are added.
     """
-    weights, counts = weights_of(cfg, run, coordinates["tp"]), counts_of(run.hf, run.spec)
-    of_layers = weights_by_layer(run.spec, weights)
+    parts = {} if parts is None else parts
+    of_layers = _cut_of(cfg, run, coordinates["tp"])
+    counts = counts_of(run.hf, run.spec)
     if run.pipeline is None:
-        model = _chunk(cfg, run, counts, weights, of_layers, 0, len(counts.units))
+        model = _chunk(cfg, run, counts, of_layers, 0, len(counts.units), (), parts)
         return Share((model,), tied=None, context_rank=coordinates["cp"])
     assert boundaries is not None
     counts = with_gradients(counts, cfg.parallel.schedule)
@@ -175,12 +185,11 @@ def share_of(
     chunks: list[Chunk] = []
     for index in pipeline.chunks_of(rank):
         low, high = boundaries[index : index + 2]
-        chunk = _chunk(cfg, run, counts, weights, of_layers, low, high)
+        taken = {weight.name for chunk in chunks for weight in chunk.ends}
+        chunk = _chunk(cfg, run, counts, of_layers, low, high, taken, parts)
         receives = not chunk.spec.first and pipeline.rank_of(index - 1) != rank
         sends = not chunk.spec.last and pipeline.rank_of(index + 1) != rank
         chunks.append(replace(chunk, receives=receives, sends=sends))
-        taken = set(chunk.weights)
-        weights = tuple(weight for weight in weights if weight not in taken)
     return Share(tuple(chunks), _tied(run.spec, chunks), coordinates["cp"])
 
 
@@ -196,37 +205,40 @@ def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
     return choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
 
 
-# A search asks for many layouts of one model, of which these take most of the time.
-counts_of = lru_cache(maxsize=1)(count_model)
+def shapes_of(cfg: RunConfig, run: Description) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights, by name, as the first rank of `tp` and `ep` has them."""
+    return {w.name: w.shape for ws in _cut_of(cfg, run, 0).values() for w in ws}
 
 
-def weights_of(cfg: RunConfig, run: Description, rank: int) -> tuple[Weight, ...]:
-    """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
-    parallel, num_shards = cfg.parallel, num_strategy_ranks(cfg, run.sizes)
-    hf = as_stored(run.hf, cfg.model.base)
-    cut = run.spec, parallel.tp, parallel.ep, parallel.sequence_parallel, rank
-    return _sharded(num_shards, hf, cfg.optimizer.name, *cut)
+def _cut_of(cfg: RunConfig, run: Description, rank: int) -> Mapping[str, tuple[Weight, ...]]:
+    """Return the weights by layer as rank `rank` of `tp` and any of `ep` hold them, one copy each.
+
+    Those of no layer are under "start" and "end".
+    """
+    parallel, hf = cfg.parallel, as_stored(run.hf, cfg.model.base)
+    cut = parallel.tp, parallel.ep, parallel.sequence_parallel, rank
+    return _cut_weights(hf, cfg.optimizer.name, run.spec, *cut)
 
 
-def weights_by_layer(spec: ModelSpec, weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
-    """Return the weights of each layer by its name; those of no layer are under ""."""
+@lru_cache(maxsize=1024)
+def _sharded(
+    weights: tuple[Weight, ...], num_shards: int, num_expert_ranks: int
+) -> tuple[Weight, ...]:
+    """Return the weights of a layer with so many shards: candidates of a search often agree."""
+    return tuple(weight.sharded(num_shards, num_expert_ranks) for weight in weights)
+
+
+def _by_layer(spec: ModelSpec, weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
+    """Return the weights of each layer by its name, the others under "start" and "end"."""
     names = {layer.name for layer in spec.layers}
     depth = max((name.count(".") + 1 for name in names), default=0)
-    groups: dict[str, list[Weight]] = {}
+    at_start = tuple(f"{path}." for path in (spec.embed, spec.positions) if path)
+    groups: dict[str, list[Weight]] = {"start": [], **{x.name: [] for x in spec.layers}, "end": []}
     for weight in weights:
         name = ".".join(weight.name.split(".")[:depth])
-        groups.setdefault(name if name in names else "", []).append(weight)
+        end = "start" if weight.name.startswith(at_start) else "end"
+        groups[name if name in names else end].append(weight)
     return {name: tuple(group) for name, group in groups.items()}
-
-
-@lru_cache(maxsize=8)
-def _sharded(num_shards: int, *cut: Any) -> tuple[Weight, ...]:
-    """Return the weights of a cut, shared by so many ranks: of experts, by those of one part."""
-    _, _, _, _, num_expert_ranks, _, _ = cut
-    return tuple(
-        replace(weight, num_shards=num_shards // (1 if weight.ep_dim is None else num_expert_ranks))
-        for weight in _cut_weights(*cut)
-    )
 
 
 @lru_cache(maxsize=64)
@@ -238,8 +250,8 @@ def _cut_weights(
     num_expert_ranks: int,
     sequence_parallel: bool,
     rank: int,
-) -> tuple[Weight, ...]:
-    """Return all weights as rank `rank` of `tp` and any of `ep` hold them, each with one copy."""
+) -> Mapping[str, tuple[Weight, ...]]:
+    """See `_cut_of`."""
     selected = selected_by(optimizer, hf, spec, family_of(hf))
     weights = [
         Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, 1, is_selected=name in selected)
@@ -249,7 +261,7 @@ def _cut_weights(
         expert_cuts = expert_cuts_of(hf, spec, num_expert_ranks)
         weights = [_of_experts(weight, expert_cuts.get(weight.name)) for weight in weights]
     if num_ranks == 1:
-        return tuple(weights)
+        return _by_layer(spec, weights)
     cuts = cuts_of(hf, spec, num_ranks)
     splits = {
         f"{layer.name}.{path}.": split
@@ -272,7 +284,7 @@ def _cut_weights(
         is_inside = block is not None and splits[block] is not None
         return replace(weight, has_partial_gradient=is_between or is_inside)
 
-    return tuple(of_rank(weight) for weight in weights)
+    return _by_layer(spec, map(of_rank, weights))
 
 
 def _of_experts(weight: Weight, cut: Cut | None) -> Weight:
@@ -298,34 +310,62 @@ def _chunk(
     cfg: RunConfig,
     run: Description,
     counts: ModelCounts,
-    weights: Sequence[Weight],
-    of_layers: Mapping[str, Sequence[Weight]],
+    of_layers: Mapping[str, tuple[Weight, ...]],
     low: int,
     high: int,
+    taken: Collection[str],
+    parts: dict[object, Any],
 ) -> Chunk:
-    """Return the chunk of units[low:high], as if no other rank had a part of the model."""
+    """Return the chunk of units[low:high], as if no other rank had a part of the model.
+
+    `taken`: weights that a lower chunk of the rank has; `parts`: see `share_of`.
+    """
     model, head = run.spec, counts.units[-1]
     is_first, is_last = low == 0, high == len(counts.units)
     first = max(low - 1, 0)
     layers = model.layers[first : high - 1]
     spec = replace(model, layers=layers, first=is_first, last=is_last)
-    kept = {weight.name for layer in layers for weight in of_layers.get(layer.name, ())}
     foreign = tuple(f"{path}." for path in _foreign(model, spec))
-    kept |= {w.name for w in of_layers.get("", ()) if not w.name.startswith(foreign)}
+    num_shards = num_strategy_ranks(cfg, run.sizes)
+    kept: dict[str, tuple[Weight, ...]] = {}
+    for name in ("start", *(layer.name for layer in layers), "end"):
+        cut = of_layers[name]
+        if name in ("start", "end"):
+            cut = tuple(w for w in cut if w.name not in taken and not w.name.startswith(foreign))
+        kept[name] = _sharded(cut, num_shards, cfg.parallel.ep)
     blocks: list[Block] = []
     mixers: list[Mixer] = []
     mixtures: list[Mixture] = []
-    for layer, unit in zip(layers, counts.units[1 + first :], strict=False):
-        if cfg.parallel.tp > 1:
-            blocks += _blocks(cfg, run, layer, unit, of_layers[layer.name])
-        if cfg.parallel.cp > 1:
-            shapes = {weight.name: weight.shape for weight in of_layers[layer.name]}
-            mixers += mixers_of(cfg, run.hf, layer, unit, shapes)
-        if cfg.parallel.ep > 1:
-            mixtures += mixtures_of(cfg, run, layer, unit)
+    places = first_alike(run.hf, model, cfg.training.checkpointing)
+    alike: dict[str, str] = {}
+    firsts: dict[int, str] = {}
+    parallel = cfg.parallel
+    layout = (
+        *(str(cfg.training.checkpointing), parallel.schedule, parallel.sequence_parallel),
+        *(parallel.tp, parallel.cp, parallel.ep),
+    )
+    for number, layer in enumerate(layers, first):
+        place = places[layer.name]
+        alike[layer.name] = firsts.setdefault(place, layer.name)
+        of_layer, unit = model.layers[place], counts.units[1 + place]
+        weights = of_layers[of_layer.name]
+        if parallel.tp > 1:
+            if (key := ("blocks", layout, place)) not in parts:
+                parts[key] = [*blocks_of(cfg, run, of_layer, unit, weights)]
+            blocks += parts[key]
+        if parallel.cp > 1:
+            if (key := ("mixers", layout, place)) not in parts:
+                shapes = {weight.name: weight.shape for weight in weights}
+                parts[key] = [*mixers_of(cfg, run.hf, of_layer, unit, shapes)]
+            mixers += parts[key]
+        if parallel.ep > 1:  # these have a name
+            if (key := ("mixtures", layout, number)) not in parts:
+                parts[key] = [*mixtures_of(cfg, run, layer, counts.units[1 + number])]
+            mixtures += parts[key]
     return Chunk(
         spec=spec,
-        weights=tuple(weight for weight in weights if weight.name in kept),
+        of_layers=kept,
+        alike=alike,
         blocks=tuple(blocks),
         needs_input_gradient=counts.units[max(low - 1, 0)].backward,
         needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
@@ -343,46 +383,6 @@ def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
         yield model.positions
     if not stage.last:
         yield from (model.norm, model.head)
-
-
-def _blocks(
-    cfg: RunConfig, run: Description, layer: LayerSpec, unit: CountedUnit, weights: Sequence[Weight]
-) -> Iterator[Block]:
-    splits = split_blocks(run.hf, layer, cfg.parallel.tp)
-    # `operators` saves what comes out of products, but nothing of a collective.
-    reruns_layer = rerun_of(unit, cfg.training.checkpointing) != "none"
-    product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
-    kinds = [block.kind for block in layer.blocks]
-    last_norm = f"{layer.name}.{layer.norms.after}."
-    ends_with_norm = any(weight.name.startswith(last_norm) for weight in weights)
-    for kind, (path, split) in zip(kinds, splits.items(), strict=True):
-        output_dtype = hidden_dtype(cfg) if kind.experts else product_dtype
-        prefix = f"{layer.name}.{path}."
-        module = run.hf.get_submodule(prefix.removesuffix("."))
-        products = [weight for weight in unit.weights if weight.name.startswith(prefix)]
-        # What meets the input first has an input gradient only where the input has one.
-        needs_input_gradient = all(weight.input_gradient for weight in products)
-        is_trained = any(w.is_trained for w in weights if w.name.startswith(prefix))
-        is_last = path == [*splits][-1]
-        yield Block(
-            is_sharded=split is not None,
-            needs_input_gradient=needs_input_gradient,
-            has_backward=needs_input_gradient or is_trained,
-            is_rerun=reruns_layer,
-            # A recomputation ends with the last tensor that the backward needs.
-            reruns_output=reruns_layer and (not is_last or ends_with_norm),
-            output_itemsize=output_dtype.itemsize,
-            bytes_within=tuple(_bytes_within(module, split, product_dtype.itemsize)),
-            cut_rows=() if split is None else cut_rows(module, split),
-        )
-
-
-def _bytes_within(module: nn.Module, split: BlockSplit | None, itemsize: int) -> Iterator[int]:
-    """Yield the bytes per token of each sum within a block: of squares, or of a linear's output."""
-    if split is not None:
-        yield from (4 * split.norm_groups for _ in split.norms)
-        for name in split.summed:
-            yield itemsize * unwrapped(module.get_submodule(name)).out_features
 
 
 def _tied(spec: ModelSpec, chunks: Iterable[Chunk]) -> Weight | None:

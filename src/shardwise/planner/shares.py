@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
@@ -13,10 +14,17 @@ class Shares:
     """The shares of a pipeline's ranks that are first along every other axis, each made once."""
 
     def __init__(
-        self, cfg: RunConfig, run: Description, boundaries: Sequence[int] | None = None
+        self,
+        cfg: RunConfig,
+        run: Description,
+        boundaries: Sequence[int] | None = None,
+        parts: dict[object, Any] | None = None,
     ) -> None:
-        """Take a run; `boundaries`: see `share_of`, by default those that the run would choose."""
+        """Take a run; `boundaries` (by default those that the run would choose), `parts`: see
+        `share_of`.
+        """
         self.cfg, self.run = cfg, run
+        self._parts: dict[object, Any] = {} if parts is None else parts
         self.boundaries = boundaries_of(cfg, run) if boundaries is None else boundaries
         self._by_stage: dict[int, Share] = {}
 
@@ -28,5 +36,7 @@ class Shares:
         """Return the share of the rank at a place along `pp`."""
         if stage not in self._by_stage:
             place = self.place(stage)
-            self._by_stage[stage] = share_of(self.cfg, self.run, place, self.boundaries)
+            self._by_stage[stage] = share_of(
+                self.cfg, self.run, place, self.boundaries, self._parts
+            )
         return self._by_stage[stage]

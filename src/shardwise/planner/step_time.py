@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
-import numpy as np
 import torch
 
 from shardwise.assembly.describe import Description
@@ -28,11 +27,11 @@ from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
 from shardwise.planner.communication import messages_of_step
 from shardwise.planner.messages import ranks_along, sizes_of
-from shardwise.planner.share import Share, weights_of
+from shardwise.planner.share import Share, shapes_of
 from shardwise.planner.shares import Shares
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
 from shardwise.schedule.costs import Cost
-from shardwise.schedule.simulate import simulate
+from shardwise.schedule.simulate import step_seconds
 
 AXES_OF_DATA = ("dp_replicate", "dp_shard", "dp_replicate_cp", "dp_shard_cp", "dp_expert")
 RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
@@ -124,21 +123,22 @@ def _unlike_ranks(run: Description, boundaries: Sequence[int]) -> list[int]:
 
 
 def _seconds_of_units(cfg: RunConfig, run: Description, cluster: Cluster) -> list[UnitSeconds]:
-    """Return the seconds of every unit; units of equal work are priced once."""
-    shapes = {weight.name: weight.shape for weight in weights_of(cfg, run, rank=0)}
+    """Return the seconds of every unit; layers that are alike are priced once."""
+    shapes = shapes_of(cfg, run)
     if run.spec.tied:
         shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
     num_ranks = prod(run.sizes.values())
     # The first micro-batch has no gradient yet to add its own to.
     share_added = 1 - 1 / num_microbatches(cfg, num_ranks)
-    priced: dict[UnitWork, UnitSeconds] = {}
+    priced: dict[int, UnitSeconds] = {}
     units = []
     for work in work_of_units(cfg, run.hf, run.spec, shapes):
-        added = work.rest_backward.trained * share_added
-        work = replace(work, rest_backward=work.rest_backward._replace(trained=added))
-        if work not in priced:
-            priced[work] = _seconds(cfg, cluster, num_ranks, work)
-        units.append(priced[work])
+        if id(work) not in priced:
+            added = work.rest_backward.trained * share_added
+            rest = work.rest_backward._replace(trained=added)
+            of_step = replace(work, rest_backward=rest)
+            priced[id(work)] = _seconds(cfg, cluster, num_ranks, of_step)
+        units.append(priced[id(work)])
     return units
 
 
@@ -289,10 +289,7 @@ def _pipeline(
                 backward=backward > 0,
             )
         )
-    timeline = simulate(pipeline, chunks)
-    busy = np.zeros(pipeline.num_ranks)
-    for event in timeline.events:
-        busy[event.rank] += event.end - event.start
-    rank = int(busy.argmax())
+    seconds, busy = step_seconds(pipeline, chunks)
+    rank = busy.index(max(busy))
     places = [i for c in pipeline.chunks_of(rank) for i in range(boundaries[c], boundaries[c + 1])]
-    return places, timeline.seconds - float(busy[rank])
+    return places, seconds - busy[rank]

@@ -18,7 +18,7 @@ from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit, Weight
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.spec import ModelSpec
-from shardwise.planner.share import counts_of
+from shardwise.planner.alike import counts_of, first_alike
 
 Pass = Literal["forward", "input", "weight"]
 
@@ -67,7 +67,7 @@ def work_of_units(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     has_neighbours: bool = False,
 ) -> tuple[UnitWork, ...]:
-    """Return the work of every unit, bottom up.
+    """Return the work of every unit, bottom up. Layers that are alike share one object.
 
     `shapes`: of weights as a rank of `tp` and `ep` has them; by default those of `hf`.
     `has_neighbours`: other ranks have tokens of the same rows; always so under `cp`.
@@ -78,10 +78,16 @@ def work_of_units(
     feed_forwards = ["", *(f", {layer.feed_forward}" for layer in spec.layers), ""]
     mode = "lora" if cfg.lora else "full"
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
-    return tuple(
-        _work(cfg, unit, f"{unit.kind}{feed_forward}, {mode}", shapes, tokens, has_neighbours)
-        for unit, feed_forward in zip(units, feed_forwards, strict=True)
-    )
+    alike = first_alike(hf, spec, cfg.training.checkpointing)
+    works: list[UnitWork] = []
+    for unit, feed_forward in zip(units, feed_forwards, strict=True):
+        first = 1 + alike.get(unit.name, len(works))
+        if first < len(works):
+            works.append(works[first])
+        else:
+            key = f"{unit.kind}{feed_forward}, {mode}"
+            works.append(_work(cfg, unit, key, shapes, tokens, has_neighbours))
+    return tuple(works)
 
 
 def _work(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.config import RunConfig
-from shardwise.planner.share import Chunk, Weight, weights_by_layer
+from shardwise.planner.share import Chunk, Weight
 
 ALIGNMENT_BYTES = 16
 """Each parameter in one of fsdp1's flat parameters starts at a multiple of so many bytes."""
@@ -36,9 +36,8 @@ def units_of(chunk: Chunk, data: Literal["fsdp1", "fsdp2"]) -> list[Unit]:
     """
     spec, rest = chunk.spec, "rest"
     has_ends = data == "fsdp2" and spec.last and not spec.tied
-    of_layers = weights_by_layer(spec, chunk.weights)
     others: dict[str, list[Weight]] = {spec.embed: [], spec.head: [], rest: []}
-    for weight in of_layers.pop("", ()):
+    for weight in chunk.ends:
         unit = rest
         if not spec.tied and weight.name.startswith(f"{spec.embed}."):
             unit = spec.embed
@@ -47,7 +46,7 @@ def units_of(chunk: Chunk, data: Literal["fsdp1", "fsdp2"]) -> list[Unit]:
         others[unit].append(weight)
     units = [
         Unit(tuple(others[spec.embed]), is_kept=False),
-        *(Unit(of_layers.get(layer.name, ()), is_kept=False) for layer in spec.layers),
+        *(Unit(chunk.of_layers[layer.name], is_kept=False) for layer in spec.layers),
         Unit(tuple(others[spec.head]), is_kept=True),
         Unit(tuple(others[rest]), is_kept=spec.tied or data == "fsdp1"),
     ]
@@ -67,11 +66,19 @@ def left_whole(cfg: RunConfig, chunk: Chunk) -> frozenset[Weight]:
         units = units_of(chunk, "fsdp1")
         flat = [f for unit in units for f in flat_parameters(unit, cfg.parallel.fsdp1_wrap)]
         return frozenset(chunk.weights).difference(*flat)
+    itemsizes = {weight.itemsize for weight in chunk.unlike if weight.is_trained}
+    if all(map(_is_divided, chunk.unlike)) and len(itemsizes) <= 1:
+        return frozenset()
     undivided = {weight for weight in chunk.weights if weight.shard_dim is None}
     if cfg.parallel.data == "fsdp2":
         undivided |= {w for w in chunk.weights if w.ep_dim is not None and w.num_shards == 1}
         undivided |= _odd_dtype([weight for weight in chunk.weights if weight.is_trained])
     return frozenset(undivided)
+
+
+def _is_divided(weight: Weight) -> bool:
+    """Return whether each data rank has other elements of a weight, unless its dtype is odd."""
+    return weight.shard_dim is not None and (weight.ep_dim is None or weight.num_shards > 1)
 
 
 def flat_parameters(unit: Unit, wrap: Literal["separate", "naive"]) -> list[tuple[Weight, ...]]:

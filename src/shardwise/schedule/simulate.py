@@ -8,8 +8,7 @@ work nor other messages, and takes no time within a rank.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -138,6 +137,27 @@ def crosses_ranks(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
     return (ranks[:-1] != ranks[1:]).reshape(-1, 1)
 
 
+def step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, list[float]]:
+    """Return the seconds of one step, and those in which each rank is busy, without a timeline.
+
+    They are those of `simulate` up to rounding, in less time where micro-batches are many.
+    """
+    assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs, {pipeline.num_chunks} chunks"
+    work = Work.of(chunks, np.arange(len(chunks) + 1)[None])
+    seconds = {kind: column[:, 0].tolist() for kind, column in _seconds(work).items()}
+    delays = {kind: column[:, 0].tolist() for kind, column in _delays(pipeline, work).items()}
+    ends: list[float] = []
+    busy, free = [0.0] * pipeline.num_ranks, [0.0] * pipeline.num_ranks
+    for (chunk, kind, _, _), rank, _, source in _in_order(pipeline):
+        start = free[rank]
+        if source >= 0:
+            start = max(start, ends[source] + delays[kind][chunk])
+        busy[rank] += seconds[kind][chunk]
+        free[rank] = start + seconds[kind][chunk]
+        ends.append(free[rank])
+    return max(free), busy
+
+
 @lru_cache(maxsize=64)
 def _plan(pipeline: Pipeline) -> tuple[tuple[Action, int, int], ...]:
     """Return every action of every rank, each after the actions that it depends on.
@@ -145,38 +165,46 @@ def _plan(pipeline: Pipeline) -> tuple[tuple[Action, int, int], ...]:
     Beside an action stand two indices into the plan, -1 for none: the rank's previous action, and
     the action whose message it waits for.
     """
-    orders = [deque(pipeline.order(rank)) for rank in range(pipeline.num_ranks)]
-    plan: list[tuple[Action, int, int]] = []
-    # (forward?, chunk, micro-batch) of a result -> index of the action after which it is sent
-    sent: dict[tuple[bool, int, int], int] = {}
-    before = [-1] * len(orders)
-    unsent: list[list[tuple[bool, int, int]]] = [[] for _ in orders]
-    while any(orders):
-        num_planned = len(plan)
+    return tuple((action, before, source) for action, _, before, source in _in_order(pipeline))
+
+
+def _in_order(pipeline: Pipeline) -> Iterator[tuple[Action, int, int, int]]:
+    """Yield the actions of `_plan`, each with its rank before its two indices."""
+    orders = [pipeline.order(rank) for rank in range(pipeline.num_ranks)]
+    num_chunks, m = pipeline.num_chunks, pipeline.num_microbatches
+    # The index of the action after which a result is sent, -1 before: those of forwards, by chunk
+    # and micro-batch, then those of backwards. There are many: tuples as keys take longer.
+    sent = [-1] * (2 * num_chunks * m)
+    places, before = [0] * len(orders), [-1] * len(orders)
+    unsent: list[list[int]] = [[] for _ in orders]
+    index, num_actions = 0, sum(map(len, orders))
+    while index < num_actions:
+        num_planned = index
         for rank, order in enumerate(orders):
-            while order:
-                source = _source(order[0], pipeline.num_chunks)
-                if source is not None and source not in sent:
-                    break
-                action = order.popleft()
-                plan.append((action, before[rank], -1 if source is None else sent[source]))
-                before[rank] = len(plan) - 1
-                if action.kind != "W":
-                    unsent[rank].append((action.kind == "F", action.chunk, action.microbatch))
-                if not action.joined:
-                    sent.update(dict.fromkeys(unsent[rank], before[rank]))
+            for place in range(places[rank], len(order)):
+                action = order[place]
+                chunk, kind, microbatch, joined = action
+                forward, backward = chunk * m, (num_chunks + chunk) * m
+                source = -1
+                if kind == "F" and chunk:
+                    source = forward - m + microbatch
+                elif kind in "BI" and chunk < num_chunks - 1:
+                    source = backward + m + microbatch
+                if source >= 0:
+                    source = sent[source]
+                    if source < 0:
+                        break
+                yield action, rank, before[rank], source
+                places[rank] = place + 1
+                before[rank] = index
+                if kind != "W":
+                    unsent[rank].append((forward if kind == "F" else backward) + microbatch)
+                if not joined:
+                    for result in unsent[rank]:
+                        sent[result] = index
                     unsent[rank].clear()
-        assert len(plan) > num_planned, f"{pipeline}: every rank waits for another one"
-    return tuple(plan)
-
-
-def _source(action: Action, num_chunks: int) -> tuple[bool, int, int] | None:
-    """Return the result of another chunk that an action needs: (forward?, chunk, micro-batch)."""
-    if action.kind == "F":
-        return (True, action.chunk - 1, action.microbatch) if action.chunk else None
-    if action.kind == "W" or action.chunk == num_chunks - 1:
-        return None
-    return (False, action.chunk + 1, action.microbatch)
+                index += 1
+        assert index > num_planned, f"{pipeline}: every rank waits for another one"
 
 
 @lru_cache(maxsize=64)

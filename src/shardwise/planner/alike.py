@@ -1,0 +1,54 @@
+"""The layers of a model that are alike, of which formulas need to look at the first one only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+from transformers import PreTrainedModel
+
+from shardwise.config import Checkpointing, Recomputation, Way
+from shardwise.models.counts import count_model
+from shardwise.models.spec import ModelSpec
+
+# A search asks for many layouts of one model, of which these take most of the time.
+counts_of = lru_cache(maxsize=1)(count_model)
+
+
+def first_alike(
+    hf: PreTrainedModel, spec: ModelSpec, checkpointing: Checkpointing
+) -> Mapping[str, int]:
+    """Return for each layer, by its name, the place of the first one that differs in names only.
+
+    Layers are alike if they have the same kinds of blocks, the same modules with parameters of
+    the same shapes, dtypes and `requires_grad`, the same products and cores, and if as much of
+    them is computed again. (A list in `checkpointing` names kinds, so it tells none of them apart.)
+    """
+    places = _same_structure(hf, spec)
+    if not isinstance(checkpointing, Recomputation) or checkpointing.budget_gib is not None:
+        return places
+    firsts: dict[tuple[int, Way], int] = {}
+    return {
+        layer.name: firsts.setdefault((places[layer.name], checkpointing.way_of(place)), place)
+        for place, layer in enumerate(spec.layers)
+    }
+
+
+@lru_cache(maxsize=1)
+def _same_structure(hf: PreTrainedModel, spec: ModelSpec) -> Mapping[str, int]:
+    places: dict[object, int] = {}
+    alike: dict[str, int] = {}
+    for place, (layer, unit) in enumerate(
+        zip(spec.layers, counts_of(hf, spec).units[1:-1], strict=True)
+    ):
+        module, prefix = hf.get_submodule(layer.name), f"{layer.name}."
+        products = [replace(w, name=w.name.removeprefix(prefix)) for w in unit.weights]
+        sort = (
+            replace(layer, name="", number=0),
+            replace(unit, name="", layer=None, weights=tuple(products)),
+            tuple((name, type(part)) for name, part in module.named_modules()),
+            tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters()),
+        )
+        alike[layer.name] = places.setdefault(sort, place)
+    return alike
