@@ -212,6 +212,11 @@ def next_token(pm: ParallelModel, row: Batch) -> int:
     return int(part(row, return_logits=True)[0, -1].argmax())
 
 
+def in_memory(held: torch.Tensor) -> torch.Tensor:
+    """The `values` of a model that is in memory."""
+    return held
+
+
 def already_portable(name: str, local: torch.Tensor) -> torch.Tensor:
     """The `to_portable` of a model that holds plain tensors or DTensors."""
     return local.detach()
@@ -260,6 +265,10 @@ class ParallelModel:
     """Returns the most likely token after one row [1, T], on every rank: a collective."""
     events: Callable[[], Sequence[Event]] = tuple
     """Returns what this rank of a pipeline did in the latest training step, and when."""
+    values: Callable[[torch.Tensor], torch.Tensor] = in_memory
+    """Returns the values of a weight or a state of this rank, read from disk if they lie there."""
+    disk_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns the bytes of weights and states that were read from disk and written there so far."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)
     """Facts of the parameters that have any; strategies add to it."""
     flat: tuple[nn.Parameter, ...] = ()

@@ -7,6 +7,7 @@ per step, and clipping that acts. What is compared, and how, is `shardwise.proof
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -211,6 +212,7 @@ class Cell:
             "naive",
             "offload-optimizer",
             "offload-all",
+            "offload-disk",
             *ACTIVATIONS,
             *CONTEXT_WAYS,
         )
@@ -317,6 +319,7 @@ def _parallel(cell: Cell) -> Parallel:
         offload=cell.variant.removeprefix("offload-")
         if cell.variant.startswith("offload-")
         else "none",
+        offload_folder=tempfile.gettempdir() if cell.variant == "offload-disk" else None,
         **pipeline,
     )
 

@@ -70,8 +70,11 @@ _STEPS_ON_WEIGHTS = ("single", "ddp", "fsdp2")
 """Strategies whose optimizer updates the parameters that the model has."""
 
 
-def _is_optimizer(case: Case) -> bool:
-    return case.parallel.offload == "optimizer"
+def _offload_strategies(case: Case) -> tuple[str, ...]:
+    """Return the values of `parallel.data` beside which what is offloaded can be."""
+    return {"all": ("fsdp2",), "disk": ("single", "ddp")}.get(
+        case.parallel.offload, _STEPS_ON_WEIGHTS
+    )
 
 
 def _halves(case: Case) -> bool:
@@ -134,13 +137,17 @@ RULES = (
         "offload without its strategy",
         applies=lambda case: (
             case.parallel.offload != "none"
-            and case.parallel.data not in (("fsdp2",), _STEPS_ON_WEIGHTS)[_is_optimizer(case)]
+            and case.parallel.data not in _offload_strategies(case)
         ),
         problem="parallel.offload {parallel.offload} is not for parallel.data {parallel.data}",
-        way_out=lambda case: (
-            "use single, ddp or fsdp2" if _is_optimizer(case) else "use fsdp2, or offload optimizer"
+        way_out=lambda case: {
+            "all": "use fsdp2, or offload optimizer",
+            "disk": "use single or ddp, with pp or tp for more ranks",
+        }.get(case.parallel.offload, "use single, ddp or fsdp2"),
+        why=(
+            "zero and fsdp1 step on views of flat weights; fsdp2 alone gathers from the CPU, and "
+            "has its own memory for shards, which no window can hold"
         ),
-        why="zero and fsdp1 step on views of flat weights; fsdp2 alone gathers from the CPU",
     ),
     _belongs_to(
         "fsdp1_wrap",

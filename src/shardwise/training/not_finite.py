@@ -36,7 +36,8 @@ def look_through(pm: ParallelModel, optimizer: torch.optim.Optimizer | None = No
     ]
     order = {name: place for place, (name, _) in enumerate(pm.named_parameters())}
     gradients.sort(key=lambda pair: order.get(pair[0], -1))  # groups are by weight decay and rate
-    return NotFinite(_names(pm.named_parameters()), _names(gradients))
+    weights = ((name, pm.values(parameter)) for name, parameter in pm.named_parameters())
+    return NotFinite(_names(weights), _names(gradients))
 
 
 def explain(on_this_rank: NotFinite, just_loaded: bool, trained: bool) -> str:
