@@ -212,9 +212,22 @@ def next_token(pm: ParallelModel, row: Batch) -> int:
     return int(part(row, return_logits=True)[0, -1].argmax())
 
 
-def in_memory(held: torch.Tensor) -> torch.Tensor:
-    """The `values` of a model that is in memory."""
-    return held
+class Storage:
+    """Where the weights, gradients and states of a rank lie: this one, in memory as they are."""
+
+    def values(self, held: torch.Tensor) -> torch.Tensor:
+        """Return the values of what this rank holds: itself, or a copy of what lies elsewhere."""
+        return held
+
+    def change(self, held: torch.Tensor, values: torch.Tensor) -> None:
+        """Let it have values that `values` has returned, and that were changed in place."""
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes that were read and written to compute and to update so far."""
+        return 0, 0
+
+
+IN_MEMORY = Storage()
 
 
 def already_portable(name: str, local: torch.Tensor) -> torch.Tensor:
@@ -265,10 +278,8 @@ class ParallelModel:
     """Returns the most likely token after one row [1, T], on every rank: a collective."""
     events: Callable[[], Sequence[Event]] = tuple
     """Returns what this rank of a pipeline did in the latest training step, and when."""
-    values: Callable[[torch.Tensor], torch.Tensor] = in_memory
-    """Returns the values of a weight or a state of this rank, read from disk if they lie there."""
-    disk_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Returns the bytes of weights and states that were read from disk and written there so far."""
+    storage: Storage = IN_MEMORY
+    """Where what this rank holds lies. Whoever reads weights outside of forwards asks it."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)
     """Facts of the parameters that have any; strategies add to it."""
     flat: tuple[nn.Parameter, ...] = ()

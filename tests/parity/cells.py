@@ -14,6 +14,8 @@ from tests.parity.bases import CELLS as BASES
 from tests.parity.bases import FIXED as FIXED_BASES
 from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
+from tests.parity.disk import CELLS as DISK
+from tests.parity.disk import FIXED as FIXED_DISK
 from tests.parity.dora import CELLS as DORA
 from tests.parity.dora import FIXED as FIXED_DORA
 from tests.parity.eight_bit import CELLS as EIGHT_BIT
@@ -120,6 +122,7 @@ ALL = (
     *MUON,
     *EIGHT_BIT,
     *OFFLOAD,
+    *DISK,
     *ACTIVATIONS,
 )
 
@@ -162,6 +165,7 @@ _FIXED = (
     *FIXED_MUON,
     *FIXED_EIGHT_BIT,
     *FIXED_OFFLOAD,
+    *FIXED_DISK,
     *FIXED_ACTIVATIONS,
 )
 

@@ -99,6 +99,8 @@ CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 ACTIVATIONS = ("activations", "checkpointing-activations", "activations-compile")
 """Variants: `training.offload_activations`, also of the inputs of layers that are recomputed."""
+DISK = ("offload-disk", "checkpointing-offload-disk", "operators-offload-disk")
+"""Variants: `parallel.offload` is disk, also where layers are recomputed."""
 BASES = ("nf4", "int8", "fp8")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
 RECIPES = ("tensorwise", "rowwise")
@@ -212,7 +214,7 @@ class Cell:
             "naive",
             "offload-optimizer",
             "offload-all",
-            "offload-disk",
+            *DISK,
             *ACTIVATIONS,
             *CONTEXT_WAYS,
         )
@@ -316,10 +318,8 @@ def _parallel(cell: Cell) -> Parallel:
         reshard_after_forward=cell.variant != "keep-gathered"
         and not (sharded and cell.schedule in HALVING),
         fsdp1_wrap="naive" if cell.variant == "naive" else "separate",
-        offload=cell.variant.removeprefix("offload-")
-        if cell.variant.startswith("offload-")
-        else "none",
-        offload_folder=tempfile.gettempdir() if cell.variant == "offload-disk" else None,
+        offload=cell.variant.rpartition("offload-")[2] if "offload-" in cell.variant else "none",
+        offload_folder=tempfile.gettempdir() if cell.variant in DISK else None,
         **pipeline,
     )
 

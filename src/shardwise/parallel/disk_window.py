@@ -1,8 +1,7 @@
 """Tensors that lie in one file on disk, of which a window of few buffers is in memory.
 
 Everything is read and written by one thread, in the order in which it was asked for, so that a unit
-that is read again has what was written before. A tensor that is not in the window is a stand-in of
-its shape: one NaN, expanded, so that nobody computes with it unnoticed.
+that is read again has what was written before.
 """
 
 from __future__ import annotations
@@ -11,92 +10,20 @@ import mmap
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardwise.interfaces import Storage
+from shardwise.parallel.disk_units import Leaf, Pages, Unit
 from shardwise.parallel.place import local, placed_like
 
-ALIGNMENT = 64
-"""Each tensor begins at a multiple of so many bytes, as torch's own memory does."""
 NUM_BUFFERS = 3
 """One is computed with, one is read ahead, one is written behind."""
-
-
-def stand_in(like: torch.Tensor) -> torch.Tensor:
-    """Return one number, a NaN where there is one, that is seen as a tensor of this shape."""
-    number = torch.full((1,), 1, dtype=torch.uint8).to(like.dtype)
-    if like.is_floating_point():
-        number = torch.full((1,), torch.nan).to(like.dtype)
-    return number.expand(like.shape)
-
-
-def aligned(num_bytes: int) -> int:
-    """Return the bytes that a tensor of so many takes in the file."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(eq=False)
-class Leaf:
-    """A weight of this rank, or a state of the optimizer, on disk."""
-
-    stand_in: torch.Tensor
-    begin: int
-    """Where it begins in the file."""
-    tensor: torch.Tensor | None = None
-    """What the model or the optimizer has; None: a state that was not made yet."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes, without those that align the next one."""
-        return self.stand_in.numel() * self.stand_in.itemsize
-
-    def set(self, values: torch.Tensor) -> None:
-        """Let the tensor have these values, in place of those or the stand-in that it has."""
-        if self.tensor is not None:
-            self.tensor.data = values
-
-
-@dataclass(eq=False)
-class Unit:
-    """What is read together. In the file lie frozen weights, then trained ones, then states."""
-
-    frozen: list[Leaf] = field(default_factory=list)
-    trained: list[Leaf] = field(default_factory=list)
-    states: list[Leaf] = field(default_factory=list)
-    begin: int = 0
-    begin_trained: int = 0
-    begin_states: int = 0
-    end: int = 0
-
-
-class Pages(NamedTuple):
-    """A part of a unit that is in memory at once: all weights, or what the optimizer updates."""
-
-    unit: Unit
-    is_update: bool = False
-
-    @property
-    def begin(self) -> int:
-        """Where it begins in the file."""
-        return self.unit.begin_trained if self.is_update else self.unit.begin
-
-    @property
-    def num_bytes(self) -> int:
-        """How long it is."""
-        return (self.unit.end if self.is_update else self.unit.begin_states) - self.begin
-
-    @property
-    def leaves(self) -> Iterator[Leaf]:
-        """The tensors in it."""
-        yield from self.unit.states if self.is_update else self.unit.frozen
-        yield from self.unit.trained
 
 
 class Buffer:
@@ -136,7 +63,7 @@ class Held:
         return tensor.untyped_storage().data_ptr() == self.bytes.data_ptr()
 
 
-class Window:
+class Window(Storage):
     """The file of a rank, and the pages of it that are in memory."""
 
     def __init__(self, folder: Path, units: Sequence[Unit]) -> None:
@@ -154,13 +81,13 @@ class Window:
         self._thread = ThreadPoolExecutor(1, "disk")
         self._held: dict[Pages, Held] = {}
         self._current: Pages | None = None
-        self.places = {
+        self._leaves = {
             leaf.stand_in.data_ptr(): leaf
             for unit in units
-            for leaf in (*unit.frozen, *unit.trained, *unit.states)
+            for leaf in (*unit.frozen, *unit.trained, *unit.states, *unit.gradients)
         }
-        self.read_bytes = 0
-        self.written_bytes = 0
+        self._read_bytes = 0
+        self._written_bytes = 0
 
     def hold(self, pages: Pages, then: Pages | None = None) -> Held:
         """Have these pages in memory, and begin to read those that are needed `then`.
@@ -189,7 +116,8 @@ class Window:
         for leaf in pages.leaves:
             leaf.set(leaf.stand_in)
         if is_changed:
-            held.buffer.pending = self._write(_bytes_of(held.bytes), pages.begin)
+            changed = held.bytes[: pages.unit.begin_gradients - pages.begin]
+            held.buffer.pending = self._write(_bytes_of(changed), pages.begin)
         self._free.append(held.buffer)
 
     def clear(self) -> None:
@@ -197,20 +125,39 @@ class Window:
         for pages in list(self._held):
             self.drop(pages)
 
-    def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of what a tensor has on disk; the tensor itself if it is not there."""
-        self.clear()
-        leaf = self.places.get(local(tensor.detach()).data_ptr())
-        if leaf is None:
-            return tensor
-        copy = torch.empty(leaf.stand_in.shape, dtype=leaf.stand_in.dtype)
-        self._read(_bytes_of(copy), leaf.begin).result()
-        return placed_like(tensor, copy) if isinstance(tensor, DTensor) else copy
+    def values(self, held: torch.Tensor) -> torch.Tensor:
+        """See interfaces.Storage."""
+        leaf = self._leaf_of(held)
+        return held if leaf is None else _placed(held, self.read(leaf))
 
-    def store(self, leaf: Leaf, values: torch.Tensor) -> None:
-        """Write a tensor of this rank to its place on disk."""
-        self.clear()
-        self._write(_bytes_of(local(values.detach()).contiguous()), leaf.begin).result()
+    def change(self, held: torch.Tensor, values: torch.Tensor) -> None:
+        """See interfaces.Storage."""
+        leaf = self._leaf_of(held)
+        if leaf is not None:
+            self.write(leaf, local(values.detach()))
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """See interfaces.Storage."""
+        return self._read_bytes, self._written_bytes
+
+    def room(self, held: torch.Tensor) -> torch.Tensor | None:
+        """Return memory for other values of what lies on disk; None: it does not."""
+        leaf = self._leaf_of(held)
+        return None if leaf is None else _placed(held, _memory_like(leaf))
+
+    def read(self, leaf: Leaf) -> torch.Tensor:
+        """Return a copy of what one tensor has on disk."""
+        copy = _memory_like(leaf)
+        self._read(_bytes_of(copy), leaf.begin).result()
+        return copy
+
+    def write(self, leaf: Leaf, values: torch.Tensor) -> None:
+        """Write one tensor, and wait for that."""
+        self._write(_bytes_of(values.contiguous()), leaf.begin).result()
+
+    def _leaf_of(self, held: torch.Tensor) -> Leaf | None:
+        self.clear()  # so that all that lies on disk has its stand-in
+        return self._leaves.get(local(held.detach()).data_ptr())
 
     def _read_ahead(self, pages: Pages) -> Held:
         buffer = self._free.popleft()
@@ -219,12 +166,20 @@ class Window:
         return held
 
     def _read(self, memory: memoryview, begin: int) -> Future[None]:
-        self.read_bytes += len(memory)
+        self._read_bytes += len(memory)
         return self._thread.submit(_whole, os.preadv, self._file.fileno(), memory, begin)
 
     def _write(self, memory: memoryview, begin: int) -> Future[None]:
-        self.written_bytes += len(memory)
+        self._written_bytes += len(memory)
         return self._thread.submit(_whole, os.pwritev, self._file.fileno(), memory, begin)
+
+
+def _memory_like(leaf: Leaf) -> torch.Tensor:
+    return torch.empty(leaf.stand_in.shape, dtype=leaf.stand_in.dtype)
+
+
+def _placed(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return placed_like(like, values) if isinstance(like, DTensor) else values
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

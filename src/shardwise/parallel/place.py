@@ -22,8 +22,9 @@ def materialise(
 ) -> None:
     """Replace parameters on `meta` (of type `only`) by uninitialised memory on `device`.
 
-    Or by what `memory` returns for them. Of a sharded parameter it is this rank's shard. Tied parameters stay one parameter, which
-    nn.Module.to_empty would separate. Buffers have values already: they only move.
+    Or by what `memory` returns for them. Of a sharded parameter it is this rank's shard. Tied
+    parameters stay one parameter, which nn.Module.to_empty would separate. Buffers have values
+    already: they only move.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():

@@ -136,8 +136,7 @@ RULES = (
     Rule(
         "offload without its strategy",
         applies=lambda case: (
-            case.parallel.offload != "none"
-            and case.parallel.data not in _offload_strategies(case)
+            case.parallel.offload != "none" and case.parallel.data not in _offload_strategies(case)
         ),
         problem="parallel.offload {parallel.offload} is not for parallel.data {parallel.data}",
         way_out=lambda case: {

@@ -91,7 +91,8 @@ def measure_memory(
         forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
         peak.mark()
         facts, max_norm = job.pm.parameter_facts, cfg.optimizer.max_grad_norm
-        clip_by_global_norm(job.trainable(), mesh, facts, max_norm, job.loss_scale.scale)
+        scale, storage = job.loss_scale.scale, job.pm.storage
+        clip_by_global_norm(job.trainable(), mesh, facts, max_norm, scale, storage)
         job.optimizer.step()
         for hook in hooks:
             hook.remove()
