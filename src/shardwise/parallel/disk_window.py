@@ -35,6 +35,10 @@ class Buffer:
         """What the thread does with it last."""
         self._seen: StorageWeakRef | None = None
 
+    def first(self, num_bytes: int) -> memoryview:
+        """Return the first bytes for the thread, which may have them a moment after it is done."""
+        return memoryview(self.memory)[:num_bytes]
+
     def as_tensor(self, num_bytes: int) -> torch.Tensor:
         """Return the first bytes as a tensor, once they are written and nobody has another one."""
         if self.pending is not None:
@@ -116,8 +120,8 @@ class Window(Storage):
         for leaf in pages.leaves:
             leaf.set(leaf.stand_in)
         if is_changed:
-            changed = held.bytes[: pages.unit.begin_gradients - pages.begin]
-            held.buffer.pending = self._write(_bytes_of(changed), pages.begin)
+            num_bytes = pages.unit.begin_gradients - pages.begin
+            held.buffer.pending = self._write(held.buffer.first(num_bytes), pages.begin)
         self._free.append(held.buffer)
 
     def clear(self) -> None:
@@ -162,7 +166,7 @@ class Window(Storage):
     def _read_ahead(self, pages: Pages) -> Held:
         buffer = self._free.popleft()
         held = Held(pages, buffer)
-        buffer.pending = self._read(_bytes_of(held.bytes), pages.begin)
+        buffer.pending = self._read(buffer.first(pages.num_bytes), pages.begin)
         return held
 
     def _read(self, memory: memoryview, begin: int) -> Future[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import bases, context, duration, experts, optimizers, products
+from shardwise.rules import bases, context, disk, duration, experts, optimizers, products
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -154,6 +154,7 @@ RULES = (
         "parallel.data fsdp1",
         "leave it out",
     ),
+    *disk.RULES,
     *duration.RULES,
     Rule(
         "lora_b_lr_ratio without LoRA",
