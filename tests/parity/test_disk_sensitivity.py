@@ -3,6 +3,7 @@ cell red."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -75,8 +76,6 @@ def units_read_without_waiting():
             Future.result = result
 
     def slow(*args: Any) -> None:
-        import time
-
         time.sleep(0.02)
         whole(*args)
 
@@ -106,10 +105,6 @@ def gradients_in_memory_lost():
         self.waiting.clear()
 
     disk_update.Update.finish = finish
-
-
-def norm_of_what_stands_for_gradients():
-    Window.values = lambda self, held: held
 
 
 def clipped_in_memory_only():
@@ -145,7 +140,6 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (weights_kept_for_the_backward, LORA),
     (last_micro_batchs_gradient_alone, FULL),
     (gradients_in_memory_lost, HALVED),
-    (norm_of_what_stands_for_gradients, FULL),
     (clipped_in_memory_only, FULL),
     (recomputed_without_weights, AGAIN),
 )

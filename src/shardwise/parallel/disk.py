@@ -11,6 +11,7 @@ Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857; torch.autograd.g
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,8 @@ def _reserve(layout: Layout, cfg: RunConfig) -> Window:
         folder.mkdir(parents=True, exist_ok=True)
         window = Window(folder, [*layout.trained])
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError("no memory for the buffers of parallel.offload disk") from None
         reason = error.strerror
     # A few words from every rank to all.
     if reasons := [reason for reason in of_every_rank(reason) if reason]:
