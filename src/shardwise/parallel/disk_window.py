@@ -75,14 +75,15 @@ class Window(Storage):
 
         OSError if the disk has no room for it.
         """
-        self.units = units
+        self._thread = ThreadPoolExecutor(1, "disk")
+        # Begins now: where memory is short, Python may wait for ever for a thread that fails.
+        self._thread.submit(int).result()
         self.num_bytes = max(unit.end for unit in units)
         pages = [Pages(unit, is_update) for unit in units for is_update in (False, True)]
         largest = max(part.num_bytes for part in pages)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # as long as the process
         os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
         self._free = deque(Buffer(largest) for _ in range(NUM_BUFFERS))
-        self._thread = ThreadPoolExecutor(1, "disk")
         self._held: dict[Pages, Held] = {}
         self._current: Pages | None = None
         self._leaves = {

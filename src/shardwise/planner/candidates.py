@@ -19,6 +19,7 @@ from shardwise.layouts import Facts, ModelFacts, layout_of, parallel_of
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import facts_of
 from shardwise.planner.cluster import HERE, Cluster
+from shardwise.planner.memory import require_memory
 from shardwise.schedule.costs import Cost
 
 SEARCHED = {
@@ -153,6 +154,7 @@ class Subject:
 def subject_of(question: Question) -> Subject:
     """Read a model on meta; UserError where no layout of it can be planned."""
     cfg = question.cfg
+    require_memory(cfg)
     training = replace(cfg.training, micro_batch_size=1, checkpointing="none", device="auto")
     one = replace(cfg, parallel=Parallel(), training=training)
     run = describe(one, 1)
