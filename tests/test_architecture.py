@@ -95,18 +95,31 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
+<<<<<<< HEAD
     "config keys run_file ranges batches interfaces layouts rules words": 3_660,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
     "assembly training checkpoint process launch": 6_180,
     "models": 11_200,
     "parallel": 3_790,
+=======
+    "config keys run_file ranges batches interfaces layouts rules words": 3_715,
+    "cli commands library __main__ __init__": 1_640,
+    "presets": 300,
+    "assembly training checkpoint process launch": 6_190,
+    "models": 11_200,
+    "parallel": 4_380,
+>>>>>>> fb15ddb4 (A record has the bytes of disk offload; runs with it resume under both layouts)
     "data": 3_760,
     "kernels": 7_420,
     "planner schedule metrics": 8_390,
     "proof": 1_110,
     "simulation": 520,
+<<<<<<< HEAD
     "benchmark report drawing records": 6_380,
+=======
+    "benchmark report drawing records": 5_495,
+>>>>>>> fb15ddb4 (A record has the bytes of disk offload; runs with it resume under both layouts)
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -238,6 +251,8 @@ SET_ELSEWHERE = {
     "offloaded_bytes": "a field of ModelPart, which its offload counts up",
     "arrived": "a field of zero's Bucket",
     "compute": "a field of RoutedExperts, which expert parallelism wraps",
+    "data": "what a weight on disk is seen as: values in memory, or a stand-in",
+    "step": "the optimizer's own, which goes unit by unit where its states lie on disk",
     "whole": "a field of Float8: how ranks add up the gradients that they round",
 }
 """The attributes that a strategy or a patch sets on something other than itself, and why.

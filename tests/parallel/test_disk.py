@@ -259,6 +259,15 @@ def test_a_disk_without_room_is_told_on_every_rank_before_the_first_step():
     assert "offload_folder" in messages[0]
 
 
+def test_a_plan_says_where_the_formulas_are():
+    cfg = config(Cell("llama", "single", "full", 1, DISK))
+    with pytest.raises(UserError, match=r"disk-offload\.md"):
+        most_state_bytes(cfg, 1)
+    question = Question(cfg, 1, cluster_named("1xH100-80GB"))
+    with pytest.raises(UserError, match=r"disk-offload\.md"):
+        search(question)
+
+
 def _leftovers(cfg: RunConfig) -> list[str]:
     job, mesh = job_of(cfg)
     training_step(job, microbatches(cfg, mesh, 1), mesh, 1.0)

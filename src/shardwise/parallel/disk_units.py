@@ -7,7 +7,7 @@ computes with it unnoticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,10 @@ class Leaf:
         """Its bytes, without those that align the next one."""
         return self.stand_in.numel() * self.stand_in.itemsize
 
+    def belong_to(self, tensor: torch.Tensor) -> None:
+        """Have a tensor of the optimizer, which has made or loaded it."""
+        self.tensor = tensor
+
     def set(self, values: torch.Tensor) -> None:
         """Let the tensor have these values, in place of those or the stand-in that it has."""
         if self.tensor is not None:
@@ -61,15 +65,15 @@ class Leaf:
 class Unit:
     """What is read together. In the file it lies in the order of the fields here."""
 
-    frozen: list[Leaf] = field(default_factory=list)
-    trained: list[Leaf] = field(default_factory=list)
-    states: list[Leaf] = field(default_factory=list)
-    gradients: list[Leaf] = field(default_factory=list)
-    begin: int = 0
-    begin_trained: int = 0
-    begin_states: int = 0
-    begin_gradients: int = 0
-    end: int = 0
+    frozen: list[Leaf]
+    trained: list[Leaf]
+    states: list[Leaf]
+    gradients: list[Leaf]
+    begin: int
+    begin_trained: int
+    begin_states: int
+    begin_gradients: int
+    end: int
 
 
 class Pages(NamedTuple):
@@ -140,22 +144,22 @@ class Layout:
         ]
 
     def _unit(self, parameters: Sequence[nn.Parameter]) -> Unit:
-        unit = Unit(begin=-(-self.num_bytes // PAGE) * PAGE)
-        self.num_bytes = unit.begin
+        self.num_bytes = -(-self.num_bytes // PAGE) * PAGE
+        begins = [self.num_bytes]
         trained = [p for p in parameters if p.requires_grad]
-        unit.frozen = [self._weight(p) for p in parameters if not p.requires_grad]
-        unit.begin_trained = self.num_bytes
-        unit.trained = [self._weight(p) for p in trained]
-        unit.begin_states = self.num_bytes
+        frozen = [self._weight(p) for p in parameters if not p.requires_grad]
+        begins.append(self.num_bytes)
+        weights = [self._weight(p) for p in trained]
+        begins.append(self.num_bytes)
         for p in trained:
             self.states[p] = [self._leaf(stand_in(own(p))) for _ in range(self.num_states)]
-            unit.states += self.states[p]
-        unit.begin_gradients = self.num_bytes
-        for p in trained if self.gradient else ():
-            assert self.gradient is not None
-            self.gradients[p] = self._leaf(stand_in(own(p), self.gradient(p)))
-            unit.gradients.append(self.gradients[p])
-        unit.end = self.num_bytes
+        begins.append(self.num_bytes)
+        if self.gradient is not None:
+            for p in trained:
+                self.gradients[p] = self._leaf(stand_in(own(p), self.gradient(p)))
+        states = [leaf for p in trained for leaf in self.states[p]]
+        gradients = [self.gradients[p] for p in trained if p in self.gradients]
+        unit = Unit(frozen, weights, states, gradients, *begins, self.num_bytes)
         self.trained[unit] = trained
         return unit
 

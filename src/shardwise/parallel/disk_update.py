@@ -78,8 +78,8 @@ class Update:
                     parameter.grad = None
                     for leaf, state in self._states(parameter):
                         if leaf.tensor is None:  # made by this step
-                            leaf.tensor = own(state)
-                            held.view(leaf).copy_(leaf.tensor)
+                            leaf.belong_to(own(state))
+                            held.view(leaf).copy_(own(state))
                 self.window.drop(pages, is_changed=True)
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
@@ -98,6 +98,6 @@ class Update:
         for parameter in self.layout.states if self.optimizer is not None else ():
             for leaf, state in self._states(parameter):
                 if state is tensor:
-                    leaf.tensor = own(state)
-                    self.window.write(leaf, leaf.tensor)
+                    leaf.belong_to(own(state))
+                    self.window.write(leaf, own(state))
                     leaf.set(leaf.stand_in)

@@ -39,6 +39,10 @@ class Buffer:
         """Return the first bytes for the thread, which may have them a moment after it is done."""
         return memoryview(self.memory)[:num_bytes]
 
+    def await_later(self, pending: Future[None]) -> None:
+        """Note what the thread is asked to do with it."""
+        self.pending = pending
+
     def as_tensor(self, num_bytes: int) -> torch.Tensor:
         """Return the first bytes as a tensor, once they are written and nobody has another one."""
         if self.pending is not None:
@@ -122,7 +126,8 @@ class Window(Storage):
             leaf.set(leaf.stand_in)
         if is_changed:
             num_bytes = pages.unit.begin_gradients - pages.begin
-            held.buffer.pending = self._write(held.buffer.first(num_bytes), pages.begin)
+            writing = self._write(held.buffer.first(num_bytes), pages.begin)
+            held.buffer.await_later(writing)
         self._free.append(held.buffer)
 
     def clear(self) -> None:
@@ -167,7 +172,7 @@ class Window(Storage):
     def _read_ahead(self, pages: Pages) -> Held:
         buffer = self._free.popleft()
         held = Held(pages, buffer)
-        buffer.pending = self._read(buffer.first(pages.num_bytes), pages.begin)
+        buffer.await_later(self._read(buffer.first(pages.num_bytes), pages.begin))
         return held
 
     def _read(self, memory: memoryview, begin: int) -> Future[None]:

@@ -99,6 +99,8 @@ class RunRecord:
     """How often the host of each rank waits for its device in a step, beside collectives."""
     offloaded_bytes_per_step: list[int] | None = None
     """The activations that each rank moved to the CPU in a step; None where none are."""
+    disk_bytes_per_step: list[tuple[int, int]] | None = None
+    """With `parallel.offload: disk`: the bytes that each rank reads and writes in a step."""
     mfu: float | None = None
     hfu: float | None = None
     flops: dict[str, Any] | None = None
