@@ -21,6 +21,10 @@ from shardwise.models.part import ModelPart
 from shardwise.parallel import disk_window
 from shardwise.parallel.disk_window import Window
 from shardwise.parallel.mesh import build_mesh
+from shardwise.planner.candidates import Question
+from shardwise.planner.cluster import cluster_of
+from shardwise.planner.memory import most_state_bytes
+from shardwise.planner.search import search
 from shardwise.training.step import NonFiniteLossError, training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, Outcome, microbatches, run, run_config
@@ -263,9 +267,8 @@ def test_a_plan_says_where_the_formulas_are():
     cfg = config(Cell("llama", "single", "full", 1, DISK))
     with pytest.raises(UserError, match=r"disk-offload\.md"):
         most_state_bytes(cfg, 1)
-    question = Question(cfg, 1, cluster_named("1xH100-80GB"))
     with pytest.raises(UserError, match=r"disk-offload\.md"):
-        search(question)
+        search(Question(cfg, cluster_of("H100-80GB")))
 
 
 def _leftovers(cfg: RunConfig) -> list[str]:

@@ -43,10 +43,14 @@ class Buffer:
         """Note what the thread is asked to do with it."""
         self.pending = pending
 
-    def as_tensor(self, num_bytes: int) -> torch.Tensor:
-        """Return the first bytes as a tensor, once they are written and nobody has another one."""
+    def wait(self) -> None:
+        """Wait until the thread is done with it; raise the error that it has met."""
         if self.pending is not None:
             self.pending.result()
+
+    def as_tensor(self, num_bytes: int) -> torch.Tensor:
+        """Return the first bytes as a tensor, once they are written and nobody has another one."""
+        self.wait()
         assert self._seen is None or self._seen.expired(), "a weight is kept beyond its window"
         tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
         self._seen = StorageWeakRef(tensor.untyped_storage())
@@ -111,8 +115,7 @@ class Window(Storage):
                 if part not in self._held:
                     self._held[part] = self._read_ahead(part)
             held = self._held[pages]
-            assert held.buffer.pending is not None
-            held.buffer.pending.result()
+            held.buffer.wait()
             for leaf in pages.leaves:
                 leaf.set(held.view(leaf))
             self._current = pages
@@ -167,7 +170,10 @@ class Window(Storage):
 
     def _leaf_of(self, held: torch.Tensor) -> Leaf | None:
         self.clear()  # so that all that lies on disk has its stand-in
-        return self._leaves.get(local(held.detach()).data_ptr())
+        for buffer in self._free:  # and no write has failed unnoticed
+            buffer.wait()
+        shown = local(held.detach())
+        return self._leaves.get(shown.data_ptr()) if shown.numel() else None
 
     def _read_ahead(self, pages: Pages) -> Held:
         buffer = self._free.popleft()
