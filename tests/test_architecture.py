@@ -95,31 +95,18 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-<<<<<<< HEAD
-    "config keys run_file ranges batches interfaces layouts rules words": 3_660,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_745,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_180,
+    "assembly training checkpoint process launch": 6_220,
     "models": 11_200,
-    "parallel": 3_790,
-=======
-    "config keys run_file ranges batches interfaces layouts rules words": 3_715,
-    "cli commands library __main__ __init__": 1_640,
-    "presets": 300,
-    "assembly training checkpoint process launch": 6_190,
-    "models": 11_200,
-    "parallel": 4_380,
->>>>>>> fb15ddb4 (A record has the bytes of disk offload; runs with it resume under both layouts)
+    "parallel": 4_490,
     "data": 3_760,
     "kernels": 7_420,
     "planner schedule metrics": 8_390,
     "proof": 1_110,
     "simulation": 520,
-<<<<<<< HEAD
     "benchmark report drawing records": 6_380,
-=======
-    "benchmark report drawing records": 5_495,
->>>>>>> fb15ddb4 (A record has the bytes of disk offload; runs with it resume under both layouts)
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -195,7 +182,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 107
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 108
 
 
 def test_programs_that_measure_stay_few():
