@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.assembly.build import Job, build
 from shardwise.config import RunConfig, UserError
 from shardwise.models.part import ModelPart
-from shardwise.parallel import disk_window
+from shardwise.parallel import copies, disk_window
 from shardwise.parallel.disk_window import Window
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.candidates import Question
@@ -261,6 +261,20 @@ def test_a_disk_without_room_is_told_on_every_rank_before_the_first_step():
     assert len(set(messages)) == 1
     assert "No space left" in messages[0]
     assert "offload_folder" in messages[0]
+
+
+def _compared(cfg: RunConfig) -> tuple[int, list[str]]:
+    job, mesh = job_of(cfg)
+    equal = copies.differences(job.pm, mesh)
+    name, weight = next(iter(job.pm.named_parameters()))
+    if torch.distributed.get_rank() == 1:
+        job.pm.from_portable(name, weight, torch.zeros(weight.shape))
+    return len(equal), [found.name for found in copies.differences(job.pm, mesh)]
+
+
+def test_copies_on_disk_are_compared():
+    compared = run_ranks(2, _compared, config(Cell("llama", "ddp", "full", 2, DISK)))
+    assert compared == [(0, ["model.embed_tokens.weight"])] * 2
 
 
 def test_a_plan_says_where_the_formulas_are():
