@@ -27,7 +27,7 @@ MODEL = {
 LAYER_BYTES = 4 * (4 * 512**2 + 3 * 512 * 2048)
 """Those of the matrices of a layer. Of three layers they are in memory at a time, in full training
 four times: weights, gradients and two states."""
-SIZES = {"lora": (48, 736 * 2**20), "full": (64, 960 * 2**20)}
+SIZES = {"lora": (64, 1000 * 2**20), "full": (80, 1200 * 2**20)}
 """Layers, and the memory of the process beside what it has mapped before; half of it libraries and
 threads take."""
 
