@@ -95,12 +95,12 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_820,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_910,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_360,
+    "assembly training checkpoint process launch": 6_400,
     "models": 11_240,
-    "parallel": 3_790,
+    "parallel": 4_490,
     "data": 3_760,
     "kernels": 7_420,
     "planner schedule metrics": 9_210,
@@ -182,7 +182,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 107
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 108
 
 
 def test_programs_that_measure_stay_few():
@@ -239,6 +239,8 @@ SET_ELSEWHERE = {
     "offloaded_bytes": "a field of ModelPart, which its offload counts up",
     "arrived": "a field of zero's Bucket",
     "compute": "a field of RoutedExperts, which expert parallelism wraps",
+    "data": "what a weight on disk is seen as: values in memory, or a stand-in",
+    "step": "the optimizer's own, which goes unit by unit where its states lie on disk",
     "whole": "a field of Float8: how ranks add up the gradients that they round",
 }
 """The attributes that a strategy or a patch sets on something other than itself, and why.

@@ -113,6 +113,31 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         1,
     ),
     "offload without its strategy": ("llama", {"parallel": {"data": "ddp", "offload": "all"}}, 2),
+    "offload_folder without offload to disk": (
+        "llama",
+        {"parallel": {"offload_folder": "/scratch"}},
+        1,
+    ),
+    "offload to disk with offload of activations": (
+        "llama",
+        {"parallel": {"offload": "disk"}, "training": {"offload_activations": True}},
+        1,
+    ),
+    "offload to disk with compile": (
+        "llama",
+        {"parallel": {"offload": "disk"}, "training": {"compile": "inductor"}},
+        1,
+    ),
+    "offload to disk with weights of another dtype than products": (
+        "llama",
+        {"parallel": {"offload": "disk"}, "training": {"precision": "bfloat16"}},
+        1,
+    ),
+    "offload to disk with async_save": (
+        "llama",
+        {"parallel": {"offload": "disk"}, "training": {"async_save": True}},
+        1,
+    ),
     "fsdp1_wrap without its strategy": ("llama", {"parallel": {"fsdp1_wrap": "naive"}}, 1),
     "a key that a loop of the caller does not read": (
         "llama",
@@ -167,6 +192,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "a budget with offload of activations": (
         "llama",
         {"training": {"offload_activations": True, "checkpointing": Recomputation(1.0)}},
+        1,
+    ),
+    "a budget with offload to disk": (
+        "llama",
+        {"parallel": {"offload": "disk"}, "training": {"checkpointing": Recomputation(1.0)}},
         1,
     ),
     "a budget with a memory limit": (
@@ -790,6 +820,9 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
                 parallel.pop(key, None)
     if not values["lora"]:  # likewise
         sections["model"].pop("base", None)
+    if parallel["offload"] == "disk":  # likewise
+        for key in ("precision", "matmul", "compile", "offload_activations"):
+            sections["training"].pop(key, None)
     # Of a stream no share can be held out; else no draw with one would come to another rule.
     sections["data"] |= {"validation": "held-out" if sections["data"]["streaming"] else 0.1}
     cfg = run_of(folder_of(values["family"]), sections)

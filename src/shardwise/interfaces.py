@@ -212,6 +212,24 @@ def next_token(pm: ParallelModel, row: Batch) -> int:
     return int(part(row, return_logits=True)[0, -1].argmax())
 
 
+class Storage:
+    """Where the weights, gradients and states of a rank lie: this one, in memory as they are."""
+
+    def values(self, held: torch.Tensor) -> torch.Tensor:
+        """Return the values of what this rank holds: itself, or a copy of what lies elsewhere."""
+        return held
+
+    def change(self, held: torch.Tensor, values: torch.Tensor) -> None:
+        """Let it have values that `values` has returned, and that were changed in place."""
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """Return the bytes that were read and written to compute and to update so far."""
+        return 0, 0
+
+
+IN_MEMORY = Storage()
+
+
 def already_portable(name: str, local: torch.Tensor) -> torch.Tensor:
     """The `to_portable` of a model that holds plain tensors or DTensors."""
     return local.detach()
@@ -260,6 +278,8 @@ class ParallelModel:
     """Returns the most likely token after one row [1, T], on every rank: a collective."""
     events: Callable[[], Sequence[Event]] = tuple
     """Returns what this rank of a pipeline did in the latest training step, and when."""
+    storage: Storage = IN_MEMORY
+    """Where what this rank holds lies. Whoever reads weights outside of forwards asks it."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)
     """Facts of the parameters that have any; strategies add to it."""
     flat: tuple[nn.Parameter, ...] = ()

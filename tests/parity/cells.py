@@ -14,6 +14,8 @@ from tests.parity.bases import CELLS as BASES
 from tests.parity.bases import FIXED as FIXED_BASES
 from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
+from tests.parity.disk import CELLS as DISK
+from tests.parity.disk import FIXED as FIXED_DISK
 from tests.parity.dora import CELLS as DORA
 from tests.parity.dora import FIXED as FIXED_DORA
 from tests.parity.eight_bit import CELLS as EIGHT_BIT
@@ -122,6 +124,7 @@ ALL = (
     *MUON,
     *EIGHT_BIT,
     *OFFLOAD,
+    *DISK,
     *ACTIVATIONS,
     *RECOMPUTED,
 )
@@ -165,6 +168,7 @@ _FIXED = (
     *FIXED_MUON,
     *FIXED_EIGHT_BIT,
     *FIXED_OFFLOAD,
+    *FIXED_DISK,
     *FIXED_ACTIVATIONS,
     *FIXED_RECOMPUTED,
 )

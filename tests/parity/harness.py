@@ -7,6 +7,7 @@ per step, and clipping that acts. What is compared, and how, is `shardwise.proof
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -113,6 +114,8 @@ RECOMPUTED: dict[str, Any] = {
     "mixed": Recomputation(full=(0, 2), operators=(1,)),
 }
 """Variants: `training.checkpointing`; `mixed` is as a budget of memory chooses."""
+DISK = ("offload-disk", "checkpointing-offload-disk", "operators-offload-disk")
+"""Variants: `parallel.offload` is disk, also where layers are recomputed."""
 BASES = ("nf4", "int8", "fp8")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
 RECIPES = ("tensorwise", "rowwise")
@@ -231,6 +234,7 @@ class Cell:
             "naive",
             "offload-optimizer",
             "offload-all",
+            *DISK,
             *ACTIVATIONS,
             *CONTEXT_WAYS,
         )
@@ -333,9 +337,8 @@ def _parallel(cell: Cell) -> Parallel:
         reshard_after_forward=cell.variant != "keep-gathered"
         and not (sharded and cell.schedule in HALVING),
         fsdp1_wrap="naive" if cell.variant == "naive" else "separate",
-        offload=cell.variant.removeprefix("offload-")
-        if cell.variant.startswith("offload-")
-        else "none",
+        offload=cell.variant.rpartition("offload-")[2] if "offload-" in cell.variant else "none",
+        offload_folder=tempfile.gettempdir() if cell.variant in DISK else None,
         **pipeline,
     )
 

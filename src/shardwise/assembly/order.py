@@ -24,6 +24,7 @@ from shardwise.parallel import (
     compile,
     context_parallel,
     ddp,
+    disk,
     expert_parallel,
     float8_scales,
     fsdp1,
@@ -125,6 +126,9 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     Entry(
         "activation offload", lambda cfg: cfg.training.offload_activations, activation_offload.apply
     ),
+    # Outside of checkpointing: a layer's weights are read once for its recomputation and backward.
+    # Gives no memory to what is on meta, and all others have sharded that.
+    Entry("disk", lambda cfg: cfg.parallel.offload == "disk", disk.apply),
     # Gives memory to one unit of a model on meta after the other, and shards it.
     Entry("fsdp1", _data("fsdp1"), fsdp1.apply),
     # Shards a model on meta, so that no rank ever holds all of it.
@@ -142,7 +146,7 @@ AFTER_LOADING: tuple[Entry[Apply], ...] = (
     # Runs the stages that all others have prepared.
     Entry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
     # Takes gradients after all others have added them up.
-    Entry("offload", lambda cfg: cfg.parallel.offload != "none", offload.apply),
+    Entry("offload", lambda cfg: cfg.parallel.offload in ("optimizer", "all"), offload.apply),
 )
 ORDER = (*ON_THE_WHOLE, *BEFORE_LOADING, *AFTER_LOADING)
 """After the first section the model becomes parts (`into_parts`). Between the other two weights are

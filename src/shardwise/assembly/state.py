@@ -86,15 +86,18 @@ def load_state(
     `optimizer` has not made a step, so it has no states yet.
     """
     selected = {p for g in optimizer.param_groups if g.get("is_selected") for p in g["params"]}
-    for name, parameter in optimized_parameters(optimizer):
-        states = zero_states(cfg.optimizer.name, parameter, parameter in selected)
-        for kind, make in states.items():
-            if f"optimizer/{name}/{kind}" in state.keys:
-                optimizer.state[parameter][kind] = make()
-    for key, name, local in _all_tensors(pm, optimizer):
+    for key, name, local in _weights(pm):
         if key in state.keys:
             _read(pm, state, key, name, local)
             beat()
+    for name, parameter in optimized_parameters(optimizer):
+        states = zero_states(cfg.optimizer.name, parameter, parameter in selected)
+        for kind, make in states.items():
+            # Each is read as soon as it is made: it may go to disk from there.
+            if (key := f"optimizer/{name}/{kind}") in state.keys:
+                optimizer.state[parameter][kind] = local = make()
+                _read(pm, state, key, name, local)
+                beat()
 
 
 def portable_tensors(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.folder import METRICS, UNFINISHED, Best, File, Manifest, folder_of
 from shardwise.checkpoint.resume import Start, fingerprint
+from shardwise.checkpoint.tensors import Tensors
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
@@ -34,6 +35,17 @@ from shardwise.models.adapter_start import of_folder
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.ending import MAKE_ROOM, RunError, is_full
 from shardwise.process.watchdog import beat, paused, watched
+
+
+class _Portable(NamedTuple):
+    """What a checkpoint saves of a run, made again each time."""
+
+    job: Job
+    trained_only: bool
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See checkpoint.tensors.Tensors."""
+        return portable_tensors(self.job.pm, self.job.optimizer, self.trained_only)
 
 
 class Checkpointer:
@@ -136,7 +148,7 @@ class Checkpointer:
             format=folders.FORMAT,
             lora=None if lora is None or lora.path is None else of_folder(job.lora),
         )
-        portable = portable_tensors(job.pm, job.optimizer, trained_only=lora is not None)
+        tensors = _Portable(job, lora is not None)
         metrics = b""
 
         @paused()
@@ -146,10 +158,12 @@ class Checkpointer:
 
         self._on_main(read_metrics, folder_of(self._output_dir, step))
         if self._cfg.training.async_save:
-            copies = {key: tensor.to("cpu", copy=True) for key, tensor in portable}
+            copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
             self._writing = self._thread.submit(watched()(self._write), manifest, copies, metrics)
         else:
-            self._write(manifest, dict(portable), metrics)
+            # What lies on disk is read one by one, twice; to gather shards twice would cost more.
+            is_on_disk = self._cfg.parallel.offload == "disk"
+            self._write(manifest, tensors if is_on_disk else dict(tensors.items()), metrics)
 
     def has(self, step: int) -> bool:
         """Return whether the run as it is after `step` was saved by this process."""
@@ -170,7 +184,7 @@ class Checkpointer:
             with paused():  # the thread that writes is watched itself
                 writing.result()
 
-    def _write(self, manifest: Manifest, tensors: dict[str, torch.Tensor], metrics: bytes) -> None:
+    def _write(self, manifest: Manifest, tensors: Tensors, metrics: bytes) -> None:
         folder = folder_of(self._output_dir, manifest.step)
         unfinished = folder.with_name(folder.name + UNFINISHED)
 

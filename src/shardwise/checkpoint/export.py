@@ -22,9 +22,12 @@ from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
 from shardwise.models.adapter_start import section_of_layers
 from shardwise.models.load import other_weights
-from shardwise.models.save import save_for_generation, save_model, write_shards
+from shardwise.models.save import SHARD_BYTES, save_for_generation, save_model, write_shards
 from shardwise.parallel.place import full_tensor
 from shardwise.process.watchdog import beat
+
+DISK_SHARD_BYTES = 2**27
+"""The most bytes of weights in one file, and so in memory, where `parallel.offload` is disk."""
 
 
 def save_result(
@@ -55,7 +58,8 @@ def save_result(
         # Random weights have no files, and so nothing beside the language model.
         whole = job.multimodal if cfg.model.init == "weights" else None
         others = () if whole is None else other_weights(job.hf, cfg.model)
-        save_model(job.hf, tensors, unfinished, multimodal=whole, others=others)
+        size = DISK_SHARD_BYTES if cfg.parallel.offload == "disk" else SHARD_BYTES
+        save_model(job.hf, tensors, unfinished, size, multimodal=whole, others=others)
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
         path, multimodal = cfg.model.path, job.multimodal

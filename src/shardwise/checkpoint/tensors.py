@@ -10,10 +10,10 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,19 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def save(tensors: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessGroup) -> None:
+class Tensors(Protocol):
+    """Tensors by key: a dict or, where they are not in memory, what makes them again each time."""
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return (key, tensor) of each, in the same order each time."""
+        ...
+
+
+def save(tensors: Tensors, folder: Path, group: dist.ProcessGroup) -> None:
     """Write the tensors of all ranks and `index.json` into a folder that exists.
 
     A tensor is a DTensor, or plain and equal on every rank that has it. Of what several ranks hold,
-    one writes it. One tensor at a time is copied to the CPU.
+    one writes it. One tensor at a time is copied to the CPU. All are asked for twice.
     """
     rank = dist.get_rank(group)
     name = f"tensors-{rank}.safetensors"
@@ -56,8 +64,7 @@ def save(tensors: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessG
     # What each rank holds, some 100 bytes per shard, goes from every rank to all.
     index = _index_of(of_every_rank(shards, group))
     with paused():
-        if content := index.content_of(name):
-            _write(folder / name, content, tensors)
+        _write(folder / name, index.content_of(name), tensors)
         if rank == 0:
             write_synced(folder / INDEX, encode_index(index))
 
@@ -78,16 +85,26 @@ def _index_of(ranks: Sequence[Mapping[str, Entry]]) -> Index:
     return Index(tensors)
 
 
-def _write(
-    path: Path, content: Mapping[str, tuple[str, list[int]]], tensors: Mapping[str, torch.Tensor]
-) -> None:
+def _write(path: Path, content: Mapping[str, tuple[str, list[int]]], tensors: Tensors) -> None:
+    """Write those of the tensors that this rank's file has; without any there is no file."""
+    if not content:
+        for _ in tensors.items():  # which may be collectives
+            pass
+        return
     # The widest dtype first, so that each tensor begins at a multiple of its element's size.
     content = dict(sorted(content.items(), key=lambda item: -DTYPES[item[1][0]].itemsize))
+    header = _header(content)
+    begins, begin = {}, len(header)
+    for key, (dtype, shape) in content.items():
+        begins[key] = begin
+        begin += _num_bytes(dtype, shape)
     with path.open("wb") as file:
-        file.write(_header(content))
-        for key in content:
-            _, _, local = _local_box(tensors[key])
-            file.write(local.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.write(header)
+        for key, tensor in tensors.items():
+            if key in begins:
+                _, _, local = _local_box(tensor)
+                file.seek(begins[key])
+                file.write(local.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

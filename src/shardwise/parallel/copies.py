@@ -65,11 +65,12 @@ def _seen_here(pm: ParallelModel, mesh: Mesh) -> Iterator[Difference]:
         sharded = sharded_axes(parameter, facts)
         for axis in (*mesh.copy_axes((*axes_of(parameter), *sharded)), "tp"):
             if axis not in sharded and mesh.size(axis) > 1:
-                along.setdefault(axis, []).append((name, local(parameter.detach())))
+                along.setdefault(axis, []).append((name, parameter.detach()))
     for axis in sorted(along):
         names = [name if is_adapter(name) else hf_name(name) for name, _ in along[axis]]
         group = mesh.group(axis)
-        ours = torch.stack([_sum_of_bits(weight).to(mesh.device) for _, weight in along[axis]])
+        values = (local(pm.storage.values(weight)) for _, weight in along[axis])
+        ours = torch.stack([_sum_of_bits(weight).to(mesh.device) for weight in values])
         gathered = ours.new_empty(mesh.size(axis) * len(ours))
         all_gather(gathered, ours, group=group)  # 8 bytes a weight, of every rank, to all
         for name, sums in zip(names, gathered.view(-1, len(ours)).T.tolist()):

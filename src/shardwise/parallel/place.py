@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,12 +15,16 @@ from shardwise.layouts import shard_dim
 
 
 def materialise(
-    module: nn.Module, device: torch.device, only: type[torch.Tensor] = torch.Tensor
+    module: nn.Module,
+    device: torch.device,
+    only: type[torch.Tensor] = torch.Tensor,
+    memory: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Replace parameters on `meta` (of type `only`) by uninitialised memory on `device`.
 
-    Of a sharded parameter it is this rank's shard. Tied parameters stay one parameter, which
-    nn.Module.to_empty would separate. Buffers have values already: they only move.
+    Or by what `memory` returns for them. Of a sharded parameter it is this rank's shard. Tied
+    parameters stay one parameter, which nn.Module.to_empty would separate. Buffers have values
+    already: they only move.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
@@ -29,8 +33,12 @@ def materialise(
                 continue
             if parameter not in made:
                 # fsdp2 looks the new parameters up at its first forward.
-                memory = torch.empty_like(parameter, device=device)
-                made[parameter] = nn.Parameter(memory, parameter.requires_grad)
+                values = (
+                    torch.empty_like(parameter, device=device)
+                    if memory is None
+                    else memory(parameter)
+                )
+                made[parameter] = nn.Parameter(values, parameter.requires_grad)
             owner._parameters[name] = made[parameter]
         for name, buffer in owner._buffers.items():
             if buffer is not None:

@@ -20,6 +20,7 @@ from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import facts_of
 from shardwise.planner.choices import Recomputed, as_checkpointing, hashable, is_budget
 from shardwise.planner.cluster import HERE, Cluster
+from shardwise.planner.memory import require_memory
 from shardwise.schedule.costs import Cost
 
 SEARCHED = {
@@ -160,6 +161,7 @@ class Subject:
 def subject_of(question: Question) -> Subject:
     """Read a model on meta; UserError where no layout of it can be planned."""
     cfg = question.cfg
+    require_memory(cfg)
     training = replace(cfg.training, micro_batch_size=1, checkpointing="none", device="auto")
     one = replace(cfg, parallel=Parallel(), training=training)
     run = describe(one, 1)
@@ -177,11 +179,9 @@ def subject_of(question: Question) -> Subject:
         for choice in ("none", *recomputations(question))
     }
     for choice in dict.fromkeys(one for ends in bounds.values() for one in ends):
-        recomputed = replace(
-            one, training=replace(training, checkpointing=as_checkpointing(choice))
-        )
+        way = replace(training, checkpointing=as_checkpointing(choice))
         costs[choice] = counted_costs(
-            recomputed, run.hf, run.spec, counts, device=question.device_type
+            replace(one, training=way), run.hf, run.spec, counts, device=question.device_type
         )
     totals = {
         str(choice): Totals(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardwise.assembly.costs import gradient_bytes, optimizer_bytes
 from shardwise.assembly.describe import describe
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, require
 from shardwise.layouts import context_joins_of, num_strategy_ranks
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
@@ -56,13 +56,24 @@ class Memory(NamedTuple):
         return self._replace(**{part: getattr(self, part) + size for part, size in sizes.items()})
 
 
+def require_memory(cfg: RunConfig) -> None:
+    """Raise UserError for a run whose states lie on disk: no formula here is about its window."""
+    require(
+        cfg.parallel.offload != "disk",
+        "parallel.offload disk is not planned; leave it out of the plan, and see what it needs in "
+        "docs/concepts/disk-offload.md",
+    )
+
+
 def state_bytes(
     cfg: RunConfig, share: Share, sizes: Mapping[str, int], coordinates: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the bytes of `weights`, `gradients` and `optimizer` on one rank.
 
     `sizes`: ranks along each axis of the mesh; `coordinates`: of the rank along each of them.
+    UserError with `offload: disk`.
     """
+    require_memory(cfg)
     # Weights are sharded over data and context together (docs/decisions/040-mesh-by-role.md).
     rank = coordinates[context_joins_of(cfg)] * sizes["cp"] + coordinates["cp"]
     total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})

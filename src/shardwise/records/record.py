@@ -110,6 +110,8 @@ class RunRecord:
     """What leaves each rank in the last step of the warm-up, every collective counted as a ring."""
     sent_bytes_by_formula: list[int] | None = None
     """The same as `shardwise plan` computes it; None for a model that it does not know."""
+    disk_bytes_per_step: list[tuple[int, int]] | None = None
+    """With `parallel.offload: disk`: the bytes that each rank reads and writes in a step."""
     mfu: float | None = None
     hfu: float | None = None
     flops: dict[str, Any] | None = None

@@ -28,6 +28,16 @@ RULES = (
         why="what a layer then needs depends on the layer below it",
     ),
     Rule(
+        "a budget with offload to disk",
+        applies=lambda case: _has_budget(case) and case.parallel.offload == "disk",
+        problem=(
+            "training.checkpointing budget_gib counts the weights of a rank, which "
+            "parallel.offload disk keeps on disk"
+        ),
+        way_out="use full, or name layers by number",
+        why="no formula of a peak knows the window of offload to disk",
+    ),
+    Rule(
         "a budget with a memory limit",
         applies=lambda case: _has_budget(case) and case.parallel.memory_limit_gib is not None,
         problem=(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import bases, context, duration, experts, optimizers, products
+from shardwise.rules import bases, context, disk, duration, experts, optimizers, products
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -70,8 +70,11 @@ _STEPS_ON_WEIGHTS = ("single", "ddp", "fsdp2")
 """Strategies whose optimizer updates the parameters that the model has."""
 
 
-def _is_optimizer(case: Case) -> bool:
-    return case.parallel.offload == "optimizer"
+def _offload_strategies(case: Case) -> tuple[str, ...]:
+    """Return the values of `parallel.data` beside which what is offloaded can be."""
+    return {"all": ("fsdp2",), "disk": ("single", "ddp")}.get(
+        case.parallel.offload, _STEPS_ON_WEIGHTS
+    )
 
 
 def _halves(case: Case) -> bool:
@@ -133,14 +136,17 @@ RULES = (
     Rule(
         "offload without its strategy",
         applies=lambda case: (
-            case.parallel.offload != "none"
-            and case.parallel.data not in (("fsdp2",), _STEPS_ON_WEIGHTS)[_is_optimizer(case)]
+            case.parallel.offload != "none" and case.parallel.data not in _offload_strategies(case)
         ),
         problem="parallel.offload {parallel.offload} is not for parallel.data {parallel.data}",
-        way_out=lambda case: (
-            "use single, ddp or fsdp2" if _is_optimizer(case) else "use fsdp2, or offload optimizer"
+        way_out=lambda case: {
+            "all": "use fsdp2, or offload optimizer",
+            "disk": "use single or ddp, with pp or tp for more ranks",
+        }.get(case.parallel.offload, "use single, ddp or fsdp2"),
+        why=(
+            "zero and fsdp1 step on views of flat weights; fsdp2 alone gathers from the CPU, and "
+            "has its own memory for shards, which no window can hold"
         ),
-        why="zero and fsdp1 step on views of flat weights; fsdp2 alone gathers from the CPU",
     ),
     _belongs_to(
         "fsdp1_wrap",
@@ -148,6 +154,7 @@ RULES = (
         "parallel.data fsdp1",
         "leave it out",
     ),
+    *disk.RULES,
     *duration.RULES,
     Rule(
         "lora_b_lr_ratio without LoRA",

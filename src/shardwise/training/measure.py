@@ -49,6 +49,7 @@ class Memory:
     launches: list[int] | None  # operators; None where compiled code hides them
     host_waits: list[int] | None
     offloaded_bytes: list[int] | None
+    disk_bytes: list[tuple[int, int]] | None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the record."""
@@ -59,6 +60,7 @@ class Memory:
             "launches_per_step": self.launches,
             "host_waits_per_step": self.host_waits,
             "offloaded_bytes_per_step": self.offloaded_bytes,
+            "disk_bytes_per_step": self.disk_bytes,
         }
 
 
@@ -80,7 +82,7 @@ def measure_memory(
     def offloaded() -> int:
         return sum(part.offloaded_bytes for part in job.pm.parts if isinstance(part, ModelPart))
 
-    before = offloaded()
+    before, on_disk = offloaded(), job.pm.storage.moved_bytes()
 
     def state() -> StateTensors:
         return state_tensors(job.pm.stored(), job.optimizer)
@@ -91,10 +93,12 @@ def measure_memory(
         forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
         peak.mark()
         facts, max_norm = job.pm.parameter_facts, cfg.optimizer.max_grad_norm
-        clip_by_global_norm(job.trainable(), mesh, facts, max_norm, job.loss_scale.scale)
+        scale, storage = job.loss_scale.scale, job.pm.storage
+        clip_by_global_norm(job.trainable(), mesh, facts, max_norm, scale, storage)
         job.optimizer.step()
         for hook in hooks:
             hook.remove()
+    read, written = (a - b for a, b in zip(job.pm.storage.moved_bytes(), on_disk, strict=True))
     bytes_of_state = state_bytes(job.pm.stored(), job.optimizer)
     return Memory(
         of_every_rank(peak.peak_bytes),
@@ -103,6 +107,7 @@ def measure_memory(
         of_every_rank(dispatches.num_launches) if is_seen else None,
         of_every_rank(dispatches.num_waits) if is_seen else None,
         of_every_rank(offloaded() - before) if cfg.training.offload_activations else None,
+        of_every_rank((read, written)) if cfg.parallel.offload == "disk" else None,
     )
 
 

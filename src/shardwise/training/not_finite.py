@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.interfaces import ParallelModel
+from shardwise.interfaces import ParallelModel, Storage
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
@@ -36,7 +36,7 @@ def look_through(pm: ParallelModel, optimizer: torch.optim.Optimizer | None = No
     ]
     order = {name: place for place, (name, _) in enumerate(pm.named_parameters())}
     gradients.sort(key=lambda pair: order.get(pair[0], -1))  # groups are by weight decay and rate
-    return NotFinite(_names(pm.named_parameters()), _names(gradients))
+    return NotFinite(_names(pm.named_parameters(), pm.storage), _names(gradients, pm.storage))
 
 
 def explain(on_this_rank: NotFinite, just_loaded: bool, trained: bool) -> str:
@@ -69,6 +69,7 @@ def explain(on_this_rank: NotFinite, just_loaded: bool, trained: bool) -> str:
     )
 
 
-def _names(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
-    names = (name for name, tensor in tensors if not local(tensor.detach()).isfinite().all())
+def _names(tensors: Iterable[tuple[str, torch.Tensor]], storage: Storage) -> tuple[str, ...]:
+    values = ((name, storage.values(tensor.detach())) for name, tensor in tensors)
+    names = (name for name, tensor in values if not local(tensor).isfinite().all())
     return tuple(name if is_adapter(name) else hf_name(name) for name in names)[::-1]

@@ -78,7 +78,12 @@ def training_step(
     """
     loss, tokens = forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
     norm = clip_by_global_norm(
-        job.trainable(), mesh, job.pm.parameter_facts, max_grad_norm, job.loss_scale.scale
+        job.trainable(),
+        mesh,
+        job.pm.parameter_facts,
+        max_grad_norm,
+        job.loss_scale.scale,
+        job.pm.storage,
     )
     numbers, routing = [loss.double(), norm.double()], job.routing
     if routing is not None:

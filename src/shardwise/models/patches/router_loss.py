@@ -68,20 +68,27 @@ class RouterLoss:
         self.routers = routers
         self.gradient_share = gradient_share
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.is_in_forward = False
         for router in routers:
             router.register_forward_hook(self._record)
 
     def _record(self, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
         logits, _, chosen = output  # [B*T, E], _, [B*T, top_k]
-        self.outputs.append((logits, chosen))
+        if self.is_in_forward:
+            self.outputs.append((logits, chosen))
 
     def start(self) -> None:
-        """Drop what was recorded: with activation checkpointing, the last backward recorded too."""
+        """Begin a forward. What a backward computes again is not recorded.
+
+        It would keep all that was recomputed in memory until the next forward.
+        """
         self.outputs = []
+        self.is_in_forward = True
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of the forward just done (scalar, float32)."""
         outputs, self.outputs = self.outputs, []
+        self.is_in_forward = False
         assert len(outputs) == len(self.routers)
         targets = (batch.labels != IGNORED).float()  # [B, T]
         tokens = _of_rows(batch, targets.sum(dim=1, keepdim=True))  # [B, 1]
