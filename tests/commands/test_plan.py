@@ -74,6 +74,21 @@ def test_a_budget_stays_in_the_run_file(folder, capsys):
     assert "the smallest that this run can keep is 0." in capsys.readouterr().err
 
 
+def test_a_stored_base_needs_less_and_computes_the_same(capsys):
+    def best(base: str, *options: str) -> dict:
+        arguments = [*DEVICES, "--explain", "fsdp2:2", f"--model.base={base}", *options, "--json"]
+        assert cli.main(["plan", "tiny-qwen3_5", *arguments]) == 0
+        return json.loads(capsys.readouterr().out)["choices"][0]
+
+    plain, stored = best("none"), best("int8")
+    assert stored["memory"]["weights"] < 0.8 * plain["memory"]["weights"]
+    for part in ("layers", "head", "recomputation", "optimizer"):
+        assert stored["time"][part] == pytest.approx(plain["time"][part])
+    for data in ("cp", "tp", "pp"):
+        options = [*DEVICES, "--model.base=fp8", f"--parallel.{data}=2"]
+        assert cli.main(["plan", "tiny-qwen3_5", *options]) == 0
+
+
 @pytest.mark.parametrize(
     ("override", "layouts"),
     [

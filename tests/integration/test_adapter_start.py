@@ -56,10 +56,12 @@ def start(folder: Path, name: str, adapter: Path, of_source: str, parallel: Para
 LAYOUTS = {
     "single": (1, Parallel()),
     "ddp": (2, Parallel("ddp")),
+    "zero1": (2, Parallel("zero1")),
     "zero2": (2, Parallel("zero2")),
     "fsdp1": (2, Parallel("fsdp1")),
     "fsdp2": (2, Parallel("fsdp2")),
     "tp": (2, Parallel(tp=2)),
+    "tp-sp": (2, Parallel(tp=2, sequence_parallel=True)),
     "pp": (2, Parallel(pp=2)),
     "cp": (2, Parallel(cp=2)),
     "ep": (2, Parallel("ddp", ep=2)),
@@ -68,7 +70,7 @@ LAYOUTS = {
 CELLS = [
     *((layout, "linears") for layout in ("single", "zero2", "fsdp1", "tp", "cp")),
     *((layout, "experts") for layout in ("ddp", "fsdp2", "cp", "ep", "hsdp")),
-    *((layout, "dora") for layout in ("fsdp2", "tp", "pp")),
+    *((layout, "dora") for layout in ("zero1", "fsdp2", "tp", "tp-sp", "pp")),
     *((layout, "head") for layout in ("fsdp2", "pp")),
 ]
 REST = [

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardwise.kernels import quantised
 from shardwise.kernels.lora_linear import Linear, lora_linear
 from shardwise.kernels.quantised import (
     Layout,
@@ -13,10 +14,13 @@ from shardwise.kernels.quantised import (
     dequantise,
     quantise,
     quantised_linear,
+    read_bytes,
     shapes_of,
 )
+from shardwise.metrics.memory import PeakMemory
 
 FORMATS = ("nf4", "int8", "fp8")
+EVERY = (*FORMATS, "nf4_float32", "fp8_blocks")
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -120,3 +124,43 @@ def test_linears_that_share_an_input_may_be_stored_each_in_its_own_way():
     (dx,) = torch.autograd.grad(sum(y.sum() for y in ys), x)
     (expected,) = torch.autograd.grad(sum(y.sum() for y in plain), x)
     torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fmt", EVERY)
+def test_parts_of_a_large_matrix_have_the_bits_of_the_whole(fmt, monkeypatch):
+    torch.manual_seed(4)
+    matrix = torch.randn(3, 50, 192)
+    for scales in (None, quantise(matrix, fmt)["scales"] if fmt != "nf4" else None):
+        expected = quantise(matrix, fmt, scales)
+        values = dequantise(expected, fmt, torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr(quantised, "CHUNK_ELEMENTS", 7 * 192 + 5)
+            stored = quantise(matrix, fmt, scales)
+            assert torch.equal(dequantise(stored, fmt, torch.bfloat16), values)
+        assert stored.keys() == expected.keys()
+        assert all(torch.equal(stored[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [2**20, 2**14])
+@pytest.mark.parametrize("fmt", EVERY)
+def test_reading_takes_the_memory_that_is_said(fmt, chunk, dtype, monkeypatch):
+    monkeypatch.setattr(quantised, "CHUNK_ELEMENTS", chunk)
+    matrix = torch.randn(4, 128, 512)
+    with PeakMemory(torch.device("cpu")) as of_storing:
+        tensors = quantise(matrix, fmt)
+    stored_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with PeakMemory(torch.device("cpu")) as of_reading:
+        dequantise(tensors, fmt, dtype)
+    said = read_bytes(fmt, matrix.shape, dtype.itemsize)
+    assert of_reading.added_bytes() == pytest.approx(said, rel=0.02)
+    if chunk < matrix.numel():
+        assert of_storing.added_bytes() < stored_bytes + 32 * chunk
+
+
+@pytest.mark.parametrize(("fmt", "smaller"), [("nf4", 3.86), ("int8", 2.0), ("fp8", 2.0)])
+def test_a_matrix_is_so_many_times_smaller_than_in_16_bits(fmt, smaller):
+    """What docs/guides/quantised-bases.md says of 4,096 columns: it is what fsdp2 gathers, too."""
+    shape = torch.Size([64, 4096])
+    stored = sum(size.numel() * dtype.itemsize for size, dtype in shapes_of(fmt, shape).values())
+    assert round(2 * shape.numel() / stored, 2) == smaller

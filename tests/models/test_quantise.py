@@ -134,14 +134,16 @@ def copy_of_base(model: Model, folder: Path) -> None:
     save_model(hf, weights(hf, model, 0), folder)
 
 
-def test_no_rank_holds_the_model_as_it_was():
+@pytest.mark.parametrize(("layout", "num_ranks"), [("single", 1), ("fsdp2", 2), ("tp", 2)])
+def test_no_rank_holds_the_model_as_it_was(layout, num_ranks):
     """While weights are loaded, one whole matrix is in memory beside what is stored."""
-    plain, stored = (run_ranks(1, bytes_of_loading, base)[0] for base in ("none", "nf4"))
-    assert stored < plain / 2
+    (plain,) = run_ranks(1, bytes_of_loading, "single", 1, "none")
+    for stored in run_ranks(num_ranks, bytes_of_loading, layout, num_ranks, "nf4"):
+        assert stored < plain / 2
 
 
-def bytes_of_loading(base: str) -> int:
-    cfg = run_config(Cell("qwen3_5_text", "single", "lora", 1, "nf4"))
+def bytes_of_loading(layout: str, num_ranks: int, base: str) -> int:
+    cfg = run_config(Cell("qwen3_5_text", layout, "lora", num_ranks, "nf4"))
     cfg = replace(cfg, model=replace(cfg.model, base=base))
     with PeakMemory(CPU) as peak:
         job = build(cfg, build_mesh(cfg, CPU))

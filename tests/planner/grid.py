@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -81,11 +81,12 @@ class Cell:
     microbatches: int
     checkpointing: str
     precision: str
+    base: Literal["none", "nf4", "int8", "fp8"] = "none"
 
     @property
     def id(self) -> str:
-        """Unique in the grid."""
-        return "-".join(map(str, asdict(self).values()))
+        """Unique in the grid, all of whose cells have plain bases."""
+        return "-".join(str(value) for key, value in asdict(self).items() if key != "base")
 
 
 def cells() -> list[Cell]:
@@ -143,7 +144,7 @@ def config_of(cell: Cell, folder: Path) -> RunConfig:
     parallel = Parallel(**LAYOUTS[cell.layout])
     ways = cell.num_ranks // parallel.ranks_of_a_model
     return RunConfig(
-        model=Model(str(model), init="random"),
+        model=Model(str(model), init="random", base=cell.base),
         lora=Lora(r=8) if cell.mode == "lora" else None,
         data=Data(train="unused", sequence_length=cell.length),
         parallel=parallel,

@@ -37,10 +37,20 @@ TWO = [
     Cell("llama", "fsdp2", "full", 2, 256, 2, 2, "none", "float32"),
     Cell("llama", "1f1b", "full", 2, 128, 1, 4, "none", "float32"),
 ]
+# Of few tokens, so that a matrix that is read is a large part of what a layer needs.
+STORED = [
+    Cell("gpt2", "single", "lora", 1, 32, 1, 1, "none", "float32", "nf4"),
+    Cell("qwen3_moe", "single", "lora", 1, 32, 1, 1, "none", "float32", "int8"),
+    Cell("gpt2", "single", "lora", 1, 32, 1, 2, "full", "bfloat16", "nf4"),
+    Cell("llama", "single", "lora", 1, 32, 1, 1, "none", "float32", "int8"),
+    Cell("llama", "single", "lora", 1, 32, 1, 1, "none", "bfloat16", "fp8"),
+]
 
 
 @pytest.mark.parametrize(
-    ("cells", "median", "worst"), [(ONE, 0.02, 0.04), (TWO, 0.04, 0.08)], ids=["one", "two"]
+    ("cells", "median", "worst"),
+    [(ONE, 0.02, 0.04), (STORED, 0.02, 0.04), (TWO, 0.04, 0.08)],
+    ids=["one", "stored", "two"],
 )
 def test_peak_and_states_of_cells(cells, median, worst, tmp_path):
     ranks = run_ranks(cells[0].num_ranks, measure_each, cells, tmp_path)

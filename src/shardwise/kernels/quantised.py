@@ -39,6 +39,9 @@ BLOCK = 64
 NF4 = ("nf4", "nf4_float32")
 FP8_BLOCK = 128
 """Consecutive inputs of a row that share a scale in fp8_blocks, where `in` is a multiple."""
+CHUNK_ELEMENTS = 2**22
+"""Elements of a matrix that are stored or read at once, in whole rows: beside what is stored and
+what is read, no more than some copies of so many are in memory."""
 _LARGEST_FP8 = 448.0
 _LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -76,8 +79,7 @@ class Matrix(NamedTuple):
     def shape(self) -> torch.Size:
         """The shape of the matrix that is read."""
         codes = self.tensors[self.layout.names.index("codes")]
-        width = codes.shape[-1] * (2 if self.layout.format in NF4 else 1)
-        shape = torch.Size([*codes.shape[:-1], width])
+        shape = _shape_of(codes, self.layout.format)
         if self.layout.is_transposed:
             shape = torch.Size([*shape[:-2], shape[-1], shape[-2]])
         return shape
@@ -178,6 +180,23 @@ def quantise(
     `scales`: float32, those that the values were made with; any form but nf4 keeps them, and so
     gets the same codes again. Without them a block's largest value has the outermost code.
     """
+    at_once = _rows_at_once(matrix.shape)
+    if at_once is None:
+        return _quantise(matrix, fmt, scales)
+    stored = {
+        name: torch.empty(size, dtype=dtype, device=matrix.device)
+        for name, (size, dtype) in shapes_of(fmt, matrix.shape).items()
+    }
+    given = {"matrix": matrix} | ({} if scales is None else {"scales": scales})
+    for part, into in zip(_in_rows(given, at_once), _in_rows(stored, at_once), strict=True):
+        for name, tensor in _quantise(part["matrix"], fmt, part.get("scales")).items():
+            into[name].copy_(tensor)
+    return stored
+
+
+def _quantise(
+    matrix: torch.Tensor, fmt: Format, scales: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     size, dtype = shapes_of(fmt, matrix.shape)["scales"]
     blocks = matrix.float().unflatten(-1, (size[-1], -1))
     if scales is None:
@@ -206,13 +225,59 @@ def dequantise(
     tensors: Mapping[str, torch.Tensor], fmt: Format, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the matrix [..., out, in] of stored tensors, in `dtype`: a new tensor."""
+    codes = tensors["codes"]
+    shape = _shape_of(codes, fmt)
+    at_once = _rows_at_once(shape)
+    if at_once is None:
+        return _dequantise(tensors, fmt, dtype)
+    values = torch.empty(shape, dtype=dtype, device=codes.device)
+    rows = values.flatten(0, -2).split(at_once)
+    for part, into in zip(_in_rows(tensors, at_once), rows, strict=True):
+        into.copy_(_dequantise(part, fmt, dtype))
+    return values
+
+
+def read_bytes(fmt: Format, shape: Sequence[int], itemsize: int) -> int:
+    """Return the most bytes that `dequantise` has in memory, beside what is stored, for values of
+    `itemsize` bytes.
+    """
+    shape = torch.Size(shape)
+    at_once = _rows_at_once(shape)
+    whole = 0 if at_once is None else shape.numel() * itemsize
+    numel = shape.numel() if at_once is None else at_once * shape[-1]
+    if fmt not in NF4:
+        return whole + numel * (4 if itemsize == 4 else 4 + itemsize)
+    of_scales = 4 * numel // BLOCK if fmt == "nf4" else 0
+    # Codes as indices of 32 bits, two weights each, and values in float32.
+    return whole + numel * 6 + of_scales
+
+
+def _rows_at_once(shape: torch.Size) -> int | None:
+    """Return how many rows of a matrix are stored or read at once; None: all."""
+    if shape.numel() <= CHUNK_ELEMENTS or torch.compiler.is_compiling():
+        return None
+    return max(1, CHUNK_ELEMENTS // shape[-1])
+
+
+def _in_rows(
+    tensors: Mapping[str, torch.Tensor], at_once: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield so many rows [rows, ...] of tensors [..., out, ...] at a time, as views."""
+    parts = [tensor.flatten(0, -2).split(at_once) for tensor in tensors.values()]
+    for rows in zip(*parts, strict=True):
+        yield dict(zip(tensors, rows, strict=True))
+
+
+def _dequantise(
+    tensors: Mapping[str, torch.Tensor], fmt: Format, dtype: torch.dtype
+) -> torch.Tensor:
     codes, scales = tensors["codes"], tensors["scales"]
     if fmt in NF4:
         if fmt == "nf4":
             scales = _scales_of(scales, tensors["steps"])
         levels = nf4_levels(codes.device)
         pairs = torch.cartesian_prod(levels, levels)  # [256, 2]: a byte's levels at once
-        values = pairs[codes.int()].flatten(-2)
+        values = pairs.index_select(0, codes.flatten().int()).view(_shape_of(codes, fmt))
     elif fmt != "int8":
         values = codes.view(torch.float8_e4m3fn).float()
     else:
@@ -220,6 +285,10 @@ def dequantise(
     # In place: a matrix in float32 and, where `dtype` is another one, in that.
     values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
     return values.to(dtype)
+
+
+def _shape_of(codes: torch.Tensor, fmt: Format) -> torch.Size:
+    return torch.Size([*codes.shape[:-1], codes.shape[-1] * (2 if fmt in NF4 else 1)])
 
 
 def _quantised_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

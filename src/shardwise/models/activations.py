@@ -7,6 +7,7 @@ the forwards of models/kinds run on a tape of sizes (tape.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,11 +16,16 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import RunConfig, way_of
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
+from shardwise.kernels.quantised import Format
 from shardwise.layouts import HALVING
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.families import family_of, spec_of
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.operations import WIDE, Adapter, Block, Parameter
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.parameters import Adapter, Parameter
+from shardwise.models.published import stored_form
+from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tape import Memory, Slot, Tape, Tensor
 from shardwise.models.tensor_cuts import unwrapped
@@ -164,7 +170,9 @@ class _Unit:
         cfg, module = self.cfg, self.hf.get_submodule(path)
         cast = autocast_dtype(cfg.training.precision)
         cuts = {} if cfg.parallel.tp == 1 else self._cuts(path, layer)
-        parameters, adapters = _weights(module, cuts)
+        stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
+        within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
+        parameters, adapters = _weights(module, cuts, within)
         return Block(
             self.tape,
             parameters,
@@ -208,8 +216,15 @@ def _is_trained_below(hf: Any, spec: ModelSpec, unit_index: int) -> bool:
     return any(p.requires_grad for path in paths for p in hf.get_submodule(path).parameters())
 
 
+@lru_cache(maxsize=1)
+def _stored(hf: PreTrainedModel, base: Format) -> dict[str, Format]:
+    """Return the form of each matrix that `model.base` stores in few bits, by its name."""
+    form = stored_form(hf.config, base)
+    return dict.fromkeys(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)), form)
+
+
 def _weights(
-    module: nn.Module, cuts: Mapping[str, tuple[int, int]]
+    module: nn.Module, cuts: Mapping[str, tuple[int, int]], stored: Mapping[str, Format]
 ) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
     """Return the parameters of a module by transformers' names, and its adapters by path."""
     local: dict[nn.Parameter, Parameter] = {}
@@ -219,7 +234,7 @@ def _weights(
         if name in cuts:
             dim, size = cuts[name]
             shape[dim] = size
-        local[p] = Parameter(tuple(shape), p.itemsize, p.requires_grad)
+        local[p] = Parameter(tuple(shape), p.itemsize, p.requires_grad, stored.get(name))
         # Under a name of its own, as PEFT may have wrapped the module itself.
         full = f"module.{name}"
         if not is_adapter(name) and ".original_module." not in full:

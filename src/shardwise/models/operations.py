@@ -14,29 +14,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.kernels.lora_linear.magnitude import CHUNK_ELEMENTS
+from shardwise.models.parameters import Adapter, Parameter, read_in_backward
 from shardwise.models.tape import Tape, Tensor, parameter
 
 WIDE = 4
 """Bytes of a number in float32, in which norms, states and softmax are computed."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter as a rank has it."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-    is_trained: bool
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The factors of a LoRA adapter on a linear, as a rank has them."""
-
-    a: Parameter
-    b: Parameter
-    magnitude: Parameter | None = None
-    """DoRA's."""
 
 
 @dataclass
@@ -213,11 +195,17 @@ class Block:
     def _plain_linear(self, name: str, x: Tensor) -> Tensor:
         weight, num_out = self.weight(_weight_of(name)), self.num_out(name)
         x = self.as_dtype(x, self.cast or x.itemsize)
+        size = x.numel // self.num_in(name) * num_out
+        values, most = self.parameters[_weight_of(name)].reading(x.itemsize)
+        if most:
+            self.tape.touch(most)
+            back = max(values, most - x.num_bytes)
+            sizes = [(size, x.itemsize)]
+            return self.tape.run([x], sizes, forward=values, backward=back, product=True)[0]
         weight = self.as_dtype(weight, self.cast or weight.itemsize)
         keeps = [x] if weight.slot is not None else []
         if x.slot is not None:
             keeps.append(weight)
-        size = x.numel // self.num_in(name) * num_out
         return self.tape.run([weight, x], [(size, x.itemsize)], keeps=keeps, product=True)[0]
 
     def _lora_linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
@@ -233,8 +221,14 @@ class Block:
         # The product with W comes first, then a new one with the adapter's added.
         self.tape.products_within(rows * sum(widths) * x.itemsize)
         forward = 0 if self.tape.keeps_products else rows * widths[-1] * x.itemsize
-        weights = sum(num_in * width for width in widths) * x.itemsize if self.cast else 0
-        backward = 2 * h.num_bytes + weights
+        read = [self.parameters[_weight_of(name)].reading(x.itemsize) for name in names]
+        for i, (values, most) in enumerate(read):
+            # One matrix is read at a time, beside the outputs of those before it.
+            before, y = rows * sum(widths[:i]) * x.itemsize, rows * widths[i] * x.itemsize
+            self.tape.touch(before + max(most, values + 2 * y))
+        forward += read[-1][0]
+        cast = [num_in * width * x.itemsize if self.cast else 0 for width in widths]
+        backward = 2 * h.num_bytes + read_in_backward(cast, read, x, one_at_a_time=self.on_cpu)
         if itemsize != x.itemsize:
             forward = 2 * rows * widths[-1] * itemsize
             backward += max(rows * num_in * (itemsize + x.itemsize), rows * max(widths) * itemsize)
@@ -245,17 +239,19 @@ class Block:
             forward=forward,
             backward=backward,
         )
-        pairs = zip([adapter.magnitude for adapter in adapters], outputs)
-        return [y if m is None else self._with_magnitude(m, num_in, y) for m, y in pairs]
+        pairs = zip(names, [adapter.magnitude for adapter in adapters], outputs)
+        return [y if m is None else self._with_magnitude(n, m, num_in, y) for n, m, y in pairs]
 
-    def _with_magnitude(self, magnitude: Parameter, num_in: int, y: Tensor) -> Tensor:
+    def _with_magnitude(self, name: str, magnitude: Parameter, num_in: int, y: Tensor) -> Tensor:
         """Return y with the lengths of rows; see kernels/lora_linear/magnitude.py."""
         num_out, wide = magnitude.shape[0], y.numel * WIDE
         inputs = [y, parameter(num_out, magnitude.itemsize, magnitude.is_trained)]
         of_rows = min(num_out, max(1, CHUNK_ELEMENTS // num_in)) * num_in * WIDE
         copied = wide if y.itemsize < WIDE else 0
         size, keeps = [(y.numel, y.itemsize)], [y, self.tape.tensor(num_out, WIDE)]
-        most, back = max(of_rows, copied), wide + copied
+        weight = self.parameters[_weight_of(name)]
+        values, reading = weight.reading(weight.itemsize)
+        most, back = max(values + of_rows, reading, copied), wide + copied
         return self.tape.run(inputs, size, keeps=keeps, forward=most, backward=back)[0]
 
     def num_out(self, name: str) -> int:

@@ -124,7 +124,8 @@ def _unlike_ranks(run: Description, boundaries: Sequence[int]) -> list[int]:
 
 def _seconds_of_units(cfg: RunConfig, run: Description, cluster: Cluster) -> list[UnitSeconds]:
     """Return the seconds of every unit; layers that are alike are priced once."""
-    shapes = shapes_of(cfg, run)
+    # Products are those of the matrices, in whatever form `model.base` stores them.
+    shapes = shapes_of(replace(cfg, model=replace(cfg.model, base="none")), run)
     if run.spec.tied:
         shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
     num_ranks = prod(run.sizes.values())

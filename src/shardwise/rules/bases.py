@@ -16,6 +16,10 @@ def _odd_blocks(case: Case) -> str | None:
     return case.model.odd_blocks(case.cfg.model.base, case.parallel.tp)
 
 
+def _fits_fewer_ranks(case: Case) -> bool:
+    return case.parallel.tp > 1 and case.model.odd_blocks(case.cfg.model.base, 1) is None
+
+
 RULES = (
     Rule(
         "full training of a quantised base",
@@ -50,7 +54,7 @@ MODEL_RULES = (
         problem=lambda case: f"model.base is {case.cfg.model.base}, but {_odd_blocks(case)}",
         way_out=lambda case: (
             "use int8, which has one scale a row"
-            + (", or a smaller parallel.tp" if case.parallel.tp > 1 else "")
+            + (", or a smaller parallel.tp" if _fits_fewer_ranks(case) else "")
         ),
         why="a block on two ranks would need a scale of both",
     ),

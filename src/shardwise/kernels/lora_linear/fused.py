@@ -183,6 +183,9 @@ def _input_gradient(
     drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx [rows, in], as Backend.input_gradient."""
+    if options.backend is torch_backend and not any(options.float8):
+        # It reads one weight at a time. Operators of the others take tensors.
+        return torch_backend.input_gradient(dys, weights, g, a, drop)
     plain = [weight.to(dys[0].dtype) for weight in weights]
     if not any(options.float8):
         return options.backend.input_gradient(dys, plain, g, a, drop)

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.kernels.dropout import Dropout
+from shardwise.kernels.quantised import Weight
 
 
 def missing(device: torch.device) -> str | None:
@@ -57,15 +58,15 @@ def output_gradients(
 
 def input_gradient(
     dys: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
+    weights: Sequence[Weight],
     g: torch.Tensor,
     a: torch.Tensor,
     drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
-    dx = dys[0] @ weights[0]
+    dx = dys[0] @ weights[0].to(dys[0].dtype)
     for dy, weight in zip(dys[1:], weights[1:]):
-        dx.addmm_(dy, weight)
+        dx.addmm_(dy, weight.to(dy.dtype))
     return with_input_gradient(dx, g, a, drop)
 
 

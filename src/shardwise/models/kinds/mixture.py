@@ -139,7 +139,12 @@ def _grouped(experts: Block, name: str, x: Tensor, numel: int) -> Tensor:
     x = experts.as_dtype(x, weight.itemsize)
     factors = experts.factors(name)
     inputs = [x, weight, *factors]
-    return experts.tape.run(inputs, [(numel, x.itemsize)], keeps=[x], product=True)[0]
+    values, most = experts.parameters[name].reading(weight.itemsize)
+    experts.tape.touch(most)
+    back, sizes = max(values, most - x.num_bytes), [(numel, x.itemsize)]
+    return experts.tape.run(inputs, sizes, keeps=[x], forward=values, backward=back, product=True)[
+        0
+    ]
 
 
 def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
