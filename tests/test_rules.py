@@ -790,7 +790,7 @@ def covering(
             yield best
 
 
-TRIES = 30
+TRIES = 15
 
 
 PIPELINE_KEYS = ("schedule", "virtual_stages", "split", "memory_limit_gib")

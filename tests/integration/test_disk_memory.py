@@ -27,9 +27,9 @@ MODEL = {
 LAYER_BYTES = 4 * (4 * 512**2 + 3 * 512 * 2048)
 """Those of the matrices of a layer. Of three layers they are in memory at a time, in full training
 four times: weights, gradients and two states."""
-SIZES = {"lora": (64, 1000 * 2**20), "full": (80, 1200 * 2**20)}
+SIZES = {"lora": (84, 1000 * 2**20), "full": (80, 1200 * 2**20)}
 """Layers, and the memory of the process beside what it has mapped before; half of it libraries and
-threads take."""
+threads take. Weights are a third more than it, so that a run in memory ends while it loads them."""
 
 
 def trained(folder: Path, name: str, keys: dict, limit: int | None) -> tuple[int, str, RunRecord]:
@@ -54,7 +54,7 @@ def trained(folder: Path, name: str, keys: dict, limit: int | None) -> tuple[int
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_model_larger_than_the_memory_of_a_process_trains(tmp_path: Path, mode: str):
     num_layers, limit = SIZES[mode]
-    assert num_layers * LAYER_BYTES > limit
+    assert num_layers * LAYER_BYTES > 1.06 * limit
     model = MODEL | {"num_hidden_layers": num_layers}
     (tmp_path / "config.json").write_text(json.dumps(model))
     document = json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 20})

@@ -88,6 +88,7 @@ def _kept_bytes(share: float) -> int:
     return peak.added_bytes()
 
 
+@pytest.mark.slow
 def test_compiled_layers_keep_less_than_torch_would():
     (ours,), (torchs,) = (run_ranks(1, _kept_bytes, x) for x in (compile.ACTIVATIONS_KEPT, 1.0))
     assert ours < 0.95 * torchs

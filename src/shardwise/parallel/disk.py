@@ -84,7 +84,7 @@ def _dtype_of_gradients(
     With LoRA they are small, and what adds up those of several ranks finds them in memory.
     """
     parallel = cfg.parallel
-    is_alone = parallel.data == "single" and parallel.tp * parallel.cp * parallel.ep == 1
+    is_alone = parallel.data == "single" and parallel.ranks_of_a_model == parallel.pp
     if cfg.lora is not None or not is_alone or (spec.tied and parallel.pp > 1):
         return None
     in_float32 = cfg.training.accumulation == "float32"
