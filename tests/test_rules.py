@@ -790,7 +790,7 @@ def covering(
             yield best
 
 
-TRIES = 15
+TRIES = 30
 
 
 PIPELINE_KEYS = ("schedule", "virtual_stages", "split", "memory_limit_gib")
