@@ -11,19 +11,19 @@ from shardwise.words import runs, size
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is computed again of each layer; the same on every rank."""
+    """The layers that are computed again, in which way; the same on every rank."""
 
     budget_bytes: int
     ways: tuple[Way, ...]
-    """Of each layer, from the lowest up."""
+    """One for each layer, from the lowest up."""
     split: tuple[int, ...] | None
     """The layers of each pipeline stage, for which the choice is made; None without a pipeline."""
     peak_bytes: tuple[int, ...]
-    """What a rank of each place in the pipeline needs, by formulas."""
+    """The bytes that a rank of each place in the pipeline needs, by formulas."""
     moments: tuple[str, ...]
     """When these peaks are."""
     price: int
-    """Of all that is computed again, by `source`."""
+    """The price of all that is computed again, by `source`."""
     most: int
     """The price of computing every layer again."""
     source: str

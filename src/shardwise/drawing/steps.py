@@ -77,7 +77,7 @@ def _draw_chart(canvas: Canvas, y: float, chart: Chart, text: str, longest: floa
 
 
 def draw_ring(title: str, num_ranks: int, notes: Sequence[str]) -> Canvas:
-    """Draw an all-reduce around a ring: every piece's summands on every rank after each step."""
+    """Draw an all-reduce around a ring: after each step, the ranks that each piece is the sum of."""
     canvas = Canvas()
     y = canvas.paragraph(0, 12, title, "h") + 6
     columns = [(GUTTER + 84 * rank, 74.0) for rank in range(num_ranks)]
@@ -95,7 +95,7 @@ def draw_ring(title: str, num_ranks: int, notes: Sequence[str]) -> Canvas:
     canvas.paragraph(
         0,
         y,
-        "The height of a piece: how many ranks' summands it has. Framed: what "
+        "The height of a piece: how many ranks it is the sum of. Framed: what "
         "the rank before has just sent, the last rank to the first.",
         fill="muted",
     )
@@ -107,7 +107,7 @@ class RingState:
     """What ranks have of a tensor in as many pieces."""
 
     pieces: Sequence[Sequence[frozenset[int]]]
-    """[rank, piece]: the ranks whose summands are in it."""
+    """[rank, piece]: the ranks that it is the sum of."""
     arrived: Sequence[int | None]
     """The piece that each rank has just been sent."""
 
@@ -115,8 +115,8 @@ class RingState:
 def ring_steps(num_ranks: int) -> Iterator[RingState]:
     """Yield the states of an all-reduce around a ring: at first, and after each of its steps.
 
-    In every step each rank sends a piece to the next one: in the first half one that lacks fewer
-    summands than that rank's, in the second half a complete one.
+    In every step each rank sends a piece to the next one: in the first half one that is the
+    sum of more ranks than that rank's, in the second half a complete one.
     """
     ranks = range(num_ranks)
     pieces = [[frozenset([rank]) for _ in ranks] for rank in ranks]
@@ -138,10 +138,10 @@ def _draw_pieces(
     canvas.text(0, y + 14, label)
     for rank, (x, width) in enumerate(columns):
         tile = width / number
-        for piece, summands in enumerate(state.pieces[rank]):
-            left, part = x + piece * tile, high * len(summands) / number
+        for piece, added in enumerate(state.pieces[rank]):
+            left, part = x + piece * tile, high * len(added) / number
             canvas.rect(left, y, tile - 2, high, "line", radius=0)
-            strength = 1.0 if len(summands) == number else 0.55
+            strength = 1.0 if len(added) == number else 0.55
             canvas.rect(left, y + high - part, tile - 2, part, "c2", strength, radius=0)
             if state.arrived[rank] == piece:
                 edges = [

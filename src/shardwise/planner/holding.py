@@ -257,11 +257,11 @@ class Sharded(Whole):
         own, below = self._in_backward(place)
         copy = below if self.is_gloo and not self.is_kept else 0
         gradients = self.shards + self.early
-        summands = self._summands()
-        yield Held("gather", gradients, own + below + copy + summands, runs=False)
-        yield Held("backward", gradients + self.largest[place], own + below + summands)
+        partial_sums = self._partial_sums()
+        yield Held("gather", gradients, own + below + copy + partial_sums, runs=False)
+        yield Held("backward", gradients + self.largest[place], own + below + partial_sums)
 
-    def _summands(self) -> int:
+    def _partial_sums(self) -> int:
         """Return the bytes of what was reduce-scattered last, where it is kept."""
         return 0
 
@@ -270,7 +270,7 @@ class Fsdp2(Sharded):
     """parallel/fsdp2.py: each weight is gathered into a flat tensor, and copied out of it.
 
     In a forward the flat tensor of a unit stays until the next unit is gathered; in a backward that
-    of the next unit comes early. The summands of a reduce-scatter stay until the next one.
+    of the next unit comes early. The partial sums of a reduce-scatter stay until the next one.
     """
 
     sent_last = 0
@@ -281,7 +281,7 @@ class Fsdp2(Sharded):
     def _sent(self, weights: Sequence[Weight]) -> int:
         return sum(4 * weight.padded_numel for weight in weights)
 
-    def _summands(self) -> int:
+    def _partial_sums(self) -> int:
         return self.sent_last
 
     def forward(self, place: int) -> Iterator[Held]:

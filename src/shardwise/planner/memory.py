@@ -37,7 +37,7 @@ class Memory(NamedTuple):
     activations: int = 0
     """What forwards have kept for backwards."""
     buffers: int = 0
-    """Gathered weights, buckets, summands and messages: what is there to be communicated."""
+    """Gathered weights, buckets, partial sums and messages: what is there to be communicated."""
     temporary: int = 0
     """What a unit or the optimizer needs while it runs, the rows of the step, and constants."""
     overhead: int = 0
