@@ -77,7 +77,7 @@ def _draw_chart(canvas: Canvas, y: float, chart: Chart, text: str, longest: floa
 
 
 def draw_ring(title: str, num_ranks: int, notes: Sequence[str]) -> Canvas:
-    """Draw an all-reduce around a ring: after each step, the ranks that each piece is the sum of."""
+    """Draw an all-reduce around a ring: after each step, which ranks each piece is the sum of."""
     canvas = Canvas()
     y = canvas.paragraph(0, 12, title, "h") + 6
     columns = [(GUTTER + 84 * rank, 74.0) for rank in range(num_ranks)]
