@@ -38,7 +38,7 @@ from shardwise.process.watchdog import beat, paused, watched
 
 
 class _Portable(NamedTuple):
-    """What a checkpoint saves of a run, made again each time."""
+    """The tensors that a checkpoint saves of a run, made again each time."""
 
     job: Job
     trained_only: bool

@@ -34,11 +34,11 @@ _PALE = 0.35
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks hold of a part."""
+    """The bytes that each rank holds of a part."""
 
     part: str
     num_bytes: Sequence[int]
-    """Of each rank."""
+    """One entry for each rank."""
     whole: int
     """Of one process with the complete model."""
     pieces: Sequence[Sequence[tuple[float, float]]]

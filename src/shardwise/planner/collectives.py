@@ -96,7 +96,7 @@ class Collectives(TorchDispatchMode):
 
 
 def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group, by which axes are told apart."""
+    """Return the ranks of a group, which tell axes from one another."""
     return tuple(dist.get_process_group_ranks(group))
 
 
