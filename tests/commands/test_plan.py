@@ -177,6 +177,10 @@ def test_kinds_of_layers_may_be_recomputed(capsys):
             ["llama-3.1-8b", "--devices", "1xRTX4090", "--full", "--html=page.html"],
             "nothing fits on 1 x RTX4090",
         ),
+        (
+            ["llama-3.1-8b", "--devices", "1xRTX4090", "--sequence", "16384", "--lora", "r=16"],
+            "with --model.base=int8 single fits",
+        ),
     ],
     ids=lambda value: " ".join(value[:1] + value[7:]) if isinstance(value, list) else "",
 )

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, Recomputation, RunConfig, Training
-from shardwise.planner.alike import _same_structure, counts_of, first_alike
+from shardwise.models.alike import counts_of, first_alike, same_structure
 from shardwise.planner.blocks import blocks_of
 from shardwise.planner.context import mixers_of
 from shardwise.planner.share import shapes_of, share_of
@@ -53,9 +53,9 @@ def test_layers_that_differ_are_not_alike():
     # Of two layers that were alike, one is frozen.
     for parameter in run.hf.get_submodule(run.spec.layers[2].name).parameters():
         parameter.requires_grad_(False)
-    _same_structure.cache_clear()
     counts_of.cache_clear()
-    assert list(first_alike(run.hf, run.spec, "none").values()) == [0, 1, 2, 3]
+    counts = counts_of(run.hf, run.spec)
+    assert list(same_structure(run.hf, run.spec, counts).values()) == [0, 1, 2, 3]
 
 
 def run_file(family: str, parallel: Parallel) -> RunConfig:

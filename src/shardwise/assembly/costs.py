@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +17,7 @@ from shardwise.kernels import eight_bit
 from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import unit_memory
+from shardwise.models.alike import same_structure
 from shardwise.models.counts import ModelCounts, Unit, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_of
@@ -80,12 +82,16 @@ def counted_costs(
     num_processes: int = 1,
     flops_per_second: float = 1.0,
     device: Literal["cpu", "cuda"] | None = None,
+    alike: Mapping[str, int] | None = None,
 ) -> tuple[Cost, ...]:
     """Return the costs of a model's units by formulas alone, as `costs_of` without a profile.
 
-    `device`: whose kernels keep the activations; by default those of the run here.
+    `device`: whose kernels keep the activations; by default those of the run here. `alike`: see
+    `same_structure`.
     """
-    units = with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
+    counts = counts or count_model(hf, spec)
+    alike = alike or same_structure(hf, spec, counts)
+    units = with_gradients(counts, cfg.parallel.schedule).units
     stored = as_stored(hf, cfg.model.base)
     ranks, costs = _Ranks.of(cfg, hf, spec, num_processes), []
     # Costs are those of whole layers, whatever tensor parallelism shards.
@@ -94,10 +100,14 @@ def counted_costs(
         parallel=replace(cfg.parallel, tp=1, sequence_parallel=False),
         training=replace(cfg.training, device=device or device_type(cfg)),
     )
+    kept: dict[object, int] = {}
     for place, (unit, paths) in enumerate(zip(units, unit_modules(spec), strict=True)):
         parameters = {p for path in paths for p in stored.get_submodule(path).parameters()}
-        kept = unit_memory(alone, hf, spec, place).kept
-        cost = _cost(cfg, hf, unit, list(parameters), kept, ranks, flops_per_second)
+        # A layer keeps as much as one that is alike, if both or neither have trained weights below.
+        key = alike.get(unit.name, unit.name), place > 0 and units[place - 1].backward
+        if key not in kept:
+            kept[key] = unit_memory(alone, hf, spec, place).kept
+        cost = _cost(cfg, hf, unit, list(parameters), kept[key], ranks, flops_per_second)
         logical = {p for path in paths for p in hf.get_submodule(path).parameters()}
         costs.append(replace(cost, parameters=sum(p.numel() for p in logical)))
     if spec.tied and cfg.parallel.schedule in V_SHAPED:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from shardwise import rules
 from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
-from shardwise.layouts import Facts, axis_sizes
+from shardwise.layouts import Facts, ModelFacts, axis_sizes
 from shardwise.models import adapter_start, load, lora, published
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
@@ -44,6 +44,8 @@ class Description(WholeModel):
     kernels: Mapping[str, str]
     """What computes the loss, LoRA and each core on the device; {} without one."""
     pipeline: Pipeline | None
+    facts: ModelFacts
+    """What the rules have asked of the model."""
     notes: tuple[str, ...]
     """Notes for a reader of the run's figures."""
 
@@ -85,6 +87,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         positions=facts.num_positions,
         kernels={} if device is None else _kernels(cfg, model, device),
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
+        facts=facts,
         notes=notes,
     )
 

@@ -30,7 +30,8 @@ OWN_FAMILY = Family(OWN, mixers={}, feed_forward={})
 
 def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
     """Describe a run of a module, as `describe` does; UserError with the first rule against it."""
-    rules.check(cfg, Facts(num_ranks, own_facts(own)))
+    facts = own_facts(own)
+    rules.check(cfg, Facts(num_ranks, facts))
     return Description(
         hf=own.module,
         multimodal=None,
@@ -42,6 +43,7 @@ def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
         lora=None,
         kernels={},
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
+        facts=facts,
         notes=(),
     )
 

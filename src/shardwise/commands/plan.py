@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from itertools import product
@@ -22,13 +23,24 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> int:
     """Print the layouts that fit and train fastest, or the arithmetic of one."""
+    # A plan makes hardly any cycles, and Python would look for them in all modules as they are
+    # imported: a second of six.
+    gc.disable()
+    try:
+        return plan(args)
+    finally:
+        gc.enable()
+
+
+def plan(args: Namespace) -> int:
+    """Do what `run` says."""
     from rich.console import Console
     from transformers.utils import logging
 
     from shardwise.planner import plan_page
     from shardwise.planner.cluster import cluster_of
     from shardwise.planner.exact import usable_bytes
-    from shardwise.planner.search import search
+    from shardwise.planner.search import search, with_smaller_base
 
     require(args.top >= 1, f"--top is {args.top}; give at least 1")
     for option in ("write", "html"):
@@ -70,11 +82,16 @@ def run(args: Namespace) -> int:
         least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)
         if least is None:  # the last refusal is of a whole run
             raise UserError(["no layout of this run was found", *answer.refused.values()][-1])
+        needs, limit = (x / 2**30 for x in (least.memory.total, usable_bytes(question)))
+        advice = "give more --devices, a shorter --sequence, or --lora in place of --full"
+        if (smaller := with_smaller_base(question)) is not None:
+            size = smaller.best.memory.total / 2**30
+            option = f"--model.base={smaller.question.cfg.model.base}"
+            advice = f"with {option} {smaller.best.title} fits in {size:.1f} GiB; or {advice}"
         raise UserError(
             f"nothing fits on {cluster.num_devices} x {cluster.device.name}: the least that was "
-            f"found is {least.title} ({least.details}), which needs "
-            f"{least.memory.total / 2**30:.1f} of {usable_bytes(question) / 2**30:.1f} GiB; give "
-            "more --devices, a shorter --sequence, or --lora in place of --full"
+            f"found is {least.title} ({least.details}), which needs {needs:.1f} of {limit:.1f} "
+            f"GiB; {advice}"
         )
     if args.simulate:
         simulate(console, answer, args.rank)

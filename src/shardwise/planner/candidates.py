@@ -16,8 +16,8 @@ from shardwise.assembly.costs import counted_costs
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.layouts import Facts, ModelFacts, layout_of, parallel_of
-from shardwise.models.counts import ModelCounts, count_model
-from shardwise.models.facts import facts_of
+from shardwise.models.alike import counts_of, first_alike
+from shardwise.models.counts import ModelCounts
 from shardwise.planner.choices import Recomputed, as_checkpointing, hashable, is_budget
 from shardwise.planner.cluster import HERE, Cluster
 from shardwise.planner.memory import require_memory
@@ -165,24 +165,24 @@ def subject_of(question: Question) -> Subject:
     training = replace(cfg.training, micro_batch_size=1, checkpointing="none", device="auto")
     one = replace(cfg, parallel=Parallel(), training=training)
     run = describe(one, 1)
-    facts = facts_of(run.hf, run.spec, run.family)
+    facts = run.facts
     if not facts.is_listed:
         raise UserError(
             f"{cfg.model.path}: {facts.family} is not a family that shardwise knows, so that what "
             "its layers keep is not known; plan one that `shardwise models` lists"
         )
     facts = replace(facts, indivisible=cache(facts.indivisible))
-    costs, counts = {}, count_model(run.hf, run.spec)
+    costs, counts = {}, counts_of(run.hf, run.spec)
+    alike = first_alike(run.hf, run.spec, "none")
     bounds: dict[Recomputed, tuple[Recomputed, Recomputed]] = {
         # What a budget chooses computes and keeps as little as this, or more.
         choice: ("none", "full") if is_budget(choice) else (choice, choice)
         for choice in ("none", *recomputations(question))
     }
     for choice in dict.fromkeys(one for ends in bounds.values() for one in ends):
-        way = replace(training, checkpointing=as_checkpointing(choice))
-        costs[choice] = counted_costs(
-            replace(one, training=way), run.hf, run.spec, counts, device=question.device_type
-        )
+        way = replace(one, training=replace(training, checkpointing=as_checkpointing(choice)))
+        of = question.device_type
+        costs[choice] = counted_costs(way, run.hf, run.spec, counts, device=of, alike=alike)
     totals = {
         str(choice): Totals(
             sum(unit.seconds for unit in costs[fast]),

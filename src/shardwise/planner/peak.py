@@ -20,16 +20,15 @@ from torch import nn
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig, way_of
-from shardwise.layouts import context_joins_of, num_microbatches, num_strategy_ranks
+from shardwise.layouts import HALVING, context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
+from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.planner.alike import first_alike
 from shardwise.planner.holding import (
     Ddp,
     Fsdp1,
     Fsdp2,
     Fsdp2Stage,
-    Held,
     Unit,
     Whole,
     Zero1,
@@ -89,22 +88,11 @@ def memory_of_share(
     coordinates: Mapping[str, int],
     units: dict[object, UnitMemory] | None = None,
 ) -> Memory:
-    """Return the memory of the rank at its peak; see `moments_of_share`."""
-    return max(moments_of_share(cfg, run, share, coordinates, units), key=lambda m: m.total)
-
-
-def moments_of_share(
-    cfg: RunConfig,
-    run: Description,
-    share: Share,
-    coordinates: Mapping[str, int],
-    units: dict[object, UnitMemory] | None = None,
-) -> Iterator[Memory]:
-    """Yield the memory of a rank with these coordinates and share, at every moment of a step.
+    """Return the memory of a rank with these coordinates and share, at its peak.
 
     `units` are those of layouts of the same run that were computed before; others are added.
     """
-    yield from Rank(cfg, run, share, coordinates, {} if units is None else units).moments()
+    return Rank(cfg, run, share, coordinates, {} if units is None else units).peak()
 
 
 @lru_cache(maxsize=1)
@@ -169,7 +157,7 @@ class Rank:
         numbers += [last] if stage.last else []
         units, is_trained = [], False
         training, parallel = self.cfg.training, self.cfg.parallel
-        layout = training.micro_batch_size, parallel.schedule, parallel.cp, parallel.ep
+        layout = training.micro_batch_size, parallel.schedule in HALVING, parallel.cp, parallel.ep
         layout = *layout, parallel.tp, parallel.sequence_parallel
         for number in numbers:
             of_unit = weights.get(number, ())
@@ -207,17 +195,24 @@ class Rank:
         kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
         passes, peaks = [*self.passes()], dict[int, Memory]()
         for chunk, moments, in_flight, late, gradients, messages in passes:
-            memories = self._memories(self.chunks[chunk], moments)
             if self.run.pipeline is None:
-                yield from memories
+                yield from self._memories(self.chunks[chunk], moments)
                 continue
             if id(moments) not in peaks:  # what passes of the same moments add is the same
-                peaks[id(moments)] = max(memories, key=lambda memory: memory.total)
+                peaks[id(moments)] = self._largest(self.chunks[chunk], moments)
             activations = sum(map(prod, zip(in_flight, kept))) + late
             yield peaks[id(moments)].plus(
                 gradients=gradients, activations=activations, buffers=messages
             )
         yield from self.after()
+
+    def peak(self) -> Memory:
+        """Return the memory at the moment with the most bytes."""
+        if self.run.pipeline is None:
+            passes = [*self.passes()]
+            in_turn = (self._largest(self.chunks[one.chunk], one.moments) for one in passes)
+            return max(*in_turn, *self.after(), key=lambda memory: memory.total)
+        return max(self.moments(), key=lambda memory: memory.total)
 
     def passes(self) -> Iterator[Pass]:
         """Yield the forwards and backwards of a step, of those that are alike the first."""
@@ -229,7 +224,9 @@ class Rank:
         for holding in self.holdings:
             others = sum(h.total for h in self.holdings if h is not holding)
             for held in holding.last_reduction():
-                yield self._moment(held, "gradients").plus(gradients=others)
+                yield self.base.plus(
+                    gradients=held.gradients + others, buffers=held.buffers
+                )._replace(moment=f"{held.moment} of gradients")
         yield from self._after()
 
     def _holding(self, units: Sequence[Unit], chunk: Chunk) -> Whole:
@@ -282,17 +279,24 @@ class Rank:
         kept = [0, *accumulate(unit.memory.kept for unit in units)]
         for held, place, below, beside, kind in moments:
             needed = units[place].memory[kind] if held.runs else 0
-            yield self._moment(held, units[place].name, kept[below], beside + needed)
+            yield self.base.plus(
+                gradients=held.gradients,
+                buffers=held.buffers,
+                activations=kept[below],
+                temporary=beside + needed,
+            )._replace(moment=f"{held.moment} of {units[place].name}")
 
-    def _moment(self, held: Held, name: str, kept: int = 0, temporary: int = 0) -> Memory:
-        # There are as many as units in all candidates of a search: no `plus`, which is slower.
-        return self.base._replace(
-            gradients=held.gradients,
-            buffers=held.buffers,
-            activations=kept,
-            temporary=self.base.temporary + temporary,
-            moment=f"{held.moment} of {name}",
-        )
+    def _largest(self, units: Sequence[Unit], moments: Iterable[Moment]) -> Memory:
+        """Return the first of the moments with the most bytes."""
+        kept = [0, *accumulate(unit.memory.kept for unit in units)]
+
+        # All candidates of a search have as many moments as units: numbers are added up here.
+        def num_bytes(moment: Moment) -> int:
+            held, place, below, beside, kind = moment
+            needed = units[place].memory[kind] if held.runs else 0
+            return held.gradients + held.buffers + kept[below] + beside + needed
+
+        return next(self._memories(units, [max(moments, key=num_bytes)]))
 
     def _pipeline(self) -> Iterator[Pass]:
         """Yield a rank's actions in the order of its schedule.
@@ -373,14 +377,12 @@ class Rank:
         if self.share.tied is not None:
             size = self.share.tied.numel * self.share.tied.itemsize
             yield base.plus(buffers=size)._replace(moment="sum of the tied weight's gradients")
-        sizes = [(self._local_numel(weight), weight.itemsize) for weight in trained]
-        if not sizes:
+        numels = {weight: self._local_numel(weight) for weight in trained}
+        if not numels:
             return
-        squares = min(NORM_ELEMENTS, max(numel for numel, _ in sizes))
+        squares = min(NORM_ELEMENTS, max(numels.values()))
         yield base.plus(temporary=4 * squares)._replace(moment="clipping")
-        update = update_bytes(
-            self.cfg, {w: self._local_numel(w) for w in trained}, is_gloo=self.is_gloo
-        )
+        update = update_bytes(self.cfg, numels, is_gloo=self.is_gloo)
         yield base.plus(temporary=update)._replace(moment="update of the largest weight")
         if self.cfg.parallel.data in ("zero1", "zero2"):
             for bucket in buckets(trained[::-1]):

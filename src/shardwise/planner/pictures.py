@@ -22,7 +22,7 @@ from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner.communication import bytes_leaving, messages_of_step
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.messages import sizes_of
-from shardwise.planner.peak import moments_of_share
+from shardwise.planner.peak import Rank
 from shardwise.planner.share import Share, Weight, share_of
 from shardwise.schedule.split import Split
 
@@ -78,7 +78,7 @@ class Placed:
         """The moments of a step, on each rank."""
         units: dict[object, UnitMemory] = {}
         of_shares = {
-            id(share): [*moments_of_share(self.cfg, self.run, share, place, units)]
+            id(share): [*Rank(self.cfg, self.run, share, place, units).moments()]
             for share, place in zip(reversed(self.shares), reversed(self.places))
         }
         return [of_shares[id(share)] for share in self.shares]

@@ -217,7 +217,7 @@ class _Stages:
         return high
 
     def _peak(self, stage: int, way: Way) -> int:
-        return max(memory.total for memory in self.ranks[stage][way].moments())
+        return self.ranks[stage][way].peak().total
 
     def _of_rank(self, stage: int, most: int) -> list[tuple[int, ...]] | None:
         """Return the cheapest options of a rank's chunks: the same for all layers, or mixed."""
@@ -267,7 +267,7 @@ class _Stages:
             [self.ranks[stage][self.ways[n]].chunks[c][i] for i, n in enumerate(own)]
             for c, own in enumerate(numbers)
         ]
-        memory = max(rank.moments(), key=lambda memory: memory.total)
+        memory = rank.peak()
         rank.chunks = chunks
         return memory
 

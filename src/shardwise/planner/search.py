@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from time import perf_counter
@@ -113,6 +113,25 @@ def search(question: Question, top: int = 5) -> Answer:
     answer.refused = space.refused | choices_refused | exact.refused
     answer.seconds = perf_counter() - start
     return answer
+
+
+def with_smaller_base(question: Question) -> Answer | None:
+    """Return the answer for a base in int8 or else in nf4, if a run with LoRA fits with one.
+
+    It is for where nothing fits otherwise: rounded weights give other losses.
+    """
+    model = question.cfg.model
+    if question.cfg.lora is None or "model.base" in question.fixed or model.base != "none":
+        return None
+    for base in ("int8", "nf4"):
+        smaller = replace(question, cfg=replace(question.cfg, model=replace(model, base=base)))
+        try:
+            answer = search(smaller)
+        except UserError:  # the family, or the folder, cannot be stored so
+            continue
+        if answer.choices:
+            return answer
+    return None
 
 
 def _require_any(divisions: Sequence[Division], space: Space) -> None:

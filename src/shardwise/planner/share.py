@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.assembly.describe import Description
 from shardwise.assembly.optimizer import selected_by
 from shardwise.config import RunConfig
 from shardwise.layouts import num_strategy_ranks, shard_dim
+from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.families import family_of
@@ -27,7 +29,6 @@ from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import Cut
 from shardwise.models.tensor_plan import cuts_of, split_blocks
-from shardwise.planner.alike import counts_of, first_alike
 from shardwise.planner.blocks import Block, blocks_of
 from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
 from shardwise.planner.experts import Mixture, mixtures_of
@@ -60,7 +61,7 @@ class Weight:
     def sharded(self, num_shards: int, num_expert_ranks: int) -> Weight:
         """Return it with so many shards; those of an expert are among the ranks of its part."""
         number = num_shards if self.ep_dim is None else num_shards // num_expert_ranks
-        return replace(self, num_shards=number)
+        return self if number == self.num_shards else replace(self, num_shards=number)
 
     @cached_property
     def numel(self) -> int:
@@ -279,7 +280,8 @@ def _cut_weights(
             return replace(weight, shape=(rows, *weight.shape[1:]), tp_dim=0)
         if weight.name in cuts:
             return _cut(weight, cuts[weight.name], rank)
-        block = next(filter(weight.name.startswith, splits), None)
+        places = accumulate(f"{part}." for part in weight.name.split("."))
+        block = next((place for place in places if place in splits), None)
         is_between = block is None and weight.name.startswith(shared_tokens)
         is_inside = block is not None and splits[block] is not None
         return replace(weight, has_partial_gradient=is_between or is_inside)

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from shardwise.assembly.costs import with_gradients
 from shardwise.config import RunConfig
 from shardwise.metrics.flops import rerun_of
+from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import Unit, Weight
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.spec import ModelSpec
-from shardwise.planner.alike import counts_of, first_alike
 
 Pass = Literal["forward", "input", "weight"]
 

@@ -9,10 +9,11 @@ from functools import lru_cache
 from transformers import PreTrainedModel
 
 from shardwise.config import Checkpointing, Recomputation, Way
-from shardwise.models.counts import count_model
+from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.spec import ModelSpec
 
-# A search asks for many layouts of one model, of which these take most of the time.
+# A search asks for many layouts of one model, of which these take most of the time. What is cached
+# is not freed: these are for models on meta.
 counts_of = lru_cache(maxsize=1)(count_model)
 
 
@@ -25,7 +26,7 @@ def first_alike(
     the same shapes, dtypes and `requires_grad`, the same products and cores, and if as much of
     them is computed again. (A list in `checkpointing` names kinds, so it tells none of them apart.)
     """
-    places = _same_structure(hf, spec)
+    places = _of_one_model(hf, spec)
     if not isinstance(checkpointing, Recomputation) or checkpointing.budget_gib is not None:
         return places
     firsts: dict[tuple[int, Way], int] = {}
@@ -36,12 +37,15 @@ def first_alike(
 
 
 @lru_cache(maxsize=1)
-def _same_structure(hf: PreTrainedModel, spec: ModelSpec) -> Mapping[str, int]:
+def _of_one_model(hf: PreTrainedModel, spec: ModelSpec) -> Mapping[str, int]:
+    return same_structure(hf, spec, counts_of(hf, spec))
+
+
+def same_structure(hf: PreTrainedModel, spec: ModelSpec, counts: ModelCounts) -> Mapping[str, int]:
+    """Return `first_alike` of a model with these counts, whatever is computed again."""
     places: dict[object, int] = {}
     alike: dict[str, int] = {}
-    for place, (layer, unit) in enumerate(
-        zip(spec.layers, counts_of(hf, spec).units[1:-1], strict=True)
-    ):
+    for place, (layer, unit) in enumerate(zip(spec.layers, counts.units[1:-1], strict=True)):
         module, prefix = hf.get_submodule(layer.name), f"{layer.name}."
         products = [replace(w, name=w.name.removeprefix(prefix)) for w in unit.weights]
         sort = (
