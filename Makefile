@@ -37,10 +37,14 @@ $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strategies; writes a page that compares them
 	$(BIN)/python examples/demo.py $(MODEL)
 
-study: setup  ## compare the strategies fairly, in rounds; goes on where it stopped
+STUDIES = cpu models experts microbatches compositions
+
+study: setup  ## compare every strategy fairly, in rounds, with a page for each sweep (about two idle hours); resumable
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
-	$(BIN)/shardwise bench configs/study-cpu.yaml --out runs/study-cpu
-	$(BIN)/shardwise report runs/study-cpu
+	set -e; for study in $(STUDIES); do \
+	  $(BIN)/shardwise bench configs/study-$$study.yaml --out runs/study-$$study; \
+	  $(BIN)/shardwise report runs/study-$$study; \
+	done
 
 pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, a table (about 15 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py

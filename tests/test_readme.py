@@ -27,6 +27,15 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 YAML_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 SWEEPS = [path for path in YAML_FILES if "axes" in yaml.safe_load(path.read_text(encoding="utf-8"))]
 RUN_FILES = [path for path in YAML_FILES if path not in SWEEPS]
+NUM_CELLS = {
+    "cpu": 72,
+    "models": 56,
+    "experts": 8,
+    "microbatches": 12,
+    "compositions": 24,
+    "gpu": 32,
+}
+"""Of the studies' sweeps, controls aside."""
 
 
 def blocks(language: str, page: Path) -> list[str]:
@@ -134,7 +143,7 @@ def test_committed_sweeps_hold(path, tmp_path):
     cells = read_sweep(path, tmp_path).cells
     assert not [cell.refusal for cell in cells if cell.refusal]
     if path.stem.startswith("study"):
-        num_cells = {"study-cpu": 52, "study-gpu": 32}[path.stem]
+        num_cells = NUM_CELLS[path.stem.removeprefix("study-")]
         assert sum(not cell.plan.control for cell in cells) == num_cells
 
 
