@@ -7,7 +7,7 @@ Everything here is plain data, computed without torch or transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from itertools import product
@@ -245,6 +245,37 @@ def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
         sizes["dp_replicate"] = parallel.dp_replicate
         sizes["dp_shard"] = ranks_for_data // parallel.dp_replicate
     return sizes
+
+
+def has_copies(cfg: RunConfig, num_ranks: int) -> bool:
+    """Return whether ranks hold copies of one another's weights."""
+    sizes = axis_sizes(cfg, num_ranks)
+    joined = sizes["cp"] if context_joins_of(cfg) == "dp_replicate" else 1
+    return sizes["dp_replicate"] * joined * sizes["tp"] > 1
+
+
+def fitted(cfg: RunConfig, num_ranks: int) -> RunConfig:
+    """Return an elastic run (`launch.min_nodes`) as it is on so many of its ranks.
+
+    Only data axes differ. `pp`, `cp`, `tp` and `ep` stay, and so do the rows of each step and
+    micro-batch: a rank computes more micro-batches. Replicas of fsdp2 keep their number of shards
+    where it divides the ranks; else there is one replica, whose ranks hold least. What is not
+    possible, rules refuse.
+    """
+    all_ranks = cfg.launch.nodes * cfg.launch.processes
+    if cfg.launch.min_nodes is None or num_ranks == all_ranks:
+        return cfg
+    parallel, ranks_for_data = cfg.parallel, num_ranks // cfg.parallel.ranks_of_a_model
+    if parallel.dp_replicate > 1:
+        num_shards = max(1, axis_sizes(cfg, all_ranks)["dp_shard"])
+        replicas, left_over = divmod(ranks_for_data, num_shards)
+        parallel = replace(parallel, dp_replicate=1 if left_over else max(1, replicas))
+    if parallel.data == "fsdp1" and num_ranks == 1:  # there is nothing to shard over
+        parallel = replace(parallel, data="single")
+    cfg = replace(cfg, parallel=parallel)
+    if not has_copies(cfg, num_ranks):  # nothing can be compared
+        cfg = replace(cfg, training=replace(cfg.training, check_copies_every=0))
+    return cfg
 
 
 def fewest_ranks(parallel: Parallel) -> int:

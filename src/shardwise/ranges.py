@@ -28,6 +28,7 @@ RANGES = {
     "optimizer.decay_ratio": (0, 1),
     "optimizer.min_lr_ratio": (0, 1),
     "launch.nodes": (1, 1_000_000),
+    "launch.min_nodes": (1, 1_000_000),
     "launch.processes": (1, 1_024),
     "launch.ahead_seconds": (1, 65_535),
     "launch.restarts": (0, 1_000_000),

@@ -40,7 +40,7 @@ class Slurm:
         self._write_conf()
 
     def _write_conf(self) -> None:
-        host, ports = socket.gethostname(), _free_ports(1 + len(NODES))
+        host, ports = socket.gethostname(), free_ports(1 + len(NODES))
         (self.folder / "state").mkdir()
         lines = [
             "ClusterName=test",
@@ -135,7 +135,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -
         time.sleep(0.2)
 
 
-def _free_ports(number: int) -> list[int]:
+def free_ports(number: int) -> list[int]:
     sockets = [socket.socket() for _ in range(number)]
     for each in sockets:
         each.bind(("127.0.0.1", 0))

@@ -36,7 +36,7 @@ def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
         before=["module load cuda"],
         options={"partition": "gpu", "gpus-per-node": 8, "exclusive": None},
     )
-    overrides = ["--lora.r=4", "--launch.nodes=2"]
+    overrides = ["--lora.r=4"]
     assert (
         slurm.script(cfg, "run.yaml", overrides)
         == f"""\
@@ -75,6 +75,12 @@ fi
 exit "$code"
 """
     )
+
+
+def test_an_elastic_job_takes_the_nodes_that_there_are():
+    text = slurm.script(config(nodes=4, min_nodes=2), "run.yaml", ["--launch.min_nodes=2"])
+    assert "#SBATCH --nodes=2-4\n" in text
+    assert "train run.yaml --launch.min_nodes=2 --resume auto" in text  # ranks fit their layout
 
 
 def script_with(monkeypatch, tmp_path: Path, code: int, restart: str = "") -> list[str]:

@@ -9,15 +9,21 @@ import subprocess
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from shardwise import layouts
 from shardwise.commands.command import Command, add_run_file
 from shardwise.config import RunConfig, UserError, require
+from shardwise.rules import refusals
 from shardwise.run_file import load_config
 
 
 def run(args: Namespace) -> int:
     """Start a run where it is to run."""
     cfg = load_config(args.run, args.overrides)
-    return {"local": _local, "slurm": _slurm}[args.on](cfg, args)
+    if cfg.launch.min_nodes is not None:
+        fewest = cfg.launch.min_nodes * cfg.launch.processes
+        for _, problem in refusals(layouts.fitted(cfg, fewest), layouts.Facts(fewest)):
+            raise UserError(f"launch.min_nodes is {cfg.launch.min_nodes}: {problem}; or raise it")
+    return {"local": _local, "slurm": _slurm, "torchrun": _torchrun}[args.on](cfg, args)
 
 
 def _local(cfg: RunConfig, args: Namespace) -> int:
@@ -27,7 +33,8 @@ def _local(cfg: RunConfig, args: Namespace) -> int:
     nodes, processes = cfg.launch.nodes, cfg.launch.processes
     require(
         nodes == 1,
-        f"launch.nodes is {nodes}, and --on local is this machine; give --on slurm, or set it to 1",
+        f"launch.nodes is {nodes}, and --on local is this machine; give --on slurm "
+        "or torchrun, or set it to 1",
     )
     if args.dry_run:
         variables = [f"{key}={shlex.quote(v)}" for key, v in cfg.launch.environment.items()]
@@ -63,13 +70,24 @@ def _slurm(cfg: RunConfig, args: Namespace) -> int:
     return 0
 
 
+def _torchrun(cfg: RunConfig, args: Namespace) -> int:
+    """Be one node of a run whose agents are torchrun's."""
+    from shardwise.launch import torchrun
+
+    if args.dry_run:
+        print(torchrun.script(cfg, args.run, args.overrides), end="")
+        return 0
+    return torchrun.run(cfg, args.run, args.overrides)
+
+
 def _add_arguments(parser: ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument(
         "--on",
-        choices=("local", "slurm"),
+        choices=("local", "slurm", "torchrun"),
         default="local",
-        help="this machine (the default), or a Slurm cluster, by a batch script",
+        help="this machine (the default), a Slurm cluster, by a batch script, or torchrun's "
+        "agents: start the same command on every node",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and start nothing"
@@ -78,8 +96,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 COMMAND = Command(
     "launch",
-    "Start a run on this machine or on a cluster, as its section launch says. Under Slurm it is "
-    "started again until it is finished.",
+    "Start a run on this machine or on a cluster, as its section launch says. Under Slurm and "
+    "torchrun it is started again until it is finished.",
     _add_arguments,
     run,
 )

@@ -19,6 +19,9 @@ class Launch(Section):
 
     nodes: int = 1
     """Nodes of a cluster."""
+    min_nodes: int | None = None
+    """The fewest nodes with which a run under torchrun or Slurm goes on, on smaller data axes, when
+    it has lost some; null: all of them."""
     processes: int = 1
     """Processes on each node, of which each takes one GPU where there are any."""
     time: str | None = None
@@ -26,20 +29,25 @@ class Launch(Section):
     ahead_seconds: int = 300
     """Slurm: how long before that limit the run is told to finish its step and save."""
     restarts: int = 10
-    """Slurm: how often the job is queued again, at its time limit or after a failure."""
+    """How often Slurm queues the job again, at its time limit or after a failure, or torchrun's
+    agents start its processes again after a failure."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes."""
     before: list[str] = field(default_factory=list)
     """Slurm: lines of bash that run on the first node before the processes start."""
     options: dict[str, str | int | None] = field(default_factory=dict)
-    """Slurm: options of sbatch without their dashes, such as `gpus-per-node: 8`; null: without a
-    value."""
+    """Options of sbatch or torchrun without their dashes, such as `gpus-per-node: 8` or
+    `rdzv-endpoint: node1:29400`; null: without a value."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.time is None or _TIME.fullmatch(self.time) is not None,
             f"launch.time is {shown(self.time)}; give it as 04:00:00 or 1-12:00:00, in quotes",
+        )
+        require(
+            self.min_nodes is None or self.min_nodes <= self.nodes,
+            f"launch.min_nodes is {self.min_nodes} of {self.nodes} launch.nodes; lower it",
         )
         for name in self.environment:
             require(
@@ -49,8 +57,9 @@ class Launch(Section):
         for name, value in self.options.items():
             require(
                 _OPTION.fullmatch(name) is not None and "\n" not in str(value),
-                f"launch.options has {shown(name)}: {shown(value)}, which is no option of sbatch; "
-                "write a name as in its manual, without dashes in front, and its value in one line",
+                f"launch.options has {shown(name)}: {shown(value)}, which is no option of sbatch "
+                "or torchrun; write a name as in their manuals, without dashes in front, and its "
+                "value in one line",
             )
             require(
                 name not in OWN,
@@ -61,5 +70,7 @@ class Launch(Section):
 OWN = (
     *("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "chdir"),
     *("output", "error", "open-mode", "array"),
+    *("nnodes", "nproc-per-node", "max-restarts", "rdzv-id", "standalone", "node-rank", "module"),
+    *("no-python", "run-path", "virtual-local-rank", "signals-to-handle", "shutdown-timeout"),
 )
-"""Options of sbatch that have keys of their own, or that the restarts need as they are."""
+"""Options of sbatch and torchrun that have keys of their own, or that restarts need as they are."""

@@ -31,8 +31,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """Return the batch script of a run, whose folders and interpreter every node can read."""
     launch = cfg.launch
     folder = Path(cfg.training.output_dir).absolute()
-    of_run = [override for override in overrides if not override.startswith("--launch.")]
-    command = [sys.executable, "-m", "shardwise", "train", run_file, *of_run]
+    command = [sys.executable, "-m", "shardwise", "train", run_file, *overrides]
     lines = [
         "#!/bin/bash",
         "# Written by `shardwise launch`. Start it with `sbatch`, or by that command again.",
@@ -67,7 +66,7 @@ def _options(cfg: RunConfig, folder: Path) -> Iterator[str]:
     """
     launch = cfg.launch
     yield f"job-name={_quoted(launch.options.get('job-name') or folder.name)}"
-    yield f"nodes={launch.nodes}"
+    yield f"nodes={'' if launch.min_nodes is None else f'{launch.min_nodes}-'}{launch.nodes}"
     yield f"ntasks-per-node={launch.processes}"
     yield f"chdir={_quoted(Path.cwd())}"
     yield f"output={_quoted(str(folder).replace('%', '%%'))}/slurm-%j.log"

@@ -34,6 +34,9 @@ class World:
 
 ALONE = World(rank=0, size=1, local_rank=0, init_method=None)
 
+STORE = "SHARDWISE_STORE"
+"""The environment variable with the file, in a private folder, in which the ranks meet that
+torchrun's agent starts on one node; each start has a file of its own."""
 SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The environment variables that name the network interface on which gloo and NCCL listen."""
 
@@ -94,7 +97,10 @@ def find_world(env: Mapping[str, str]) -> World | None:
             raise UserError(
                 f"RANK is set but not {' nor '.join(missing)}; start with torchrun, or unset RANK"
             )
-        return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), "env://")
+        place = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"])
+        if STORE in env:
+            return World(*place, None, f"{env[STORE]}-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}")
+        return World(*place, "env://")
     # Only srun sets a step. A batch script has SLURM_PROCID and SLURM_NTASKS too, and would wait
     # for tasks that never come. Slurm counts its own steps (batch script, shell) down from 2^32.
     size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardwise.layouts import (
-    axis_sizes,
-    context_joins_of,
+    has_copies,
     least_microbatches,
     microbatches_left_over,
     num_data_ranks,
@@ -85,16 +84,12 @@ def _left_over(case: Case) -> int:
     return microbatches_left_over(case.parallel.schedule, case.parallel.pp, count)
 
 
-def _has_copies(case: Case) -> bool:
-    sizes = axis_sizes(case.cfg, case.facts.num_ranks)
-    joined = sizes["cp"] if context_joins_of(case.cfg) == "dp_replicate" else 1
-    return sizes["dp_replicate"] * joined * sizes["tp"] > 1
-
-
 STEP_RULES = (
     Rule(
         "copies to compare",
-        applies=lambda case: case.training.check_copies_every > 0 and not _has_copies(case),
+        applies=lambda case: (
+            case.training.check_copies_every > 0 and not has_copies(case.cfg, case.facts.num_ranks)
+        ),
         problem=lambda case: (
             f"training.check_copies_every is {case.training.check_copies_every}, but no rank "
             "holds a copy of another one's weights"

@@ -1,0 +1,203 @@
+"""One node of a run under torchrun's elastic agent, which `shardwise launch` starts on each node.
+
+The agents meet at an endpoint, start the processes of their nodes, and start all of them again
+after one has died, after a node was lost, or when one comes to a run that goes on with fewer
+(`launch.min_nodes`). Each start resumes from the last whole checkpoint. A signal to an agent makes
+the run save first; an elastic one goes on without that node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import RunConfig, UserError, require
+from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
+from shardwise.process.stop import SIGNALS
+from shardwise.process.world import STORE, threads_each, variables
+
+# torch is imported inside functions: a user's mistake is reported before that takes its seconds.
+
+_STOPPED = tuple(128 + number for number in SIGNALS)
+"""Exit codes of ranks that were asked to stop, and have saved."""
+_SIGNALS = ",".join(signal.Signals(number).name for number in SIGNALS)
+_WAY_OUT = "start this command again on every node: the run resumes from its last checkpoint"
+
+
+def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
+    """Return the command of a node, for a shell."""
+    words = ["torchrun", *_arguments(cfg, run_file, overrides)]
+    prefix = [f"{name}={shlex.quote(value)}" for name, value in _variables(cfg).items()]
+    if cfg.launch.nodes == 1:
+        prefix.append(f'{STORE}="$(mktemp -d)/store"')
+    return " ".join([*prefix, shlex.join(words)]) + "\n"
+
+
+def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
+    """Be the agent of a node until the run has ended; return the exit code of its ranks.
+
+    UserError for options that torchrun does not have; RunError where the agents lose one another.
+    """
+    arguments, here = _arguments(cfg, run_file, overrides), _variables(cfg)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        if cfg.launch.nodes == 1:
+            here[STORE] = str(Path(folder, "store"))
+            arguments = [f"--rdzv-endpoint={folder}/agents", *arguments]
+        with variables({**here, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS}):
+            return _run_agent(["--log-dir", folder, *arguments])
+
+
+def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of torchrun. What agents and ranks of one node say stays on loopback."""
+    launch = cfg.launch
+    options = {"rdzv-backend": "c10d", **launch.options}
+    if launch.nodes == 1:  # the agent keeps its notes in a file; ranks meet in another one
+        conf = options.get("rdzv-conf")
+        options["rdzv-conf"] = f"store_type=file{',' if conf else ''}{conf or ''}"
+    require(
+        launch.nodes == 1 or "rdzv-endpoint" in options,
+        f"launch.nodes is {launch.nodes}: say where the nodes meet, such as "
+        "launch.options={rdzv-endpoint: node1:29400} with the name of the first one",
+    )
+    fewest = "" if launch.min_nodes is None else f"{launch.min_nodes}:"
+    options |= {
+        "nnodes": f"{fewest}{launch.nodes}",
+        "nproc-per-node": launch.processes,
+        "max-restarts": launch.restarts,
+        "rdzv-id": Path(cfg.training.output_dir).name or "run",
+        # A step and a checkpoint may take so long after a signal.
+        "shutdown-timeout": max(1, round(cfg.training.timeout_seconds)),
+        "signals-to-handle": _SIGNALS,
+    }
+    words = [f"--{key}" + ("" if value is None else f"={value}") for key, value in options.items()]
+    return [*words, "-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"]
+
+
+def _variables(cfg: RunConfig) -> dict[str, str]:
+    return {
+        # Else the ranks of a new start find dead addresses in the agents' store (pytorch 135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": str(threads_each(cfg.launch.processes)),
+        **cfg.launch.environment,
+    }
+
+
+def _run_agent(arguments: Sequence[str]) -> int:
+    """Run torch's agent as torchrun does with these arguments, except for what `_agent` changes."""
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, api, registry
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed = run.get_args_parser().parse_args(arguments)
+    except SystemExit:
+        raise UserError(
+            f"torchrun refuses launch.options: {said.getvalue().splitlines()[-1]}; see its --help"
+        ) from None
+    config, program, words = run.config_from_args(parsed)
+    endpoint = config.rdzv_endpoint
+    handler = None
+    try:
+        handler = registry.get_rendezvous_handler(
+            RendezvousParameters(
+                backend=config.rdzv_backend,
+                endpoint=endpoint,
+                run_id=config.run_id,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                local_addr=config.local_addr,
+                **config.rdzv_configs,
+            )
+        )
+        spec = WorkerSpec(
+            role=config.role,
+            local_world_size=config.nproc_per_node,
+            entrypoint=program,
+            args=tuple(words),
+            rdzv_handler=handler,
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            local_addr=config.local_addr,
+            event_log_handler=config.event_log_handler,
+            numa_options=config.numa_options,
+        )
+        is_elastic = config.min_nodes < config.max_nodes
+        result = _agent(spec, config, is_elastic).run()
+    except SignalException as error:
+        handler = None  # to close it would end the run of the other nodes too
+        return 128 + error.sigval
+    except api.RendezvousTimeoutError:
+        raise RunError(
+            f"fewer than {config.min_nodes} nodes came to {endpoint} in time; {_WAY_OUT}"
+        ) from None
+    except api.RendezvousClosedError:
+        raise RunError(f"another node has ended the run, and says why; {_WAY_OUT}") from None
+    except (api.RendezvousError, DistError) as error:
+        reason = error.__cause__ or error
+        raise RunError(
+            f"the nodes cannot meet at {endpoint}: {reason}; was that node lost? {_WAY_OUT}"
+        ) from None
+    finally:
+        if handler is not None:
+            handler.shutdown()
+    return exit_code(failure.exitcode for failure in result.failures.values()) if result else 0
+
+
+def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
+    """Return torch's agent, which knows what the exit codes of ranks mean."""
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            code = exit_code(failure.exitcode for failure in result.failures.values())
+            if code in (USER_ERROR, OUT_OF_MEMORY) or (code in _STOPPED and not is_elastic):
+                self._remaining_restarts = 0  # it would end alike again, or is asked to end
+            elif code in _STOPPED:
+                self._remaining_restarts += 1  # for another node that leaves or comes: no failure
+            return result
+
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            num_left = self._remaining_restarts
+            print(
+                f"note: starting again; {num_left} restarts are left", file=sys.stderr, flush=True
+            )
+            super()._restart_workers(worker_group)
+
+        def _shutdown(
+            self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
+        ) -> None:
+            super()._shutdown(death_sig, timeout or self._shutdown_timeout)
+
+    return Agent(
+        spec,
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=config.shutdown_timeout,
+    )
+
+
+def exit_code(codes: Iterable[int]) -> int:
+    """Return the exit code of ranks that ended with these.
+
+    Those that are left when one has ended get SIGTERM.
+    """
+    ended = set(codes) - {0}
+    if cause := ended & {USER_ERROR, OUT_OF_MEMORY}:
+        return min(cause)
+    stopped = ended - {-signal.SIGTERM}
+    if stopped and stopped <= set(_STOPPED):
+        return min(stopped)
+    return FAILED if ended else 0

@@ -1,0 +1,190 @@
+"""A run under torchrun's agents loses a node, goes on, and takes it back, with an undisturbed run's
+losses.
+
+The nodes are two loopback addresses of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwise import cli
+from tests.clusters.slurm import free_ports, wait_for
+from tests.clusters.test_slurm import losses, wait_for_step
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 80
+# With this rate, rounding does not grow over the steps: ddp and fsdp2 differ by 1e-7.
+RUN = (f"--training.steps={STEPS}", "--optimizer.lr=0.0005", "--measure.memory=false")
+RUN += ("--training.micro_batch_size=4",)
+SAVES = "--training.save_every=10"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run file and the outcome of its undisturbed run on two processes of this machine."""
+    path = tmp_path_factory.mktemp("run")
+    before = os.getcwd()
+    os.chdir(path)
+    try:
+        assert cli.main(["init"]) == 0
+        local = [*RUN, "--parallel.data=ddp", "--training.output_dir=runs/local", "--nproc=2"]
+        assert cli.main(["train", "run.yaml", *local]) == 0
+    finally:
+        os.chdir(before)
+    return path
+
+
+class Node:
+    """A node with an address of its own: its agent, and the processes that this one starts."""
+
+    def __init__(self, folder: Path, name: str, address: str, port: int, *overrides: str) -> None:
+        conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
+        options = {"rdzv-endpoint": f"127.0.0.1:{port}", "local-addr": address, "rdzv-conf": conf}
+        self.log = folder / f"{name}-{address}.log"
+        with self.log.open("a") as log:
+            self.agent = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "shardwise", "launch", "run.yaml", "--on=torchrun"),
+                    *(*RUN, SAVES, "--launch.nodes=2", f"--training.output_dir=runs/{name}"),
+                    *(f"--launch.options={json.dumps(options)}", *overrides),
+                ],
+                cwd=folder,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def ranks(self) -> list[psutil.Process]:
+        return psutil.Process(self.agent.pid).children()
+
+    def kill(self) -> None:
+        """Kill the agent and its ranks, as a power cut does."""
+        for process in [psutil.Process(self.agent.pid), *self.ranks()]:
+            process.kill()
+        self.agent.wait()
+
+    def says(self, text: str, more_than: int = 0) -> bool:
+        return self.log.read_text().count(text) > more_than
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, *arguments: object) -> Node:
+    node = Node(*arguments)  # ty: ignore[invalid-argument-type]
+
+    def end() -> None:
+        if node.agent.poll() is None:
+            node.kill()
+
+    stack.callback(end)
+    return node
+
+
+def check_losses(folder: Path, name: str) -> None:
+    rows = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    steps = [row["step"] for row in map(json.loads, rows) if "loss" in row]
+    assert steps == list(range(1, STEPS + 1))
+    assert losses(folder, name) == pytest.approx(losses(folder, "local"), rel=1e-6)
+
+
+@pytest.mark.parametrize("data", ["ddp", "fsdp2"])
+def test_a_run_goes_on_with_one_node_of_two_and_takes_the_other_back(folder, stack, data):
+    name, (port,) = f"elastic-{data}", free_ports(1)
+    elastic = ("--launch.min_nodes=1", f"--parallel.data={data}")
+    first = start(stack, folder, name, "127.0.0.1", port, *elastic)
+    # The first one there is the meeting place.
+    wait_for(lambda: is_open(port), "the meeting place")
+    second = start(stack, folder, name, "127.0.0.2", port, *elastic)
+    wait_for_step(folder, name, 15)
+    alone, again = "note: 1 of 2 processes", "note: starting again"
+    num_alone = first.log.read_text().count(alone)  # it may have begun alone
+    second.kill()
+    wait_for(lambda: first.says(alone, num_alone), "one node")
+    wait_for_step(folder, name, 25)
+    # The other node comes back; meanwhile this one's rank waits, however fast its steps are.
+    (rank,) = first.ranks()
+    rank.suspend()
+    num_again = first.log.read_text().count(again)
+    second = start(stack, folder, name, "127.0.0.2", port, *elastic)
+    wait_for(lambda: first.says(again, num_again), "the node")
+    rank.resume()
+    assert first.agent.wait(300) == 0, first.log.read_text()
+    assert second.agent.wait(60) == 0, second.log.read_text()
+    both = first.log.read_text() + second.log.read_text()
+    (stopped,) = set(re.findall(r"stopped by SIGTERM after step (\d+), saved", both))
+    resumed = {int(step) for step in re.findall(r"resuming after step (\d+)", both)}
+    assert len(resumed) == 2
+    assert resumed >= {int(stopped)}
+    assert min(resumed) >= 10
+    check_losses(folder, name)
+    record = json.loads((folder / "runs" / name / "record.json").read_text())
+    assert record["status"] == "ok"
+
+
+def is_open(port: int) -> bool:
+    return any(
+        c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in psutil.net_connections()
+    )
+
+
+def test_without_the_meeting_place_a_run_stops_and_resumes(folder, stack):
+    name, (port,) = "meeting", free_ports(1)
+    layout = ("--parallel.data=ddp", "--launch.min_nodes=1")
+    first = start(stack, folder, name, "127.0.0.1", port, *layout)
+    wait_for(lambda: is_open(port), "the meeting place")
+    second = start(stack, folder, name, "127.0.0.2", port, *layout)
+    wait_for_step(folder, name, 15)
+    first.kill()
+    assert second.agent.wait(120) == 1
+    assert second.says("error: the nodes cannot meet at 127.0.0.1")
+    alone = start(stack, folder, name, "127.0.0.2", port, *layout)
+    assert alone.agent.wait(300) == 0
+    check_losses(folder, name)
+
+
+def test_one_node_listens_on_loopback_alone(folder, stack):
+    layout = ("--parallel.data=ddp", "--launch.nodes=1", "--launch.processes=2")
+    node = start(stack, folder, "one", "127.0.0.1", 1, *layout, "--launch.options={}")
+    wait_for_step(folder, "one", 5)
+    listening = [
+        connection.laddr.ip
+        for process in (psutil.Process(node.agent.pid), *node.ranks())
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) == {"127.0.0.1"}
+    node.ranks()[1].kill()
+    assert node.agent.wait(300) == 0
+    check_losses(folder, "one")
+
+
+def test_a_signal_to_one_node_stops_a_run_that_needs_all(folder, stack):
+    name, (port,) = "stopped", free_ports(1)
+    nodes = [
+        start(stack, folder, name, f"127.0.0.{i}", port, "--parallel.data=ddp") for i in (1, 2)
+    ]
+    wait_for_step(folder, name, 5)
+    nodes[1].agent.send_signal(signal.SIGTERM)
+    assert [node.agent.wait(120) for node in nodes] == [143, 143]
+    nodes = [
+        start(stack, folder, name, f"127.0.0.{i}", port, "--parallel.data=ddp") for i in (1, 2)
+    ]
+    assert [node.agent.wait(300) for node in nodes] == [0, 0]
+    check_losses(folder, name)

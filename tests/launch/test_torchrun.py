@@ -1,0 +1,159 @@
+"""`shardwise launch --on torchrun`: what the agent makes of how its ranks end.
+
+Real runs on two nodes, one of which is lost: tests/clusters.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
+from shardwise.launch import torchrun
+from shardwise.launch.local import launch
+from tests.command import run_command
+from tests.launch.test_local import no_launcher  # noqa: F401
+from tests.process.test_world import TORCHRUN
+
+RANK = f"""#!{sys.executable}
+import json, os, psutil, signal, sys, time
+from pathlib import Path
+agent = psutil.Process(os.getppid())
+listening = [c.laddr.ip for c in agent.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+start = {{
+    "arguments": sys.argv[1:],
+    "store": os.environ["SHARDWISE_STORE"] + "-" + os.environ["TORCHELASTIC_RESTART_COUNT"],
+    "folder": oct(os.stat(os.path.dirname(os.environ["SHARDWISE_STORE"])).st_mode),
+    "listening": listening,
+}}
+with Path("starts.jsonl").open("a") as file:
+    print(json.dumps(start), file=file)
+number = int(os.environ["SIGNAL"])
+if number:
+    signal.signal(number, lambda *_: sys.exit(128 + number))
+    os.kill(os.getppid(), number)
+    time.sleep(60)
+sys.exit(int(os.environ["CODE"]))
+"""
+"""A rank that reports what it sees of its agent, and ends with a code or asks its agent to end."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    Path("rank").write_text(RANK)
+    Path("rank").chmod(0o755)
+    return tmp_path
+
+
+def run(folder: Path, code: int = 0, number: int = 0, restarts: int = 2):
+    environment = {"PYTHON_EXEC": str(folder / "rank"), "CODE": str(code), "SIGNAL": str(number)}
+    done = run_command(
+        [
+            *("launch", "run.yaml", "--on=torchrun", f"--launch.restarts={restarts}"),
+            f"--launch.environment={json.dumps(environment)}",
+        ]
+    )
+    return done, [json.loads(line) for line in Path("starts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "num_starts"), [(0, 0, 1), (1, 1, 3), (2, 2, 1), (3, 3, 1), (143, 143, 1)]
+)
+def test_what_would_end_alike_is_not_started_again(folder, code, expected, num_starts):
+    done, starts = run(folder, code)
+    assert done.returncode == expected, done.stderr
+    assert len(starts) == num_starts
+    assert done.stderr.count("note: starting again") == num_starts - 1
+
+
+def test_one_node_listens_nowhere_and_leaves_nothing(folder):
+    _, starts = run(folder, code=1, restarts=1)
+    assert [start["listening"] for start in starts] == [[], []]
+    assert len({start["store"] for start in starts}) == 2  # a new group meets in a new file
+    assert {start["folder"] for start in starts} == {"0o40700"}
+    assert not Path(starts[0]["store"]).parent.exists()
+    assert starts[0]["arguments"][:5] == ["-u", "-m", "shardwise", "train", "run.yaml"]
+    assert starts[0]["arguments"][-2:] == ["--resume", "auto"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_agent_reaches_the_ranks(folder, number):
+    done, starts = run(folder, number=number)
+    assert done.returncode == 128 + number
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([1, -15], 1),
+        ([-9, 143], 1),
+        ([143, -15], 143),
+        ([-15], 1),
+        ([2, 1], 2),
+        ([138, 138], 138),
+    ],
+)
+def test_the_code_of_a_node_is_its_causes(codes, expected):
+    assert torchrun.exit_code(codes) == expected
+
+
+def test_a_command_says_what_the_section_says(folder, capsys):
+    capsys.readouterr()
+    arguments = ["--launch.nodes=2", "--launch.processes=4", "--parallel.data=ddp"]
+    arguments += ["--training.micro_batch_size=1", "--launch.min_nodes=1"]
+    options = "--launch.options={rdzv-endpoint: n1:29400, rdzv-conf: join_timeout=60}"
+    command = ["launch", "run.yaml", "--on=torchrun", "--dry-run", *arguments]
+    assert cli.main(command) == 2
+    assert "say where the nodes meet" in capsys.readouterr().err
+    assert cli.main([*command, options]) == 0
+    out = capsys.readouterr().out
+    assert "torchrun --rdzv-backend=c10d --rdzv-endpoint=n1:29400 --rdzv-conf=join_t" in out
+    assert "--nnodes=1:2 --nproc-per-node=4 --max-restarts=10 --rdzv-id=run" in out
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 " in out
+    assert out.endswith("--resume auto\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--launch.options={no-such: 1}"], "torchrun refuses launch.options: "),
+        (["--launch.options={nnodes: 3}"], "which launch itself sets"),
+        (["--launch.min_nodes=2"], "launch.min_nodes is 2 of 1 launch.nodes"),
+        (
+            ["--launch.nodes=2", "--launch.min_nodes=1", "--parallel.tp=2"],
+            "launch.min_nodes is 1: parallel.tp is 2",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(folder, capsys, arguments, message):
+    capsys.readouterr()
+    assert cli.main(["launch", "run.yaml", "--on=torchrun", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_ranks_that_cannot_go_on_say_how_to_resume(tmp_path, monkeypatch, capsys):
+    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    cfg = RunConfig(
+        Model("m"),
+        Data("d"),
+        Training(str(tmp_path)),
+        parallel=Parallel("ddp"),
+        launch=Launch(nodes=4, min_nodes=1),
+    )
+    assert launch(cfg) == 2
+    err = capsys.readouterr().err
+    assert "3 of 4 processes are left" in err
+    assert "training.global_batch_size 8" in err
+    assert "resumes from its last checkpoint" in err
