@@ -95,10 +95,10 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_960,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_975,
     "cli commands library __main__ __init__": 1_660,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_600,
+    "assembly training checkpoint process launch": 7_060,
     "models": 11_310,
     "parallel": 4_490,
     "data": 3_760,
@@ -182,7 +182,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 109
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 110
 
 
 def test_programs_that_measure_stay_few():

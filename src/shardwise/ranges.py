@@ -42,6 +42,7 @@ RANGES = {
     "training.patience": (0, 1_000_000_000),
     "training.save_every": (0, 1_000_000_000),
     "training.keep_last": (1, 1_000_000_000),
+    "training.memory_checkpoint_every": (0, 1_000_000_000),
     "training.max_restarts": (0, 1_000_000),
     "training.check_copies_every": (0, 1_000_000_000),
     "training.timeout_seconds": (0.001, 1_000_000),

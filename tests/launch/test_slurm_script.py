@@ -165,7 +165,7 @@ def test_more_nodes_than_this_machine_are_refused(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init"]) == 0
     assert cli.main(["launch", "run.yaml", "--launch.nodes=2"]) == 2
-    assert "give --on slurm, or set it to 1" in capsys.readouterr().err
+    assert "give --on slurm or torchrun, or set it to 1" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
     assert cli.main(["launch", "run.yaml", "--on=slurm"]) == 2
     assert "no command sbatch here" in capsys.readouterr().err

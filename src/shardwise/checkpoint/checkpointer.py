@@ -23,18 +23,29 @@ import torch.distributed as dist
 from shardwise.assembly.build import Job
 from shardwise.assembly.state import portable_tensors
 from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint import tensors as checkpoint_tensors
-from shardwise.checkpoint.folder import METRICS, UNFINISHED, Best, File, Manifest, folder_of
+from shardwise.checkpoint.folder import (
+    MEMORY_NAME,
+    METRICS,
+    UNFINISHED,
+    Best,
+    File,
+    Manifest,
+    folder_of,
+)
+from shardwise.checkpoint.memory import MemoryCheckpoints
 from shardwise.checkpoint.resume import Start, fingerprint
 from shardwise.checkpoint.tensors import Tensors
+from shardwise.checkpoint.together import together
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
 from shardwise.interfaces import Evaluation
 from shardwise.models.adapter_start import of_folder
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.process.ending import MAKE_ROOM, RunError, is_full
-from shardwise.process.watchdog import beat, paused, watched
+from shardwise.process.ending import RunError, Stopped
+from shardwise.process.watchdog import paused, watched
 
 
 class _Portable(NamedTuple):
@@ -71,7 +82,13 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._step = self._saved = self._start_step = start.step
+        self._step = self._start_step = start.step
+        # What lies in memory alone is not saved yet.
+        self._saved = -1 if start.in_memory else start.step
+        every = cfg.training.memory_checkpoint_every
+        self._memory = MemoryCheckpoints(cfg) if every else None
+        self._memory_folder = memory_folder.find(self._output_dir)
+        self._starts_in_memory = start.in_memory
         validation = loaders.validation
         self._validation_text = validation.corpus.fingerprint() if validation else None
         best = start.manifest.best if start.manifest else None
@@ -80,9 +97,11 @@ class Checkpointer:
         self._best: Best | None = best if of_every_rank(exists, self._group)[0] else None
 
     def __enter__(self) -> Checkpointer:
+        if not self._starts_in_memory:
+            self._forget()  # it is of steps that will be done again
         if self._main:
             best_step = self._best.step if self._best else None
-            folders.take_over(self._output_dir, self._saved, best_step)
+            folders.take_over(self._output_dir, self._start_step, best_step)
         return self
 
     def __exit__(
@@ -92,6 +111,14 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         self._thread.shutdown(wait=error is None)
+        if error is None or isinstance(error, Stopped):
+            self._forget()  # all is on disk
+        if error is None and self._main:
+            (self._output_dir / MEMORY_NAME).unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        if self._memory_folder is not None:
+            shutil.rmtree(self._memory_folder, ignore_errors=True)
 
     def after_step(
         self, step: int, evaluation: Evaluation | None, is_asked_for: bool = False
@@ -116,6 +143,12 @@ class Checkpointer:
         is_due = training.save_every > 0 and step % training.save_every == 0
         if (is_due or is_best or is_asked_for) and self._saved != step:
             self.save(step)
+        every = training.memory_checkpoint_every
+        if self._memory is not None and step % every == 0 and step < self._job.num_steps:
+            self._check(step)
+            # Its own group: a thread may be writing by the other one.
+            manifest = self._manifest(step, self._memory.group)
+            self._memory.save(manifest, self._tensors())
 
     def finish(self) -> None:
         """Save the run after its last step, if it saves at all; wait until that is written."""
@@ -133,10 +166,27 @@ class Checkpointer:
         self.wait()
         self._check(step)
         self._saved = step
+        manifest, metrics = self._manifest(step, self._group), b""
+
+        @paused()
+        def read_metrics() -> None:
+            nonlocal metrics
+            metrics = (self._output_dir / METRICS).read_bytes()
+
+        self._on_main(read_metrics, folder_of(self._output_dir, step))
+        if self._cfg.training.async_save:
+            tensors = _Portable(self._job, self._cfg.lora is not None)
+            copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+            self._writing = self._thread.submit(watched()(self._write), manifest, copies, metrics)
+        else:
+            self._write(manifest, self._tensors(), metrics)
+
+    def _manifest(self, step: int, group: dist.ProcessGroup) -> Manifest:
+        """Return what a checkpoint after `step` holds beside tensors; its files are not known."""
         # A few numbers for each slot, from every rank to all.
-        loader = of_every_rank(self._loaders.state(), self._group)
+        loader = of_every_rank(self._loaders.state(), group)
         job, lora = self._job, self._cfg.lora
-        manifest = Manifest(
+        return Manifest(
             step=step,
             num_steps=job.num_steps,
             config=self._cfg.to_dict(),
@@ -148,22 +198,11 @@ class Checkpointer:
             format=folders.FORMAT,
             lora=None if lora is None or lora.path is None else of_folder(job.lora),
         )
-        tensors = _Portable(job, lora is not None)
-        metrics = b""
 
-        @paused()
-        def read_metrics() -> None:
-            nonlocal metrics
-            metrics = (self._output_dir / METRICS).read_bytes()
-
-        self._on_main(read_metrics, folder_of(self._output_dir, step))
-        if self._cfg.training.async_save:
-            copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
-            self._writing = self._thread.submit(watched()(self._write), manifest, copies, metrics)
-        else:
-            # What lies on disk is read one by one, twice; to gather shards twice would cost more.
-            is_on_disk = self._cfg.parallel.offload == "disk"
-            self._write(manifest, tensors if is_on_disk else dict(tensors.items()), metrics)
+    def _tensors(self) -> Tensors:
+        tensors = _Portable(self._job, self._cfg.lora is not None)
+        # What lies on disk is read one by one, twice; to gather shards twice would cost more.
+        return tensors if self._cfg.parallel.offload == "disk" else dict(tensors.items())
 
     def has(self, step: int) -> bool:
         """Return whether the run as it is after `step` was saved by this process."""
@@ -225,32 +264,4 @@ class Checkpointer:
         self._together(work if self._main else lambda: None, folder)
 
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
-        """Return what `work` returns on every rank; RunError on every rank if it failed on one.
-
-        The watchdog times how long a rank waits here for others; it pauses only while the rank
-        itself reads or writes files.
-        """
-        result, reason = None, None
-        try:
-            result = work()
-        except Exception as error:
-            reason = _reason(error)
-        results = of_every_rank((result, reason), self._group)
-        beat()
-        if reasons := [reason for _, reason in results if reason is not None]:
-            raise RunError(f"checkpoint {folder.name} could not be written: {min(reasons)[1]}")
-        return [result for result, _ in results]
-
-
-def _reason(error: Exception) -> tuple[int, str]:
-    """Return why a checkpoint could not be written, with a way out, behind a rank among reasons.
-
-    Reasons of the operating system (0) come before others (1), which often follow from them.
-    """
-    if not isinstance(error, OSError):
-        return 1, str(error)
-    reason = str(error.strerror or error)
-    if is_full(error):
-        return 0, f"{reason}; {MAKE_ROOM}"
-    file = f": {error.filename}" if error.filename else ""
-    return 0, f"{reason}{file}; mend that, then resume with --resume latest-good"
+        return together(work, self._group, f"checkpoint {folder.name}")

@@ -29,6 +29,8 @@ from shardwise.run_file import parse_config, without_removed
 
 FORMAT = 3
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
+MEMORY_NAME = ".memory"
+"""The file in an output folder that names the run's folders in the memory of nodes."""
 UNFINISHED = ".tmp"
 """The end of the name of what is being written or removed; no run reads it, the next removes it."""
 ABANDONED = ".abandoned"
@@ -295,6 +297,15 @@ def _checkpoints(output_dir: str | Path, ending: str) -> list[Path]:
 def _remove(folder: Path) -> None:
     # Renamed first: a removal that is interrupted must not leave what looks like a checkpoint.
     shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed{UNFINISHED}")))
+
+
+def is_whole(path: Path, known: File) -> bool:
+    """Return whether a file of a checkpoint is there and unchanged."""
+    try:
+        _check_file(path, known)
+    except DamagedError:
+        return False
+    return True
 
 
 def _check_file(path: Path, known: File) -> None:

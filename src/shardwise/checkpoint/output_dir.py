@@ -8,8 +8,15 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
-from shardwise.checkpoint import output_lock
-from shardwise.checkpoint.folder import CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
+from shardwise.checkpoint import memory_folder, output_lock
+from shardwise.checkpoint.folder import (
+    CHECKPOINTS,
+    MANIFEST,
+    MEMORY_NAME,
+    METRICS,
+    UNFINISHED,
+    complete,
+)
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
 from shardwise.process.ending import RunError, is_full
@@ -19,7 +26,7 @@ from shardwise.records.record import RunRecord, Status, write_atomically
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
 """What a pipeline did in a step: for programs, for Perfetto, and as a picture."""
-FILES = (RECORD, METRICS, *TIMELINES, "non-finite-step-*-rank-*.json")
+FILES = (RECORD, METRICS, MEMORY_NAME, *TIMELINES, "non-finite-step-*-rank-*.json")
 """The files that a run writes, as patterns.
 
 Stacks are not among them: one rank may have its file open before another clears the folder.
@@ -65,11 +72,18 @@ def claim(cfg: RunConfig, clear: bool) -> None:
         )
     _check_inputs_stay(folder, cfg.training.resume)
     if clear:
-        for pattern in FILES:
-            for path in folder.glob(pattern):
-                path.unlink()
-        for name in FOLDERS:
-            _remove_folder(folder / name)
+        remove_files(cfg)
+
+
+def remove_files(cfg: RunConfig) -> None:
+    """Remove what a run has written, in this node's memory too."""
+    folder = Path(cfg.training.output_dir)
+    memory_folder.forget(folder)
+    for pattern in FILES:
+        for path in folder.glob(pattern):
+            path.unlink()
+    for name in FOLDERS:
+        _remove_folder(folder / name)
 
 
 def results(folder: str | Path) -> list[Path]:
@@ -149,7 +163,8 @@ def _resumes_here(cfg: RunConfig, folder: Path) -> bool:
     if resume is None:
         return False
     if resume == "auto":
-        return bool(complete(folder))
+        in_memory = memory_folder.has_name(folder) and not results(folder)
+        return in_memory or bool(complete(folder))
     if resume in ("latest", "latest-good"):
         return True
     return Path(resume).resolve().is_relative_to((folder / CHECKPOINTS).resolve())

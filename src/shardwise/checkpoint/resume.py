@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.assembly.optimizer import lr_phases
 from shardwise.assembly.state import FRESH
+from shardwise.checkpoint import memory_folder, output_dir
 from shardwise.checkpoint.folder import (
     ABANDONED,
     Manifest,
@@ -21,6 +22,7 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.index import DamagedError
+from shardwise.checkpoint.memory import MemoryCheckpoints
 from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Optimizer, RunConfig, UserError
 from shardwise.data.state import LoaderState
@@ -61,6 +63,7 @@ MAY_DIFFER = frozenset(
         "training.resume",
         "training.max_restarts",
         "training.check_copies_every",
+        "training.memory_checkpoint_every",
         "training.timeout_seconds",
         "training.sample",
         "training.device",
@@ -82,6 +85,8 @@ class Start:
     manifest: Manifest | None = None
     passed_over: tuple[str, ...] = ()
     """A line for each newer checkpoint that is not used."""
+    in_memory: bool = False
+    """Whether the checkpoint lies in the memory of the nodes."""
 
     @property
     def step(self) -> int:
@@ -117,9 +122,17 @@ def find_start(cfg: RunConfig) -> Start:
         return Start()
     by_name = resume not in _BY_AGE
     candidates = of_every_rank(_candidates(cfg, resume))[0]
-    if resume == "auto" and not candidates:
-        return Start()
     passed_over: list[str] = []
+    in_memory = None
+    if resume == "auto" and of_every_rank(memory_folder.has_name(cfg.training.output_dir))[0]:
+        least_step = step_of(candidates[0]) if candidates else 0
+        in_memory, passed_over = MemoryCheckpoints(cfg).recover(least_step)
+    if in_memory is not None:
+        candidates = [in_memory, *candidates]
+    elif resume == "auto" and not candidates:
+        if passed_over and dist.get_rank() == 0:  # what the lost steps have written
+            output_dir.remove_files(cfg)
+        return Start(passed_over=tuple(passed_over))
     for folder in candidates:
         damages = of_every_rank(damage(folder, dist.get_rank(), dist.get_world_size()))
         problem = next((problem for problem in damages if problem is not None), None)
@@ -128,7 +141,7 @@ def find_start(cfg: RunConfig) -> Start:
             _check_fits(cfg, manifest, folder)
             if by_name:
                 passed_over += _set_aside(cfg.training.output_dir, manifest.step)
-            return Start(folder, manifest, tuple(passed_over))
+            return Start(folder, manifest, tuple(passed_over), folder == in_memory)
         if resume not in ("latest-good", "auto"):
             raise UserError(
                 f"checkpoint {folder.name} is damaged: {problem}; --resume latest-good goes back "

@@ -48,14 +48,23 @@ class Tensors(Protocol):
         ...
 
 
-def save(tensors: Tensors, folder: Path, group: dist.ProcessGroup) -> None:
+def file_of(rank: int) -> str:
+    """Return the name of a rank's file; a rank that writes no tensor has none."""
+    return f"tensors-{rank}.safetensors"
+
+
+def save(
+    tensors: Tensors, folder: Path, group: dist.ProcessGroup, writes_index: bool | None = None
+) -> None:
     """Write the tensors of all ranks and `index.json` into a folder that exists.
+
+    `writes_index`: whether this rank writes the latter; None: rank 0 does.
 
     A tensor is a DTensor, or plain and equal on every rank that has it. Of what several ranks hold,
     one writes it. One tensor at a time is copied to the CPU. All are asked for twice.
     """
     rank = dist.get_rank(group)
-    name = f"tensors-{rank}.safetensors"
+    name = file_of(rank)
     shards: dict[str, Entry] = {}
     for key, tensor in tensors.items():
         begins, sizes, _ = _local_box(tensor)
@@ -65,7 +74,7 @@ def save(tensors: Tensors, folder: Path, group: dist.ProcessGroup) -> None:
     index = _index_of(of_every_rank(shards, group))
     with paused():
         _write(folder / name, index.content_of(name), tensors)
-        if rank == 0:
+        if writes_index or (writes_index is None and rank == 0):
             write_synced(folder / INDEX, encode_index(index))
 
 

@@ -170,6 +170,10 @@ class Training(Section):
     `checkpoints/best` is a link to it."""
     async_save: bool = False
     """Write checkpoints while training continues, from a copy in CPU memory."""
+    memory_checkpoint_every: int = 0
+    """Steps between checkpoints in the memory of the nodes, each with a copy on the next node (0:
+    none). They outlive the processes, or one node; `resume: auto` reads them where they are not
+    older than those on disk."""
     resume: str | None = None
     """`latest`: resume from the newest checkpoint in `output_dir`. `latest-good`: from the newest
     undamaged one. `auto`: the same, or from scratch where there is none, so that one command may

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise import layouts
-from shardwise.checkpoint import output_dir
+from shardwise.checkpoint import memory_folder, output_dir
 from shardwise.checkpoint.folder import complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError, require
@@ -143,8 +143,10 @@ def start_processes(
             report(replace(ending, text=f"{ending.text}{note}"))
             if is_last or has_results:
                 record(cfg, ending)
+                memory_folder.forget(cfg.training.output_dir)
                 return ending.exit_code
-            cfg = _for_restart(cfg, has_checkpoint=bool(published))
+            has_copy = memory_folder.has_name(cfg.training.output_dir)
+            cfg = _for_restart(cfg, has_checkpoint=bool(published) or has_copy)
 
 
 def _prepare(cfg: RunConfig, nproc: int, train: Train | None) -> str:

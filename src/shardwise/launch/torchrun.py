@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import memory_folder
 from shardwise.config import RunConfig, UserError, require
 from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.process.stop import SIGNALS
@@ -51,7 +52,9 @@ def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
             here[STORE] = str(Path(folder, "store"))
             arguments = [f"--rdzv-endpoint={folder}/agents", *arguments]
         with variables({**here, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS}):
-            return _run_agent(["--log-dir", folder, *arguments])
+            code = _run_agent(["--log-dir", folder, *arguments])
+    memory_folder.forget(cfg.training.output_dir)  # of a run that has failed for good
+    return code
 
 
 def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[str]:
