@@ -28,9 +28,9 @@ from tests.distributed import run_ranks
 from tests.parity.harness import microbatches
 
 
-def elastic(folder: Path, data: str, **training: Any) -> RunConfig:
-    cfg = config(folder, save_every=2, memory_checkpoint_every=1, resume="auto", **training)
-    return replace(cfg, parallel=Parallel(data))  # ty: ignore[invalid-argument-type]
+def elastic(folder: Path) -> RunConfig:
+    cfg = config(folder, save_every=2, memory_checkpoint_every=1, resume="auto")
+    return replace(cfg, parallel=Parallel("fsdp2"))
 
 
 def go_to_node(folder: Path, num_nodes: int) -> None:
@@ -70,20 +70,19 @@ def resume(cfg: RunConfig, folder: Path, num_nodes: int) -> tuple[Start, dict[st
     return start, values(build(cfg, mesh, start.state()), cfg)
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
-def died(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def died(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("died")
     (folder / "out").mkdir()
-    ranks = run_ranks(4, train, elastic(folder / "out", request.param), folder)
-    return folder, request.param, ranks
+    return folder, run_ranks(4, train, elastic(folder / "out"), folder)
 
 
 @pytest.fixture
 def copy(died, tmp_path):
-    """A copy of what is left: its folder, the strategy, and the values after each step."""
-    folder, data, ranks = died
+    """A copy of what is left: its folder, and the values after each step."""
+    folder, ranks = died
     shutil.copytree(folder, tmp_path / "copy")
-    return tmp_path / "copy", data, ranks[0][0]
+    return tmp_path / "copy", ranks[0][0]
 
 
 def checkpoint(folder: Path, node: int) -> Path:
@@ -92,8 +91,8 @@ def checkpoint(folder: Path, node: int) -> Path:
 
 
 def check(copy, num_ranks: int, num_nodes: int, step: int, in_memory: bool) -> tuple[str, ...]:
-    folder, data, after = copy
-    cfg = elastic(folder / "out", data)
+    folder, after = copy
+    cfg = elastic(folder / "out")
     for start, found in run_ranks(num_ranks, resume, cfg, folder, num_nodes):
         assert (start.step, start.in_memory) == (step, in_memory)
         assert found.keys() == after[step - 1].keys()
@@ -103,7 +102,7 @@ def check(copy, num_ranks: int, num_nodes: int, step: int, in_memory: bool) -> t
 
 
 def test_each_node_has_its_own_shares_and_those_before(died):
-    folder, _, ranks = died
+    folder, ranks = died
     files = read_manifest(checkpoint(folder, 0)).files
     shares = {name: file.num_bytes for name, file in files.items() if name.startswith("tensors-")}
     for node in (0, 1):
@@ -164,7 +163,7 @@ def test_a_run_in_a_new_folder_finds_nothing(copy):
 
 
 def test_results_are_kept_whatever_was_in_memory(tmp_path):
-    cfg = elastic(tmp_path, "ddp")
+    cfg = elastic(tmp_path)
     for name in ("metrics.jsonl", MEMORY_NAME):
         (tmp_path / name).write_text("")
     claim(cfg, clear=True)
@@ -206,6 +205,6 @@ def fill(cfg: RunConfig, folder: Path) -> str:
 
 def test_no_room_is_said_on_every_rank(tmp_path):
     (tmp_path / "out").mkdir()
-    for message in run_ranks(2, fill, elastic(tmp_path / "out", "ddp"), tmp_path):
+    for message in run_ranks(2, fill, elastic(tmp_path / "out"), tmp_path):
         assert "the copy of step-1 in memory could not be written: No space left" in message
         assert "training.memory_checkpoint_every" in message

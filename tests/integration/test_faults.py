@@ -63,6 +63,20 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert record.resumed_from["step"] in (24, 32)
 
 
+@pytest.mark.slow  # in memory of two nodes: tests/checkpoint/test_memory.py
+def test_a_killed_rank_costs_a_step_where_checkpoints_are_in_memory(
+    path, reference, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SHARDWISE_MEMORY", str(tmp_path))
+    memory = ("--training.memory_checkpoint_every=1", "--training.save_every=0")
+    exit_code, told = kill.run_killed(path, tmp_path / "out", (27, 0.0, 1), overrides=memory)
+    assert exit_code == 0, told
+    record = RunRecord.read(tmp_path / "out" / "record.json")
+    assert record.losses == reference.losses
+    assert record.resumed_from["step"] >= 26
+    assert not list(tmp_path.glob("shardwise-*"))
+
+
 def test_a_killed_rank_of_a_pipeline_is_named_in_one_line(path, tmp_path):
     layout = ["--parallel.data=single", "--parallel.pp=2", "--parallel.schedule=interleaved-1f1b"]
     process = kill.start(path, tmp_path, *layout)
