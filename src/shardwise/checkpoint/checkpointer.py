@@ -144,7 +144,7 @@ class Checkpointer:
         if (is_due or is_best or is_asked_for) and self._saved != step:
             self.save(step)
         every = training.memory_checkpoint_every
-        if self._memory is not None and step % every == 0 and step < self._job.num_steps:
+        if self._memory is not None and step % every == 0:
             self._check(step)
             # Its own group: a thread may be writing by the other one.
             manifest = self._manifest(step, self._memory.group)

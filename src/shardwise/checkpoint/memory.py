@@ -80,7 +80,7 @@ class MemoryCheckpoints:
         self.folder = memory_folder.root() / folder
 
     def save(self, manifest: Manifest, tensors: Tensors) -> None:
-        """Keep a checkpoint, and then remove those before.
+        """Keep a checkpoint with rank 0's manifest, and then remove those before.
 
         RunError, the same on every rank, if there is no room.
         """
@@ -88,8 +88,10 @@ class MemoryCheckpoints:
         unfinished = folder.with_name(folder.name + UNFINISHED)
         own = unfinished / file_of(nodes.rank)
 
-        def read() -> bytes:
-            return Path(self._output_dir, METRICS).read_bytes() if nodes.rank == 0 else b""
+        def read() -> tuple[Manifest, bytes] | None:
+            if nodes.rank > 0:
+                return None
+            return manifest, Path(self._output_dir, METRICS).read_bytes()
 
         def begin() -> None:
             memory_folder.make_private(self.folder)
@@ -105,7 +107,7 @@ class MemoryCheckpoints:
             return folders.checksums(unfinished, names + [METRICS, INDEX] * nodes.is_first)
 
         def finish() -> None:
-            folders.write_manifest(unfinished, replace(manifest, files=files))
+            folders.write_manifest(unfinished, replace(common, files=files))
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
 
@@ -114,7 +116,7 @@ class MemoryCheckpoints:
                 if path != folder:
                     shutil.rmtree(path)
 
-        metrics = self._together(read, folder)[0]
+        common, metrics = self._together(read, folder)[0]
         self._on_nodes(begin, folder)
         self._together(write, folder)
         files: dict[str, File] = {}
