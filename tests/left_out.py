@@ -55,8 +55,8 @@ NOT_QUICK = (
     *(
         f"tests/{name}.py"
         for name in (
-            *("launch/test_local", "training/test_measure", "process/test_watchdog"),
-            *("test_library", "training/test_own_loop"),
+            *("launch/test_local", "launch/test_torchrun", "training/test_measure"),
+            *("process/test_watchdog", "test_library", "training/test_own_loop"),
         )
     ),
 )

@@ -62,6 +62,7 @@ def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[
     launch = cfg.launch
     options = {"rdzv-backend": "c10d", **launch.options}
     if launch.nodes == 1:  # the agent keeps its notes in a file; ranks meet in another one
+        options.pop("rdzv-endpoint", None)
         conf = options.get("rdzv-conf")
         options["rdzv-conf"] = f"store_type=file{',' if conf else ''}{conf or ''}"
     require(
@@ -144,7 +145,9 @@ def _run_agent(arguments: Sequence[str]) -> int:
             f"fewer than {config.min_nodes} nodes came to {endpoint} in time; {_WAY_OUT}"
         ) from None
     except api.RendezvousClosedError:
-        raise RunError(f"another node has ended the run, and says why; {_WAY_OUT}") from None
+        raise RunError(
+            f"the run has ended on the other nodes, which say how; if it failed, {_WAY_OUT}"
+        ) from None
     except (api.RendezvousError, DistError) as error:
         reason = error.__cause__ or error
         raise RunError(
