@@ -133,6 +133,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"offload": "disk"}, "training": {"precision": "bfloat16"}},
         1,
     ),
+    "offload to disk with checkpoints in memory": (
+        "llama",
+        {"parallel": {"offload": "disk"}, "training": {"memory_checkpoint_every": 1}},
+        1,
+    ),
     "offload to disk with async_save": (
         "llama",
         {"parallel": {"offload": "disk"}, "training": {"async_save": True}},

@@ -53,4 +53,11 @@ RULES = (
         way_out="leave one of them out",
         why="the copy may be larger than the memory",
     ),
+    Rule(
+        "offload to disk with checkpoints in memory",
+        applies=lambda case: _is_disk(case) and case.training.memory_checkpoint_every > 0,
+        problem="training.memory_checkpoint_every keeps in memory what offload disk has on disk",
+        way_out="leave one of them out",
+        why="the copy may be larger than the memory",
+    ),
 )
