@@ -49,8 +49,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         "`make faults` injects each fault into a real run of a tiny model, and writes "
         "[faults.json](faults.json) and this page.",
         "",
-        f"{len(cases()) - len(rows)} of the program's {len(cases())} cases have no row: they were not "
-        "run since what they met was mended.",
+        f"{len(cases()) - len(rows)} of the program's {len(cases())} cases have no row: they were "
+        "not run since what they met was mended.",
         "",
         f"Of {len(rows)} cases {right} ended right, {len(rows) - right} did not; steps lost beyond "
         f"the last checkpoint: {lost}. *Same*: the run ended with every loss and the result of the "
