@@ -100,7 +100,7 @@ MOST_LINES = {
     "presets": 300,
     "assembly training checkpoint process launch": 6_450,
     "models": 11_310,
-    "parallel": 4_490,
+    "parallel": 4_500,
     "data": 3_760,
     "kernels": 7_440,
     "planner schedule metrics": 9_240,
