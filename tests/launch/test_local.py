@@ -111,6 +111,12 @@ def killed_on_last(cfg: RunConfig, mesh: Mesh) -> None:
     dist.barrier()
 
 
+def left_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(0)  # as a library may
+    dist.barrier()
+
+
 def hang_on_last(cfg: RunConfig, mesh: Mesh) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(600)
@@ -232,7 +238,7 @@ def test_one_process_runs_here_and_leaves_no_group(tmp_path):
             "oom",
             f"error: out of memory: tried to allocate {2**50} bytes; lower training.mi",
         ),
-        (bug_on_last, 1, "failed", "Traceback (most recent call last):\n"),
+        (bug_on_last, 1, "failed", "error: KeyError: 'a bug of ours'\nTraceback (most recent"),
     ],
 )
 def test_one_process_that_fails(train, exit_code, status, first, tmp_path, capfd):
@@ -355,6 +361,7 @@ def test_where_not_all_processes_start_none_is_left(tmp_path, capfd):
 
 
 WANT = f"out of memory on rank 1 of 2: tried to allocate {2**50} bytes"
+LEFT = "rank 1 of 2 ended with exit code 0 and without a message"
 KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out"
 
 
@@ -365,6 +372,7 @@ KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory ru
         (out_of_memory_on_last, 3, "oom", WANT, True),
         (bug_on_last, 1, "failed", "KeyError on rank 1 of 2: 'a bug of ours'", False),
         (killed_on_last, 1, "failed", KILLED, True),
+        (left_on_last, 1, "failed", LEFT, True),
     ],
 )
 def test_the_first_failure_of_two_processes_is_the_one_reported(
@@ -378,7 +386,9 @@ def test_the_first_failure_of_two_processes_is_the_one_reported(
         assert printed.startswith(f"error: {reason}")
         assert printed.count("\n") == 1
     else:
-        assert printed.startswith("error on rank 1 of 2:\nTraceback (most recent call last):\n")
+        assert printed.startswith(
+            "error on rank 1 of 2: KeyError: 'a bug of ours'\nTraceback (most"
+        )
         assert "in bug_on_last" in printed
         assert printed.endswith("\nKeyError: 'a bug of ours'\n")
 

@@ -99,8 +99,11 @@ class MemoryCheckpoints:
             unfinished.mkdir()
             (unfinished / METRICS).write_bytes(metrics)
 
+        def held() -> Mapping[str, Any]:
+            return checkpoint_tensors.held(tensors, nodes.rank)
+
         def write() -> None:
-            checkpoint_tensors.save(tensors, unfinished, self.group, nodes.is_first)
+            checkpoint_tensors.write(tensors, unfinished, ranks, nodes.rank, nodes.is_first)
 
         def checksums() -> dict[str, File]:
             names = [own.name] if own.exists() else []
@@ -118,6 +121,7 @@ class MemoryCheckpoints:
 
         common, metrics = self._together(read, folder)[0]
         self._on_nodes(begin, folder)
+        ranks = self._together(held, folder)
         self._together(write, folder)
         files: dict[str, File] = {}
         for known in self._together(checksums, folder):

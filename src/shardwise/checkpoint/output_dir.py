@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Generator
@@ -19,7 +20,7 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import RunError, is_full
+from shardwise.process.ending import RunError, is_full, system_error
 from shardwise.process.world import World
 from shardwise.records.record import RunRecord, Status, write_atomically
 
@@ -33,6 +34,8 @@ Stacks are not among them: one rank may have its file open before another clears
 """
 RESULTS = ("adapter", "model")
 """The folders of what was trained; each gets its name when it is complete."""
+_OF_DISKS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
+"""What a write ends in that names no file."""
 FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
@@ -105,15 +108,23 @@ def writing(cfg: RunConfig) -> Generator[None]:
     folder = Path(cfg.training.output_dir)
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        cause = system_error(error)
         # `ending.explain` gives the way out of a full disk.
-        if is_full(error) or not isinstance(error.filename, str | Path):
+        if cause is None or is_full(error):
             raise
-        file = Path(error.filename)
+        if cause.filename is None and cause.errno in _OF_DISKS:
+            raise RunError(
+                f"training.output_dir {folder}: a file there cannot be written ({cause.strerror}); "
+                "mend that, then resume with --resume auto"
+            ) from None
+        if not isinstance(cause.filename, str | Path):
+            raise
+        file = Path(cause.filename)
         if not file.is_relative_to(folder):
             raise
         raise RunError(
-            f"training.output_dir {folder}: {file.name} cannot be written ({error.strerror}); was "
+            f"training.output_dir {folder}: {file.name} cannot be written ({cause.strerror}); was "
             "the folder moved or removed while the run was in it? put it back, then resume with "
             "--resume auto"
         ) from None

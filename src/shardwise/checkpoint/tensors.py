@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.folder import write_synced
 from shardwise.checkpoint.index import INDEX, Chunk, Entry, Index, encode_index
-from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import paused
 
 DTYPES = {
@@ -53,28 +51,36 @@ def file_of(rank: int) -> str:
     return f"tensors-{rank}.safetensors"
 
 
-def save(
-    tensors: Tensors, folder: Path, group: dist.ProcessGroup, writes_index: bool | None = None
-) -> None:
-    """Write the tensors of all ranks and `index.json` into a folder that exists.
+def held(tensors: Tensors, rank: int) -> dict[str, Entry]:
+    """Return what this rank holds of each tensor, which all ranks must know before they `write`.
 
-    `writes_index`: whether this rank writes the latter; None: rank 0 does.
-
-    A tensor is a DTensor, or plain and equal on every rank that has it. Of what several ranks hold,
-    one writes it. One tensor at a time is copied to the CPU. All are asked for twice.
+    A tensor is a DTensor, or plain and equal on every rank that has it.
     """
-    rank = dist.get_rank(group)
-    name = file_of(rank)
     shards: dict[str, Entry] = {}
     for key, tensor in tensors.items():
         begins, sizes, _ = _local_box(tensor)
-        chunks = [Chunk(name, list(begins), list(sizes))] if math.prod(sizes) else []
+        chunks = [Chunk(file_of(rank), list(begins), list(sizes))] if math.prod(sizes) else []
         shards[key] = Entry(_NAMES[tensor.dtype], list(tensor.shape), chunks)
-    # What each rank holds, some 100 bytes per shard, goes from every rank to all.
-    index = _index_of(of_every_rank(shards, group))
+    return shards
+
+
+def write(
+    tensors: Tensors,
+    folder: Path,
+    ranks: Sequence[Mapping[str, Entry]],
+    rank: int,
+    writes_index: bool | None = None,
+) -> None:
+    """Write this rank's share into a folder that exists, and on one rank `index.json`.
+
+    `ranks` is what each rank has `held`. `writes_index`: whether this rank writes the index; None:
+    rank 0 does. Of what several ranks hold, one writes it. One tensor at a time is copied to the
+    CPU. No rank waits for another one, which may have failed.
+    """
+    index = _index_of(ranks)
     with paused():
-        _write(folder / name, index.content_of(name), tensors)
-        if writes_index or (writes_index is None and rank == 0):
+        _write(folder / file_of(rank), index.content_of(file_of(rank)), tensors)
+        if rank == 0 if writes_index is None else writes_index:
             write_synced(folder / INDEX, encode_index(index))
 
 

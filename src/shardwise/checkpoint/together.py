@@ -39,7 +39,7 @@ def _reason(error: Exception, make_room: str) -> tuple[int, str]:
     Reasons of the operating system (0) come before others (1), which often follow from them.
     """
     if not isinstance(error, OSError):
-        return 1, str(error)
+        return 1, str(error) or type(error).__name__
     reason = str(error.strerror or error)
     if is_full(error):
         return 0, f"{reason}; {make_room}"
