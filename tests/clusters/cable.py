@@ -2,8 +2,8 @@
 
 Its ends are TUN devices, which hand over IP packets. Two sorts of TCP connections cross it. The
 client of a TCPStore begins with a byte and a magic number (TCPStoreBackend.hpp). gloo sends frames
-(gloo/transport/tcp/pair.h): 48 bytes of preamble, of which the first 8 are the frame's bytes and the
-next 8 its kind, and maybe a piece of a tensor; who connects sends a number of 8 bytes before.
+(gloo/transport/tcp/pair.h): 48 bytes of preamble, of which the first 8 are the frame's bytes and
+the next 8 its kind, and maybe a piece of a tensor; who connects sends a number of 8 bytes before.
 """
 
 from __future__ import annotations

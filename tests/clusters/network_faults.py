@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise import cli
 from shardwise.metrics.hardware import environment
-from tests.clusters.nodes import Nodes, why_not
+from tests.clusters.nodes import Nodes, prepare, why_not
 
 RESULTS = Path(__file__).parents[2] / "results" / "network-faults.json"
 STEPS, SAVE_EVERY = 12, 4
-TIMEOUT_SECONDS = 40
+TIMEOUT_SECONDS = 60
 """`training.timeout_seconds`. A rank that waits while others read files waits twice as long."""
 END_SECONDS = 30
 """How much longer processes may take to end, on a busy machine."""
@@ -65,16 +63,6 @@ FAULTS = {
     "cut before the first step": Fault(RESUMED, after=".lock", lines=0),
     "cut as a checkpoint is written": Fault(RESUMED, after="checkpoints/step-8.tmp", lines=0),
 }
-
-
-def prepare(folder: Path) -> None:
-    """Write the files of a run of a small hybrid model into a folder."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        assert cli.main(["init"]) == 0
-    finally:
-        os.chdir(before)
 
 
 def start(nodes: Nodes, layout: str, name: str, *overrides: str) -> None:

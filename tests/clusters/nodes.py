@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise import cli
 from tests.clusters.cable import MTU, Cable, Traffic, open_end
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -40,6 +41,16 @@ def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (arguments, done.stderr)
     return done.stdout
+
+
+def prepare(folder: Path) -> None:
+    """Write the files of a run of a small hybrid model into a folder."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        assert cli.main(["init"]) == 0
+    finally:
+        os.chdir(before)
 
 
 class Nodes:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from shardwise import cli
 from shardwise.assembly.describe import describe
 from shardwise.planner.between_nodes import bytes_between_nodes
 from shardwise.planner.share import boundaries_of
 from shardwise.run_file import load_config
-from tests.clusters.cable import PREAMBLE_BYTES
-from tests.clusters.nodes import ADDRESSES, RANKS_PER_NODE, Nodes, why_not
+from tests.clusters.cable import MTU, PREAMBLE_BYTES
+from tests.clusters.nodes import ADDRESSES, RANKS_PER_NODE, Nodes, prepare, why_not
 
 pytestmark = [
     pytest.mark.cluster,
@@ -36,6 +34,7 @@ LAYOUTS = {
     "pp-fsdp2": ("data=fsdp2", "pp=2"),
     "tp": ("data=single", "tp=4"),
 }
+HEADER_BYTES = 52
 SIGNAL_BYTES = 8
 """Besides the formulas: in each step all ranks agree on whether a signal has come."""
 
@@ -43,12 +42,7 @@ SIGNAL_BYTES = 8
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory) -> Iterator[Nodes]:
     folder = tmp_path_factory.mktemp("nodes")
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        assert cli.main(["init"]) == 0
-    finally:
-        os.chdir(before)
+    prepare(folder)
     with Nodes(folder) as both:
         yield both
 
@@ -67,8 +61,18 @@ def test_a_step_sends_to_the_other_node_what_the_formulas_say(nodes, layout):
         part: (getattr(runs[LONG], part) - getattr(runs[SHORT], part)) / (LONG - SHORT)
         for part in vars(runs[LONG])
     }
+    per_step = "crosses per step: " + ", ".join(f"{part} {sent[part]:,.0f}" for part in sent)
     path = nodes.folder / "run.yaml"
     cfg = load_config(path, [*RUN, *keys, f"--model.path={nodes.folder / 'tiny-qwen3_5'}"])
     run = describe(cfg, NUM_RANKS)
     kinds = bytes_between_nodes(cfg, run, RANKS_PER_NODE, boundaries_of(cfg, run))
-    print(layout, sent, kinds)
+    assert kinds is not None
+    formula = sum(kinds.values()) + 4 * (NUM_RANKS - 1) / NUM_RANKS * SIGNAL_BYTES
+    # gloo's reduce-scatter is an all-reduce inside, which sends twice as much.
+    assert sent["tensors"] == formula + kinds.get("reduce-scatter", 0), per_step
+    # Each piece of a tensor has three frames; nobody connects anew.
+    assert sent["preambles"] % (3 * PREAMBLE_BYTES) == 0
+    assert sent["greetings"] == 0
+    # A packet has at most so much beside its headers, of 52 bytes with TCP's clock.
+    packets = (sent["tensors"] + sent["preambles"]) / (MTU - HEADER_BYTES)
+    assert sent["headers"] >= HEADER_BYTES * packets
