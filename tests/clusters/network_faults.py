@@ -54,14 +54,14 @@ class Fault:
 
 
 FAULTS = {
-    "every packet takes 5 ms": Fault(SAME, {"seconds": 0.005}),
-    "1 of 100 packets is lost": Fault(SAME, {"loss": 0.01}),
-    "1 of 10 packets is overtaken": Fault(SAME, {"late": 0.1}),
     "cut for 5 s in a step": Fault(SAME, after="metrics.jsonl", lines=6, seconds=5),
     "cut for 20 s in a step": Fault(SAME, after="metrics.jsonl", lines=6, seconds=20),
     "cut in a step": Fault(RESUMED, after="metrics.jsonl", lines=6),
     "cut before the first step": Fault(RESUMED, after=".lock", lines=0),
     "cut as a checkpoint is written": Fault(RESUMED, after="checkpoints/step-8.tmp", lines=0),
+    "every packet takes 5 ms": Fault(SAME, {"seconds": 0.005}),
+    "1 of 100 packets is lost": Fault(SAME, {"loss": 0.01}),
+    "1 of 10 packets is overtaken": Fault(SAME, {"late": 0.1}),
 }
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     """Do everything to every layout and write the results."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--faults", nargs="*", default=list(FAULTS))
+    parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     args = parser.parse_args()
     reason = why_not()
     assert reason is None, reason

@@ -98,18 +98,16 @@ class Nodes:
         command = (
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={len(ADDRESSES)}", f"--nproc-per-node={RANKS_PER_NODE}"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{STORE_PORT}"),
+            *(f"--master-addr={ADDRESSES[0]}", f"--master-port={STORE_PORT}"),
         )
         train = ("-m", "shardwise", "train", "run.yaml", *overrides)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
         self.agents = []
-        for i, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
-            # Both nodes have the name of this machine, so each is told which one it is.
-            place = (f"--rdzv-conf=is_host={1 - i}", f"--local-addr={address}")
+        for i, name in enumerate(self.names):
             with (self.folder / f"node-{i}.log").open("w") as log:
                 self.agents.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", name, *command, *place, *train],
+                        ["ip", "netns", "exec", name, *command, f"--node-rank={i}", *train],
                         **{"cwd": self.folder, "stdout": log, "stderr": log},
                         env=env | dict(environ or {}),
                     )
