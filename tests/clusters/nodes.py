@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from shardwise import cli
@@ -62,27 +62,29 @@ class Nodes:
         self.agents: list[subprocess.Popen] = []
 
     def __enter__(self) -> Nodes:
-        ends = []
-        for i, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
-            device = f"sw{os.getpid()}-{i}"
-            _ip("netns", "add", name)
-            ends.append(open_end(device))
-            _ip("link", "set", device, "netns", name, "name", INTERFACE)
-            # Without IPv6 nothing crosses but what processes send.
-            off = ("sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
-            _ip("netns", "exec", name, *off)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
-            up = ("mtu", str(MTU), "txqueuelen", "10000", "up")
-            _ip("-n", name, "link", "set", INTERFACE, *up)
-            _ip("-n", name, "link", "set", "lo", "up")
-        self.cable = Cable((ends[0], ends[1]))
+        with ExitStack() as stack:  # removes what is there where something fails
+            ends = []
+            for i, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
+                device = f"sw{os.getpid()}-{i}"
+                _ip("netns", "add", name)
+                stack.callback(_ip, "netns", "del", name)
+                ends.append(open_end(device))
+                _ip("link", "set", device, "netns", name, "name", INTERFACE)
+                # Without IPv6 nothing crosses but what processes send.
+                off = ("sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+                _ip("netns", "exec", name, *off)
+                _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+                up = ("mtu", str(MTU), "txqueuelen", "10000", "up")
+                _ip("-n", name, "link", "set", INTERFACE, *up)
+                _ip("-n", name, "link", "set", "lo", "up")
+            self.cable = Cable((ends[0], ends[1]))
+            stack.callback(self.cable.close)
+            stack.callback(self.end)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-        self.cable.close()
-        for name in self.names:
-            _ip("netns", "del", name)
+        self._stack.close()
 
     def end(self) -> None:
         """Kill all processes of the nodes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from itertools import pairwise
 
 from tests.clusters.cable import Traffic, _Stream
 
@@ -24,7 +25,7 @@ def test_frames_are_told_apart_wherever_packets_end():
     for _ in range(20):
         traffic, read = Traffic(), stream(2**32 - 100)  # TCP's numbers begin again at 0
         cuts = sorted({0, len(sent), *(draw.randrange(len(sent)) for _ in range(9))})
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in pairwise(cuts):
             read.take((2**32 - 100 + low) % 2**32, sent[low:high], traffic)
         assert traffic == Traffic(tensors=1007, preambles=5 * 48, greetings=8)
 
