@@ -98,7 +98,7 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 faults: setup  ## some 380 faults injected into small runs (about an hour); resumable; writes results/faults.json and .md
 	$(BIN)/python -m tests.faults
 
-test-clusters: setup  ## runs on a Slurm of two nodes on this machine, which root starts from the packages slurmctld, slurmd
+test-clusters: setup  ## runs on two nodes of this machine, which root makes: a Slurm from its packages, and torchrun in network namespaces
 	$(BIN)/python -m pytest -m cluster tests/clusters
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing

@@ -103,7 +103,7 @@ MOST_LINES = {
     "parallel": 4_500,
     "data": 3_760,
     "kernels": 7_440,
-    "planner schedule metrics": 9_240,
+    "planner schedule metrics": 9_320,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 6_990,

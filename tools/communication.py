@@ -16,13 +16,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import Data, Lora, Model, RunConfig, Training
 from shardwise.layouts import AXES, num_microbatches, parallel_of
+from shardwise.planner.between_nodes import bytes_between_nodes
 from shardwise.planner.communication import bytes_leaving, messages_of_step
 from shardwise.planner.messages import sizes_of
-from shardwise.planner.share import Share, share_of
+from shardwise.planner.share import Share, boundaries_of, share_of
 from shardwise.rules import offered_layouts
 
 ROOT = Path(__file__).parents[1]
@@ -102,6 +102,13 @@ many tokens. The last number of calls are all-to-alls.
 
 {experts}
 
+## Between two nodes
+
+What all ranks together send to the other node where each node has half of them, in a ring of the
+ranks in their order. `tests/clusters/test_bytes.py` counts it on a cable between two nodes.
+
+{between}
+
 ## Beside the table of ZeRO's authors
 
 One micro-batch per step, in units of r Φ.
@@ -138,26 +145,25 @@ def row_of(layout: str, mode: str) -> dict[str, Any]:
     """Return what the rank that sends most sends in a step."""
     cfg, num_ranks = config(layout, mode), processes(layout)
     run = describe(cfg, num_ranks)
-    totals = [messages_of_step(cfg, run, share) for share in shares(cfg, run, num_ranks)]
+    totals = [messages_of_step(cfg, run, share) for share in shares(cfg, run)]
     sizes = sizes_of(cfg, run)
     most = max(totals, key=lambda total: bytes_leaving(total, sizes))
+    crossing = bytes_between_nodes(cfg, run, num_ranks // 2, boundaries_of(cfg, run))
     return {
         "layout": layout,
         "mode": mode,
         "processes": num_ranks,
         "micro_batches": num_microbatches(cfg, num_ranks),
         "bytes": bytes_leaving(most, sizes),
+        "bytes_between_two_nodes": None if crossing is None else sum(crossing.values()),
         "whole_bytes": {" ".join(key): num_bytes for key, (_, num_bytes) in sorted(most.items())},
         "calls": {" ".join(key): calls for key, (calls, _) in sorted(most.items())},
     }
 
 
-def shares(cfg: RunConfig, run: Description, num_ranks: int) -> list[Share]:
+def shares(cfg: RunConfig, run: Description) -> list[Share]:
     """Return the shares of ranks with other stages or tokens; all others send as much as these."""
-    boundaries = None
-    if run.pipeline is not None:
-        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks)
-        boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
+    boundaries = boundaries_of(cfg, run)
     first = dict.fromkeys(AXES, 0)
     places = product(range(run.sizes["pp"]), range(run.sizes["cp"]))
     return [share_of(cfg, run, first | {"pp": pp, "cp": cp}, boundaries) for pp, cp in places]
@@ -191,7 +197,7 @@ def processes(layout: str) -> int:
 
 def trained_bytes(cfg: RunConfig) -> int:
     """Return the bytes of what a run trains."""
-    (share,) = shares(cfg, describe(cfg, NUM_RANKS), NUM_RANKS)
+    (share,) = shares(cfg, describe(cfg, NUM_RANKS))
     return sum(weight.itemsize * weight.numel for weight in share.trained)
 
 
@@ -220,6 +226,7 @@ def page(result: Mapping[str, Any]) -> str:
         context=_table(CONTEXT, rows, KINDS),
         experts=_table(EXPERTS, rows, KINDS),
         expert_model=result["expert_model"],
+        between=_between((*ALONE, *TOGETHER), rows),
         names=" | ".join(PAPER),
         rule="---:|" * len(PAPER),
         published=" | ".join(map(str, PAPER.values())),
@@ -242,6 +249,15 @@ def _table(
             numbers = [sum(n for key, n in calls if key.startswith(kind)) for kind in kinds]
             cells += [f"{row['bytes']:,}", " + ".join(map(str, numbers))]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _between(layouts: Sequence[str], rows: Mapping[tuple[str, str], Any]) -> str:
+    """Return the table of what crosses between two nodes."""
+    lines = ["| layout | processes | full: bytes | LoRA: bytes |", "|---|---:|---:|---:|"]
+    for layout in layouts:
+        cells = [f"{rows[layout, mode]['bytes_between_two_nodes']:,}" for mode in ("full", "lora")]
+        lines.append(f"| {layout} | {rows[layout, 'full']['processes']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

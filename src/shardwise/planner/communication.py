@@ -36,6 +36,17 @@ def messages_of_step(
     num_targets: Sequence[int] | None = None,
     num_received: Mapping[str, int] | None = None,
 ) -> Total:
+    """Return the sums of what `each_message` yields, by kind and axis."""
+    return add_up(each_message(cfg, run, share, num_targets, num_received))
+
+
+def each_message(
+    cfg: RunConfig,
+    run: Description,
+    share: Share,
+    num_targets: Sequence[int] | None = None,
+    num_received: Mapping[str, int] | None = None,
+) -> Iterator[Messages]:
     """Return what a rank with this share sends, along the axes that have more than one rank.
 
     `num_targets`: tokens with a label in each micro-batch, on the rank; by default all tokens.
@@ -56,7 +67,7 @@ def messages_of_step(
     if cfg.parallel.data != "single":
         formulas.append(DATA_FORMULAS[cfg.parallel.data])
     messages = (message for formula in formulas for message in formula(step))
-    return add_up(message for message in messages if step.size(message.axis) > 1)
+    return (message for message in messages if step.size(message.axis) > 1)
 
 
 def is_known(cfg: RunConfig) -> bool:
@@ -195,15 +206,16 @@ def _pipeline(step: Step) -> Iterator[Messages]:
 
     Once a step the first and the last stage exchange their gradients of a tied weight.
     """
-    calls = 0
+    m = step.num_microbatches
     for chunk in step.share.chunks:
-        calls += chunk.sends + (chunk.receives and chunk.needs_input_gradient)
-    calls *= step.num_microbatches
-    yield Messages("send", "pp", calls, calls * step.hidden_bytes)
+        downwards = chunk.receives_from if chunk.needs_input_gradient else None
+        for receiver in (chunk.sends_to, downwards):
+            if receiver is not None:
+                yield Messages("send", "pp", m, m * step.hidden_bytes, receiver)
     if (tied := step.share.tied) is not None:
-        yield Messages(
-            "send", "pp", 1, tied.itemsize * tied.padded_numel // _num_pieces(step.cfg, tied)
-        )
+        num_bytes = tied.itemsize * tied.padded_numel // _num_pieces(step.cfg, tied)
+        is_first = any(chunk.spec.first for chunk in step.share.chunks)
+        yield Messages("send", "pp", 1, num_bytes, step.sizes["pp"] - 1 if is_first else 0)
 
 
 def _context(step: Step) -> Iterator[Messages]:

@@ -26,6 +26,8 @@ class Messages:
     axis: str
     calls: int
     num_bytes: int
+    receiver: int | None = None
+    """Of a sent tensor: the place along the axis of the rank that gets it, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,12 @@ def joined_axis(cfg: RunConfig, axis: str, sizes: Mapping[str, int]) -> str:
 
 def ranks_along(axis: str, sizes: Mapping[str, int]) -> int:
     """Return the number of ranks along an axis, which may be a joined one."""
-    parts = (axis.removesuffix("_cp"), "cp") if axis.endswith("_cp") else (axis,)
-    return prod(sizes[part] for part in parts)
+    return prod(sizes[part] for part in parts_of(axis))
+
+
+def parts_of(axis: str) -> tuple[str, ...]:
+    """Return the axes that an axis is made of: itself, or the two of a joined one."""
+    return (axis.removesuffix("_cp"), "cp") if axis.endswith("_cp") else (axis,)
 
 
 def add_up(messages: Iterable[Messages]) -> Total:

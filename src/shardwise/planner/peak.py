@@ -355,11 +355,11 @@ class Rank:
         keeps_all, number = kept_messages(self.run.pipeline) > 0, 0
         for place, chunk in enumerate(self.share.chunks):
             if not chunk.spec.last:
-                is_kept = keeps_all and chunk.sends
+                is_kept = keeps_all and chunk.sends_to is not None
                 number += forwards[place] if is_kept else in_flight[place]
-            if chunk.receives and chunk.needs_input_gradient:
+            if chunk.receives_from is not None and chunk.needs_input_gradient:
                 number += backwards[place] if keeps_all else min(1, backwards[place])
-            if kind == "F" and chunk.sends and not keeps_all:
+            if kind == "F" and chunk.sends_to is not None and not keeps_all:
                 number += min(1, backwards[place])
         return number * self.hidden
 

@@ -110,10 +110,10 @@ class Chunk:
     """Whether the backward goes on to the chunk, or the embedding, below."""
     needs_head_gradient: bool
     """Whether the backward needs the gradient of the head's input."""
-    receives: bool = False
-    """Whether its input comes from another rank."""
-    sends: bool = False
-    """Whether its output goes to another rank."""
+    receives_from: int | None = None
+    """The place along `pp` of the other rank that its input comes from; None: from none."""
+    sends_to: int | None = None
+    """The place along `pp` of the other rank that its output goes to; None: to none."""
     mixers: tuple[Mixer, ...] = ()
     """What context parallelism makes send."""
     mixtures: tuple[Mixture, ...] = ()
@@ -188,9 +188,10 @@ def share_of(
         low, high = boundaries[index : index + 2]
         taken = {weight.name for chunk in chunks for weight in chunk.ends}
         chunk = _chunk(cfg, run, counts, of_layers, low, high, taken, parts)
-        receives = not chunk.spec.first and pipeline.rank_of(index - 1) != rank
-        sends = not chunk.spec.last and pipeline.rank_of(index + 1) != rank
-        chunks.append(replace(chunk, receives=receives, sends=sends))
+        below = rank if chunk.spec.first else pipeline.rank_of(index - 1)
+        above = rank if chunk.spec.last else pipeline.rank_of(index + 1)
+        links = [None if place == rank else place for place in (below, above)]
+        chunks.append(replace(chunk, receives_from=links[0], sends_to=links[1]))
     return Share(tuple(chunks), _tied(run.spec, chunks), coordinates["cp"])
 
 
