@@ -54,6 +54,7 @@ ARROWS = {
         "parallel",
         "metrics",
         "records",
+        "schedule",
     },
     "launch": {
         "training",

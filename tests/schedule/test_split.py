@@ -149,7 +149,7 @@ def test_the_search_finds_what_brute_force_finds():
         pipeline = Pipeline(schedule, p, 6, v)
         best, _ = search(costs, pipeline)
         every = np.array([best, *every_split(len(costs), p * v)])
-        steps = times(pipeline, Work.of(costs, every))[1].max(axis=0)
+        steps = times(pipeline, Work.of(pipeline, costs, every))[1].max(axis=0)
         ratios.append(steps[0] / steps.min())
     assert sum(ratio < 1 + 1e-8 for ratio in ratios) >= 0.9 * len(ratios)
     assert max(ratios) < 1.05

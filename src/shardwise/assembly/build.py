@@ -5,9 +5,10 @@ The model is laid out as `cfg.parallel` says; this rank builds its part of it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +107,10 @@ class Job:
     """What a budget of memory has chosen, where the run has one."""
     notes: tuple[str, ...]
     """Notes for a reader of the result; printed, and kept in the record."""
+    build_seconds: float
+    """What it took this rank to build it."""
+    rebuild: Callable[[RunConfig, State], Job]
+    """Builds the same run again, under another layout and from a state that has all tensors."""
 
     def trainable(self) -> list[nn.Parameter]:
         """Return what the optimizer updates on this rank: parameters, or shards of them."""
@@ -128,6 +133,11 @@ def build(
     `chosen`: what a budget of memory has chosen, where the run has one. Memory is taken after all
     checks; UserError, the same on every rank, if one fails.
     """
+    begin, bare = time.perf_counter(), own and replace(own, values={})
+
+    def rebuild(cfg: RunConfig, state: State) -> Job:
+        return build(cfg, mesh, state, num_steps, bare, chosen)
+
     cfg = adapter_start.resumed(cfg, state.lora)
     if chosen is not None:
         cfg = chosen.applied(cfg)
@@ -195,6 +205,8 @@ def build(
         checkpointing=cfg.training.checkpointing,
         chosen=chosen,
         notes=notes,
+        build_seconds=time.perf_counter() - begin,
+        rebuild=rebuild,
     )
 
 

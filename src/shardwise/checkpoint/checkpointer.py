@@ -60,7 +60,9 @@ class Checkpointer:
         check: Callable[[int], object] = lambda step: None,
     ) -> None:
         """Take what is saved; `check` is called with the step before each save, on every rank."""
-        self._cfg, self._job, self._loaders, self._check = cfg, job, loaders, check
+        self._cfg, self._loaders, self._check = cfg, loaders, check
+        self.job = job
+        """What is saved; another one after layers have moved."""
         self._output_dir = Path(cfg.training.output_dir)
         self._main = dist.get_rank() == 0
         # Taken now, while the files are those that were loaded.
@@ -135,7 +137,7 @@ class Checkpointer:
         self._saved = step
         # A few numbers for each slot, from every rank to all.
         loader = of_every_rank(self._loaders.state(), self._group)
-        job, lora = self._job, self._cfg.lora
+        job, lora = self.job, self._cfg.lora
         manifest = Manifest(
             step=step,
             num_steps=job.num_steps,
