@@ -1,9 +1,8 @@
-"""A pipeline whose layers move while it trains: it goes on as one process does, and saves itself."""
+"""A pipeline whose layers move while it trains: its curve goes on, and it can be resumed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,44 +16,91 @@ from shardwise.config import Parallel, RunConfig
 from shardwise.models.stage import Stage
 from shardwise.parallel.pipeline_stage import Clock
 from shardwise.records.record import RunRecord
+from shardwise.training import resplit
 from tests.distributed import run_ranks
-from tests.integration.test_train import config, replace_measure, run
+from tests.integration.test_train import config, replace_measure, run, run_on
+from tests.parity.harness import CONFIGS
 
-STEPS = 12
+STEPS, MOVED = 7, 3
+"""The first comparison comes after a step of warm-up and two more, the second after three more."""
 LAYER_SECONDS = 1000.0
-"""Of a layer's forward, by the clock of these tests: what a move costs is real, and far less."""
+"""Of a layer's forward, by the clock of these tests. What a move costs is real time, far less."""
 
 
-def pipeline(folder: Path, name: str, **training: Any) -> RunConfig:
-    """Return a run of 4 layers that two ranks share evenly by FLOPs."""
-    cfg = replace_measure(config(folder, name, steps=STEPS, **training), warmup_steps=1)
-    return replace(cfg, parallel=Parallel(pp=2, split="dynamic"))
+def small(folder: Path, name: str, **training: Any) -> RunConfig:
+    """A run of a model with 4 layers."""
+    cfg = config(
+        folder, name, steps=STEPS, global_batch_size=4, eval_every=STEPS, save_every=4, **training
+    )
+    model = replace(cfg.model, path=str(CONFIGS / "tiny-llama"))
+    return replace(replace_measure(cfg, warmup_steps=1), model=model)
 
 
-def timed(cfg: RunConfig, slow: dict[int, float], costs: Callable[..., Any] | None = None) -> Any:
+def by_own_clock(cfg: RunConfig, slow: float, wrong: float) -> RunRecord | None:
     """Run `cfg` on this rank, by a clock that only the forwards of layers move on.
 
-    `slow`: how many times LAYER_SECONDS a layer takes on a rank. `costs` stands in for `_costs`.
+    A layer of rank 1 takes `slow` times LAYER_SECONDS. The costs of layer 0 are taken to be `wrong`
+    times what they are.
     """
-    seconds, forward = 0.0, Stage.forward
+    seconds, forward, costs = 0.0, Stage.forward, assembly._costs
 
-    def slowed(part: Stage, *args: Any, **kwargs: Any) -> Any:
+    def slowed(stage: Stage, *args: Any, **kwargs: Any) -> Any:
         nonlocal seconds
-        seconds += len(part.spec.layers) * LAYER_SECONDS * slow.get(dist.get_rank(), 1.0)
-        return forward(part, *args, **kwargs)
+        seconds += len(stage.spec.layers) * LAYER_SECONDS * (slow if dist.get_rank() == 1 else 1)
+        return forward(stage, *args, **kwargs)
+
+    def now(clock: Clock) -> float:
+        return seconds
+
+    def mistaken(*args: Any) -> Any:
+        (embedding, first, *others), source = costs(*args)
+        times = {
+            key: value * wrong for key, value in vars(first).items() if key.endswith("_seconds")
+        }
+        return (embedding, replace(first, **times), *others), source
 
     with (
         mock.patch.object(Stage, "forward", slowed),
-        mock.patch.object(Clock, "now", lambda clock: seconds),
-        mock.patch.object(assembly, "_costs", costs or assembly._costs),
+        mock.patch.object(Clock, "now", now),
+        mock.patch.object(assembly, "_costs", mistaken),
+        mock.patch.object(resplit, "FIRST_STEPS", MOVED - 1),
     ):
         return run(cfg)
 
 
-def test_x(folder):
-    single = run_ranks(1, run, config(folder, "single", steps=STEPS))[0]
-    cfg = pipeline(folder, "slow", save_every=4)
-    record, _ = run_ranks(2, timed, cfg, {1: 3.0})
-    print([a - b for a, b in zip(record.losses, single.losses)])
-    print(record.resplits, record.pipeline["layers"])
-    for line in (folder/"slow"/"metrics.jsonl").read_text().splitlines(): print(line[:300])
+@pytest.fixture(scope="module")
+def single(folder) -> RunRecord:
+    return run_on(1, small(folder, "single"))
+
+
+@pytest.mark.parametrize(
+    ("slow", "wrong", "before", "after"),
+    [
+        pytest.param(4.0, 1.0, [2, 2], [3, 1], id="a slow rank"),
+        pytest.param(1.0, 30.0, [1, 3], [2, 2], id="wrong costs"),
+    ],
+)
+def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, after):
+    cfg = replace(
+        small(folder, "dynamic", overwrite=True), parallel=Parallel(pp=2, split="dynamic")
+    )
+    record, _ = run_ranks(2, by_own_clock, cfg, slow, wrong)
+    assert record.losses == single.losses
+    assert record.eval == single.eval
+    (move,) = record.resplits
+    assert (move["step"], move["layers_before"], move["layers"]) == (MOVED, before, after)
+    assert record.pipeline["layers"] == after
+    # Two micro-batches, and nothing takes time but the forwards of layers.
+    busy = [2 * LAYER_SECONDS * layers for layers in (before[0], slow * before[1])]
+    assert (move["busy_seconds"], move["step_seconds"]) == (busy, max(busy))
+    assert move["measured_seconds"] == 2 * LAYER_SECONDS * max(after[0], slow * after[1])
+    assert max(move["measured_seconds"], move["expected_seconds"]) < move["step_seconds"]
+    assert move["moved_bytes"] > 0
+    lines = (Path(cfg.training.output_dir) / "metrics.jsonl").read_text().splitlines()
+    (written,) = (row["resplit"] for row in map(json.loads, lines) if "resplit" in row)
+    assert written == {key: value for key, value in move.items() if key != "measured_seconds"}
+    # What was saved after the move resumes on one process, and keeps the history.
+    checkpoint = Path(cfg.training.output_dir) / "checkpoints" / "step-4"
+    again = run_on(1, small(folder, "resumed", resume=str(checkpoint), overwrite=True))
+    assert again.losses == single.losses
+    assert again.resplits == [written]

@@ -163,19 +163,18 @@ class Reporter:
             "step": step,
             "layers_before": [*before],
             "layers": [*to.layers],
-            "busy_seconds": [*to.busy_seconds],
-            "step_seconds": to.step_seconds,
+            "busy_seconds": [*to.seen.busy_seconds],
+            "step_seconds": to.seen.step_seconds,
             "expected_seconds": to.expected_seconds,
-            "speeds": to.relative_speeds,
             "moved_bytes": num_bytes,
             "seconds": seconds,
         }
         self.resplits.append(moved)
         old, new = (" + ".join(map(str, numbers)) for numbers in (before, to.layers))
-        worked = ", ".join(map(duration, to.busy_seconds))
+        worked = ", ".join(map(duration, to.seen.busy_seconds))
         self._progress.message(
             f"after step {step} the split {old} becomes {new}: ranks worked for {worked} of a step "
-            f"of {duration(to.step_seconds)}, which should now take "
+            f"of {duration(to.seen.step_seconds)}, which should now take "
             f"{duration(to.expected_seconds)}; {size(num_bytes)} moved in {duration(seconds)}"
         )
         self._write(step, {}, resplit=moved)

@@ -13,7 +13,7 @@ from shardwise.assembly.costs import limits_bytes
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.resplit import Proposal, better_split
+from shardwise.schedule.resplit import Proposal, Seen, better_split
 from shardwise.schedule.timeline import Event
 
 FIRST_STEPS = 4
@@ -33,7 +33,8 @@ class Watch:
     def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job) -> None:
         self._cfg, self._mesh = cfg, mesh
         self._warmup = max(1, cfg.measure.warmup_steps)
-        self._seen: dict[tuple[int, ...], float] = {}
+        self._seen: dict[tuple[int, ...], Seen] = {}
+        self._settled = False
         self.begin(job.build_seconds)
 
     def begin(self, cost_seconds: float) -> None:
@@ -57,7 +58,8 @@ class Watch:
 
         A collective when the steps are enough: four numbers from every rank to all.
         """
-        if self._num_steps < self._warmup + self._window or steps_left <= 0:
+        is_due = self._num_steps >= self._warmup + self._window
+        if self._settled or not is_due or steps_left <= 0:
             return None
         self._window *= 2
         busy, step = (statistics.median(column) for column in zip(*self._steps))
@@ -71,20 +73,24 @@ class Watch:
                 max(busy for place, busy, _, _ in ranks if place == rank)
                 for rank in range(job.cut.pipeline.num_ranks)
             ]
-            self._seen[job.cut.split.boundaries] = max(step for _, _, step, _ in ranks)
+            now = job.cut.split.boundaries
+            self._seen.pop(now, None)  # it is the latest now
+            self._seen[now] = Seen(tuple(slowest), max(step for _, _, step, _ in ranks))
             proposal = better_split(
                 job.cut.units,
                 job.cut.pipeline,
-                job.cut.split,
+                now,
                 limits_bytes(self._cfg.parallel),
-                slowest,
                 self._seen,
                 steps_left,
                 max(cost for _, _, _, cost in ranks),
             )
         # One rank decides, since another make of processor may round otherwise.
-        return of_every_rank(proposal)[0]
+        proposal = of_every_rank(proposal)[0]
+        self._settled = proposal is not None and proposal.goes_back
+        return proposal
 
     def measured(self, job: Job) -> float | None:
         """Return what a step takes under the current split; None before a comparison; on rank 0."""
-        return self._seen.get(job.cut.split.boundaries) if job.cut else None
+        seen = self._seen.get(job.cut.split.boundaries) if job.cut else None
+        return seen and seen.step_seconds

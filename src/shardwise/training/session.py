@@ -147,9 +147,7 @@ class Session:
         # Nothing but `state` holds the old tensors now, which are released as they are read.
         del job, self.job, self._checkpointer.job
         gc.collect()
-        parallel = replace(
-            self.cfg.parallel, split=list(proposal.layers), speeds=list(proposal.speeds)
-        )
+        parallel = replace(self.cfg.parallel, split=list(proposal.layers))
         rebuilt = rebuild(replace(self.cfg, parallel=parallel), state)
         self.job = self._checkpointer.job = replace(rebuilt, routing=routing)
         self._recorder = Recorder(self.cfg.measure.warmup_steps)
