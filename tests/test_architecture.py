@@ -96,15 +96,15 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_930,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_985,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_400,
+    "assembly training checkpoint process launch": 6_670,
     "models": 11_310,
     "parallel": 4_490,
     "data": 3_760,
     "kernels": 7_440,
-    "planner schedule metrics": 9_240,
+    "planner schedule metrics": 9_415,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 6_990,
@@ -183,7 +183,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 108
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 109
 
 
 def test_programs_that_measure_stay_few():

@@ -21,6 +21,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.training.step import forward_backward, training_step
+from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config, start
 
@@ -48,12 +49,13 @@ class Case(NamedTuple):
 
 
 TIED = Case("qwen3_5_text", "full", 2, [*FORTH, [0, 4]], {}, "tied")
-SHARDED = Case("qwen3_next", "lora", 4, FORTH, {"data": "fsdp2"})
+SHARDED = Case("llama", "lora", 4, FORTH, {"data": "fsdp2"})
 REST = {
     "lora": Case("llama", "lora", 2, FORTH, {}),
     "four ranks": Case("llama", "lora", 4, BACK, {"pp": 4}),
     "interleaved": Case("qwen3_5_text", "lora", 2, BACK, {"schedule": "interleaved-1f1b"}),
     "v-shaped, tied": Case("qwen3_5_text", "full", 2, BACK, {"schedule": "zbv"}, "tied"),
+    "sharded hybrid": Case("qwen3_next", "lora", 4, FORTH, {"data": "fsdp2"}),
     "replicas": Case("llama", "full", 4, FORTH, {"data": "ddp"}),
     "sharded": Case("qwen3_moe", "full", 4, FORTH, {"data": "fsdp2"}),
     "tensor": Case("qwen3_next", "full", 4, FORTH, {"tp": 2}),
@@ -122,11 +124,11 @@ def single(family: str, mode: str, variant: str) -> Trained:
 
 
 def check(case: Case, plant: Callable[[], None] | None = None) -> None:
-    """Compare a pipeline whose layers move with one process: bit for bit, where no axis beside the
-    pipeline adds numbers up in another order."""
+    """Compare a pipeline whose layers move with one process: bit for bit, where neither another
+    axis nor a tied weight adds numbers up in another order."""
     expected = single(case.family, case.mode, case.variant)
     parallel = {"pp": 2, **case.parallel}
-    is_exact = parallel.keys() <= {"pp", "schedule", "offload"}
+    is_exact = parallel.keys() <= {"pp", "schedule", "offload"} and case.variant != "tied"
     for rank in run_ranks(case.num_ranks, trained, case.config(**parallel), case.splits, plant):
         assert rank.losses == pytest.approx(expected.losses, rel=0 if is_exact else 5e-7)
         assert rank.norms == pytest.approx(expected.norms, rel=1e-6)

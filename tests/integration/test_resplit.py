@@ -30,7 +30,10 @@ LAYER_SECONDS = 1000.0
 def small(folder: Path, name: str, **training: Any) -> RunConfig:
     """A run of a model with 4 layers."""
     cfg = config(
-        folder, name, steps=STEPS, global_batch_size=4, eval_every=STEPS, save_every=4, **training
+        folder,
+        name,
+        **{"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "eval_every": STEPS},
+        **{"save_every": 4, **training},
     )
     model = replace(cfg.model, path=str(CONFIGS / "tiny-llama"))
     return replace(replace_measure(cfg, warmup_steps=1), model=model)
@@ -77,7 +80,7 @@ def single(folder) -> RunRecord:
     ("slow", "wrong", "before", "after"),
     [
         pytest.param(4.0, 1.0, [2, 2], [3, 1], id="a slow rank"),
-        pytest.param(1.0, 30.0, [1, 3], [2, 2], id="wrong costs"),
+        pytest.param(1.0, 10.0, [1, 3], [2, 2], id="wrong costs"),
     ],
 )
 def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, after):
@@ -90,10 +93,10 @@ def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, 
     (move,) = record.resplits
     assert (move["step"], move["layers_before"], move["layers"]) == (MOVED, before, after)
     assert record.pipeline["layers"] == after
-    # Two micro-batches, and nothing takes time but the forwards of layers.
-    busy = [2 * LAYER_SECONDS * layers for layers in (before[0], slow * before[1])]
+    # Four micro-batches, and nothing takes time but the forwards of layers.
+    busy = [4 * LAYER_SECONDS * layers for layers in (before[0], slow * before[1])]
     assert (move["busy_seconds"], move["step_seconds"]) == (busy, max(busy))
-    assert move["measured_seconds"] == 2 * LAYER_SECONDS * max(after[0], slow * after[1])
+    assert move["measured_seconds"] == 4 * LAYER_SECONDS * max(after[0], slow * after[1])
     assert max(move["measured_seconds"], move["expected_seconds"]) < move["step_seconds"]
     assert move["moved_bytes"] > 0
     lines = (Path(cfg.training.output_dir) / "metrics.jsonl").read_text().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +88,6 @@ class Parallel(Section):
             given = getattr(self, key)
             numbers = given if isinstance(given, list) else [1.0 if given is None else given]
             require(
-                min(numbers, default=1.0) > 0,
+                all(0 < number < math.inf for number in numbers),
                 f"parallel.{key} is {given}; give positive numbers, or leave it out",
             )

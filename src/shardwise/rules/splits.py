@@ -28,8 +28,8 @@ def _moves(is_used: Callable[[Case], bool], key: str, why: str) -> Rule:
     return Rule(
         f"a dynamic split with {key}",
         applies=lambda case: case.parallel.split == "dynamic" and is_used(case),
-        problem=f"parallel.split dynamic moves layers, which {key} {{cfg.{key}}} does not allow",
-        way_out="set parallel.split to balanced, or leave the other key out",
+        problem=f"parallel.split dynamic moves layers between ranks, which {key} does not allow",
+        way_out=f"set parallel.split to balanced, or {key} to none",
         why=why,
     )
 

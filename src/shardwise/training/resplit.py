@@ -93,4 +93,4 @@ class Watch:
     def measured(self, job: Job) -> float | None:
         """Return what a step takes under the current split; None before a comparison; on rank 0."""
         seen = self._seen.get(job.cut.split.boundaries) if job.cut else None
-        return seen and seen.step_seconds
+        return None if seen is None else seen.step_seconds
