@@ -639,6 +639,7 @@ def test_a_rule_forbids_an_own_module(name):
         {"parallel": {"tp": 2, "sequence_parallel": True}},
         {"parallel": {"pp": 2, "schedule": "zbv"}},
         {"parallel": {"pp": 2, "memory_limit_gib": 1.0}},
+        {"parallel": {"pp": 2, "split": "dynamic"}},
     ],
     ids=str,
 )

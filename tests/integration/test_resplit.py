@@ -79,17 +79,17 @@ def single(folder) -> RunRecord:
 @pytest.mark.parametrize(
     ("slow", "wrong", "before", "after"),
     [
-        pytest.param(4.0, 1.0, [2, 2], [3, 1], id="a slow rank"),
+        pytest.param(3.0, 1.0, [2, 2], [3, 1], id="a slow rank"),
         pytest.param(1.0, 10.0, [1, 3], [2, 2], id="wrong costs"),
     ],
 )
 def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, after):
-    cfg = replace(
-        small(folder, "dynamic", overwrite=True), parallel=Parallel(pp=2, split="dynamic")
-    )
+    cfg = replace(small(folder, f"slow-{slow:g}"), parallel=Parallel(pp=2, split="dynamic"))
     record, _ = run_ranks(2, by_own_clock, cfg, slow, wrong)
-    assert record.losses == single.losses
-    assert record.eval == single.eval
+    # Ranks add up the norm that clips gradients, which rounds otherwise.
+    assert record.losses == pytest.approx(single.losses, rel=1e-6)
+    for mine, theirs in zip(record.eval, single.eval, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
     (move,) = record.resplits
     assert (move["step"], move["layers_before"], move["layers"]) == (MOVED, before, after)
     assert record.pipeline["layers"] == after
@@ -104,6 +104,6 @@ def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, 
     assert written == {key: value for key, value in move.items() if key != "measured_seconds"}
     # What was saved after the move resumes on one process, and keeps the history.
     checkpoint = Path(cfg.training.output_dir) / "checkpoints" / "step-4"
-    again = run_on(1, small(folder, "resumed", resume=str(checkpoint), overwrite=True))
-    assert again.losses == single.losses
+    again = run_on(1, small(folder, f"resumed-{slow:g}", resume=str(checkpoint)))
+    assert again.losses == pytest.approx(single.losses, rel=1e-6)
     assert again.resplits == [written]

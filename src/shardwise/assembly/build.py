@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,7 +110,8 @@ class Job:
     build_seconds: float
     """What it took this rank to build it."""
     rebuild: Callable[[RunConfig, State], Job]
-    """Builds the same run again, under another layout and from a state that has all tensors."""
+    """Builds the same run of a transformers model again, under another layout, from a state that
+    has all tensors. A module of the caller may share its layers with the stages of this job."""
 
     def trainable(self) -> list[nn.Parameter]:
         """Return what the optimizer updates on this rank: parameters, or shards of them."""
@@ -133,10 +134,10 @@ def build(
     `chosen`: what a budget of memory has chosen, where the run has one. Memory is taken after all
     checks; UserError, the same on every rank, if one fails.
     """
-    begin, bare = time.perf_counter(), own and replace(own, values={})
+    begin = time.perf_counter()
 
     def rebuild(cfg: RunConfig, state: State) -> Job:
-        return build(cfg, mesh, state, num_steps, bare, chosen)
+        return build(cfg, mesh, state, num_steps, chosen=chosen)
 
     cfg = adapter_start.resumed(cfg, state.lora)
     if chosen is not None:
