@@ -42,7 +42,7 @@ CORPUS = ROOT / "runs" / "corpus"
 MODELS = {"flops": "pipeline-head", "wrong": "pipeline-plain", "slow": "pipeline-plain"}
 SPLITS = ("uniform", "balanced", "dynamic")
 SECONDS = ("forward_seconds", "input_seconds", "weight_seconds")
-STEPS, LATE = 24, 8
+STEPS, LATE = 20, 6
 """Steps of a run, and the last ones of them, which are `late`: a first move comes after 5 steps."""
 
 
@@ -100,7 +100,7 @@ def run_of(case: str, name: Any) -> tuple[RunRecord, list[float]]:
                 str(models / MODELS[case]), tokenizer=str(CORPUS / "tokenizer"), init="random"
             ),
             lora=Lora(r=8, alpha=16) if case == "flops" else None,
-            data=Data(str(CORPUS / "python"), sequence_length=64),
+            data=Data(str(CORPUS / "python"), sequence_length=32),
             parallel=Parallel(pp=2, split=name),
             optimizer=Optimizer(lr=1e-3),
             training=Training(
