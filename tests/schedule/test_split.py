@@ -189,7 +189,7 @@ def test_a_rank_of_half_the_speed_takes_twice_as_long():
         {rank: {e.end - e.start for e in timeline.events if e.rank == rank} for rank in (0, 1)}
         for timeline in (alike, unlike)
     ]
-    assert lengths == [{0: {4.0}, 1: {2.0}}, {0: {4.0}, 1: {4.0}}]
+    assert lengths == [{0: {3.0}, 1: {3.0}}, {0: {3.0}, 1: {6.0}}]
     assert search(effective(units, "1f1b"), slow)[0].tolist() == [0, 5, 8]
 
 
