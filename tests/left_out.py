@@ -35,6 +35,7 @@ NOT_QUICK = (
     *(
         "tests/benchmark/test_runner.py",
         "tests/gpu",
+        "tests/assembly/test_moved.py",
         "tests/integration",
         "tests/parity",
         "tests/test_readme.py",

@@ -54,6 +54,7 @@ ARROWS = {
         "parallel",
         "metrics",
         "records",
+        "schedule",
     },
     "launch": {
         "training",
@@ -95,15 +96,15 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_985,
+    "config keys run_file ranges batches interfaces layouts rules words": 4_040,
     "cli commands library __main__ __init__": 1_670,
     "presets": 300,
-    "assembly training checkpoint process launch": 7_110,
+    "assembly training checkpoint process launch": 7_380,
     "models": 11_310,
     "parallel": 4_500,
     "data": 3_760,
     "kernels": 7_440,
-    "planner schedule metrics": 9_320,
+    "planner schedule metrics": 9_495,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 6_990,
@@ -182,13 +183,13 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 110
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 111
 
 
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 5_080
+    assert lines <= 5_205
 
 
 def every_source() -> list[Path]:

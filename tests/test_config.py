@@ -125,7 +125,8 @@ def test_every_number_of_a_run_file_has_a_range():
     elsewhere = {  # open at an end or lists: checked where they are
         *("lora.dropout", "data.weights", "data.validation", "parallel.split"),
         "launch.options",
-        *("parallel.memory_limit_gib", "optimizer.betas", "optimizer.max_grad_norm"),
+        *("parallel.memory_limit_gib", "parallel.speeds"),
+        *("optimizer.betas", "optimizer.max_grad_norm"),
     }
     numbers = {
         f"{name}.{key}"

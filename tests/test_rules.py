@@ -96,6 +96,31 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "schedule without its strategy": ("llama", {"parallel": {"schedule": "zbv"}}, 1),
     "virtual_stages without its strategy": ("llama", {"parallel": {"virtual_stages": 2}}, 1),
     "split without its strategy": ("llama", {"parallel": {"split": "uniform"}}, 1),
+    "speeds without its strategy": ("llama", {"parallel": {"speeds": [1.0]}}, 1),
+    "speeds of other ranks": ("llama", {"parallel": {"pp": 2, "speeds": [1.0]}}, 2),
+    "memory_limit_gib of other ranks": (
+        "llama",
+        {"parallel": {"pp": 2, "memory_limit_gib": [1.0, 1.0, 1.0]}},
+        2,
+    ),
+    "a dynamic split with training.compile": (
+        "llama",
+        {"parallel": {**PIPELINE, "split": "dynamic"}, "training": {"compile": "inductor"}},
+        2,
+    ),
+    "a dynamic split with training.checkpointing": (
+        "llama",
+        {
+            "parallel": {**PIPELINE, "split": "dynamic"},
+            "training": {"checkpointing": Recomputation(1.0)},
+        },
+        2,
+    ),
+    "a dynamic split with parallel.offload": (
+        "llama",
+        {"parallel": {**PIPELINE, "split": "dynamic", "offload": "disk"}},
+        2,
+    ),
     "memory_limit_gib without its strategy": ("llama", {"parallel": {"memory_limit_gib": 1.0}}, 1),
     "sequence_parallel without its strategy": (
         "llama",
@@ -619,6 +644,7 @@ def test_a_rule_forbids_an_own_module(name):
         {"parallel": {"tp": 2, "sequence_parallel": True}},
         {"parallel": {"pp": 2, "schedule": "zbv"}},
         {"parallel": {"pp": 2, "memory_limit_gib": 1.0}},
+        {"parallel": {"pp": 2, "split": "dynamic"}},
     ],
     ids=str,
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import time
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -16,7 +18,15 @@ from shardwise.config import UserError
 from shardwise.schedule.costs import Cost, effective
 from shardwise.schedule.orders import ORDERS, Pipeline
 from shardwise.schedule.simulate import Work, times
-from shardwise.schedule.split import bottleneck, bound_seconds, predict, search, split
+from shardwise.schedule.split import (
+    Split,
+    bottleneck,
+    bound_seconds,
+    predict,
+    scores,
+    search,
+    split,
+)
 
 MIB = 2**20
 CASES = [  # schedule, ranks, chunks per rank
@@ -139,6 +149,69 @@ def test_the_memory_limit_is_met_or_the_smallest_one_named(case, seed):
     assert best.timeline.seconds == pytest.approx(min(fitting), rel=1e-8)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(CASES), st.integers(0, 10**6))
+def test_ranks_of_other_speeds_and_memory(case, seed):
+    schedule, p, v = case
+    draw = random.Random(seed)
+    units = random_model(draw, 5)
+    speeds = tuple(draw.choice((0.25, 0.5, 1.0, 3.0)) for _ in range(p))
+    pipeline = Pipeline(schedule, p, 6, v, speeds=speeds)
+    all_splits = [predict(units, cut, pipeline) for cut in every_split(len(units), p * v)]
+    limits = [draw.randint(20, 150) * MIB for _ in range(p)]
+
+    def excess(one: Split) -> int:
+        return max(n - limit for n, limit in zip(one.memory_bytes, limits, strict=True))
+
+    fitting = [one.timeline.seconds for one in all_splits if excess(one) <= 0]
+    if fitting:
+        best = split("balanced", units, pipeline, limits)
+        assert excess(best) <= 0
+        assert best.timeline.seconds == pytest.approx(min(fitting), rel=1e-8)
+        assert best.timeline.seconds >= bound_seconds(units, pipeline)
+    else:
+        with pytest.raises(UserError, match="no split") as error:
+            split("balanced", units, pipeline, limits)
+        named = re.findall(r"[\d.]+", str(error.value).partition("memory_limit_gib to ")[2])
+        least = min(excess(one) for one in all_splits)
+        for gib, limit in zip(named, sorted({*limits}, key=limits.index), strict=False):
+            assert 0 <= float(gib) * 2**30 - (limit + least) < 1074
+
+
+def test_a_rank_of_half_the_speed_takes_twice_as_long():
+    units = model(*[1.0] * 6)
+    slow = replace(Pipeline("1f1b", 2, 4), speeds=(1.0, 0.5))
+    assert split("balanced", units, slow).layers == (4, 2)
+    alike, unlike = (
+        predict(units, (0, 4, 8), pipeline).timeline for pipeline in (Pipeline("1f1b", 2, 4), slow)
+    )
+    lengths = [
+        {rank: {e.end - e.start for e in timeline.events if e.rank == rank} for rank in (0, 1)}
+        for timeline in (alike, unlike)
+    ]
+    assert lengths == [{0: {3.0}, 1: {3.0}}, {0: {3.0}, 1: {6.0}}]
+    assert search(effective(units, "1f1b"), slow)[0].tolist() == [0, 5, 8]
+
+
+def test_the_search_knows_speeds_and_limits_of_ranks():
+    """Where there are too many splits to try."""
+    draw = random.Random(3)
+    for i in range(40):
+        schedule, p, v = CASES[i % len(CASES)]
+        costs = effective(random_model(draw, 6), schedule)
+        speeds = tuple(draw.choice((0.5, 1.0, 2.0)) for _ in range(p))
+        pipeline = Pipeline(schedule, p, 6, v, speeds=speeds)
+        limits = [draw.randint(60, 400) * MIB for _ in range(p)]
+        every = np.array(every_split(len(costs), p * v))
+        table = scores(costs, pipeline, every, limits)
+        best, excess = search(costs, pipeline, limits)
+        found = scores(costs, pipeline, best[None], limits)[0]
+        assert found[0] == excess
+        assert excess <= 1.05 * table[:, 0].min() + MIB * (v > 1)
+        if excess == 0:
+            assert found[1] <= 1.06 * table[table[:, 0] == 0, 1].min()
+
+
 def test_the_search_finds_what_brute_force_finds():
     """Where there are too many splits to try: nearly always the best, never far from it."""
     draw = random.Random(0)
@@ -149,7 +222,7 @@ def test_the_search_finds_what_brute_force_finds():
         pipeline = Pipeline(schedule, p, 6, v)
         best, _ = search(costs, pipeline)
         every = np.array([best, *every_split(len(costs), p * v)])
-        steps = times(pipeline, Work.of(costs, every))[1].max(axis=0)
+        steps = times(pipeline, Work.of(pipeline, costs, every))[1].max(axis=0)
         ratios.append(steps[0] / steps.min())
     assert sum(ratio < 1 + 1e-8 for ratio in ratios) >= 0.9 * len(ratios)
     assert max(ratios) < 1.05

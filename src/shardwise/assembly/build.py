@@ -5,8 +5,9 @@ The model is laid out as `cfg.parallel` says; this rank builds its part of it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,11 @@ class Job:
     """What a budget of memory has chosen, where the run has one."""
     notes: tuple[str, ...]
     """Notes for a reader of the result; printed, and kept in the record."""
+    build_seconds: float
+    """What it took this rank to build it."""
+    rebuild: Callable[[RunConfig, State], Job]
+    """Builds the same run of a transformers model again, under another layout, from a state that
+    has all tensors. A module of the caller may share its layers with the stages of this job."""
 
     def trainable(self) -> list[nn.Parameter]:
         """Return what the optimizer updates on this rank: parameters, or shards of them."""
@@ -128,6 +134,11 @@ def build(
     `chosen`: what a budget of memory has chosen, where the run has one. Memory is taken after all
     checks; UserError, the same on every rank, if one fails.
     """
+    begin = time.perf_counter()
+
+    def rebuild(cfg: RunConfig, state: State) -> Job:
+        return build(cfg, mesh, state, num_steps, chosen=chosen)
+
     cfg = adapter_start.resumed(cfg, state.lora)
     if chosen is not None:
         cfg = chosen.applied(cfg)
@@ -195,6 +206,8 @@ def build(
         checkpointing=cfg.training.checkpointing,
         chosen=chosen,
         notes=notes,
+        build_seconds=time.perf_counter() - begin,
+        rebuild=rebuild,
     )
 
 

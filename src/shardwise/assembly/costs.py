@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
-from shardwise.config import Recomputation, RunConfig
+from shardwise.config import Parallel, Recomputation, RunConfig
 from shardwise.kernels import eight_bit
 from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks
 from shardwise.metrics.flops import unit_flops_per_token
@@ -127,9 +127,16 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
     UserError where that is not possible or breaks the memory limit.
     """
     parallel = cfg.parallel
-    pipeline = Pipeline(parallel.schedule, parallel.pp, num_microbatches, parallel.num_virtual)
-    limit = math.inf if parallel.memory_limit_gib is None else parallel.memory_limit_gib * 2**30
-    return split(parallel.split, units, pipeline, limit)
+    shape = (parallel.schedule, parallel.pp, num_microbatches, parallel.num_virtual)
+    pipeline = Pipeline(*shape, speeds=tuple(parallel.speeds or ()))
+    return split(parallel.split, units, pipeline, limits_bytes(parallel))
+
+
+def limits_bytes(parallel: Parallel) -> list[float]:
+    """Return the limit of each pipeline rank's memory."""
+    limit = math.inf if parallel.memory_limit_gib is None else parallel.memory_limit_gib
+    gib = limit if isinstance(limit, list) else [limit] * parallel.pp
+    return [number * 2**30 for number in gib]
 
 
 def with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:

@@ -67,6 +67,8 @@ def load_initial_weights(pm: ParallelModel, cfg: RunConfig, state: State) -> Non
         if key not in state.keys:
             # Two stages of a rank may each hold a copy of a tied weight.
             places.setdefault(name, []).append(local)
+    if not places:
+        return
     left = set(places)
     for name, full in _initial_weights(pm, cfg, places):
         if cfg.measure.nudge_weights and full.is_floating_point():

@@ -72,7 +72,9 @@ class Checkpointer:
         check: Callable[[int], object] = lambda step: None,
     ) -> None:
         """Take what is saved; `check` is called with the step before each save, on every rank."""
-        self._cfg, self._job, self._loaders, self._check = cfg, job, loaders, check
+        self._cfg, self._loaders, self._check = cfg, loaders, check
+        self.job = job
+        """What is saved; another one after layers have moved."""
         self._output_dir = Path(cfg.training.output_dir)
         self._main = dist.get_rank() == 0
         # Taken now, while the files are those that were loaded.
@@ -176,7 +178,7 @@ class Checkpointer:
 
         self._on_main(read_metrics, folder_of(self._output_dir, step))
         if self._cfg.training.async_save:
-            tensors = _Portable(self._job, self._cfg.lora is not None)
+            tensors = _Portable(self.job, self._cfg.lora is not None)
             copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
             self._writing = self._thread.submit(watched()(self._write), manifest, copies, metrics)
         else:
@@ -186,7 +188,7 @@ class Checkpointer:
         """Return what a checkpoint after `step` holds beside tensors; its files are not known."""
         # A few numbers for each slot, from every rank to all.
         loader = of_every_rank(self._loaders.state(), group)
-        job, lora = self._job, self._cfg.lora
+        job, lora = self.job, self._cfg.lora
         return Manifest(
             step=step,
             num_steps=job.num_steps,
@@ -201,7 +203,7 @@ class Checkpointer:
         )
 
     def _tensors(self) -> Tensors:
-        tensors = _Portable(self._job, self._cfg.lora is not None)
+        tensors = _Portable(self.job, self._cfg.lora is not None)
         # What lies on disk is read one by one, twice; to gather shards twice would cost more.
         return tensors if self._cfg.parallel.offload == "disk" else dict(tensors.items())
 

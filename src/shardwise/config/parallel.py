@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,13 +58,17 @@ class Parallel(Section):
     """Pipeline: the order in which a rank runs the forwards and backwards of micro-batches."""
     virtual_stages: int | None = None
     """Pipeline: stages per rank; null: 1 for gpipe and 1f1b, 2 for the other schedules."""
-    split: Literal["balanced", "uniform", "parameters"] | list[int] = "balanced"
+    split: Literal["balanced", "dynamic", "uniform", "parameters"] | list[int] = "balanced"
     """Pipeline: `balanced`: the shortest step, by measured costs (`shardwise split --profile`) or
-    else by FLOPs. `uniform`: equal numbers of layers. `parameters`: equal numbers of parameters.
-    A list gives the number of layers in each stage."""
-    memory_limit_gib: float | None = None
+    else by FLOPs. `dynamic`: that at first; layers then move where the times of a run's own steps
+    say so. `uniform`: equal numbers of layers. `parameters`: equal numbers of parameters. A list
+    gives the number of layers in each stage."""
+    speeds: list[float] | None = None
+    """Pipeline: how fast each rank computes, as `[1, 0.5]` where the second one takes twice as
+    long; null: all alike."""
+    memory_limit_gib: float | list[float] | None = None
     """Pipeline: the most GiB that a rank may hold of weights, gradients, optimizer states and
-    activations in flight."""
+    activations in flight; a list has a number for each rank."""
 
     @property
     def num_virtual(self) -> int:
@@ -79,8 +84,10 @@ class Parallel(Section):
         if self.data == "zero3":
             object.__setattr__(self, "data", "fsdp2")
         super().__post_init__()
-        limit = self.memory_limit_gib
-        require(
-            limit is None or limit > 0,
-            f"parallel.memory_limit_gib is {limit}; give a positive number, or leave it out",
-        )
+        for key in ("memory_limit_gib", "speeds"):
+            given = getattr(self, key)
+            numbers = given if isinstance(given, list) else [1.0 if given is None else given]
+            require(
+                all(0 < number < math.inf for number in numbers),
+                f"parallel.{key} is {given}; give positive numbers, or leave it out",
+            )

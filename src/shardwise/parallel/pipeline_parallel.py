@@ -47,8 +47,9 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 
 def pipeline_of(cfg: RunConfig, num_ranks: int) -> Pipeline:
     """Return the schedule of a run on so many ranks in all."""
-    pp, microbatches = cfg.parallel.pp, num_microbatches(cfg, num_ranks)
-    return Pipeline(cfg.parallel.schedule, pp, microbatches, cfg.parallel.num_virtual)
+    parallel, microbatches = cfg.parallel, num_microbatches(cfg, num_ranks)
+    shape = (parallel.schedule, parallel.pp, microbatches, parallel.num_virtual)
+    return Pipeline(*shape, speeds=tuple(parallel.speeds or ()))
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:

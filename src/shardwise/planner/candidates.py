@@ -111,7 +111,7 @@ class Candidate(NamedTuple):
         """Return the run under this layout."""
         cfg, is_pipeline = question.cfg, self.division.pp > 1
         parallel = replace(
-            self.division.parallel(replace(cfg.parallel, memory_limit_gib=None)),
+            self.division.parallel(replace(cfg.parallel, memory_limit_gib=None, speeds=None)),
             schedule=self.schedule,
             virtual_stages=self.num_virtual if is_pipeline and self.num_virtual > 1 else None,
             split=question.values("parallel.split", ["uniform" if is_pipeline else "balanced"])[0],

@@ -13,7 +13,7 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-from shardwise.assembly.costs import choose_split, costs_of
+from shardwise.assembly.costs import choose_split, costs_of, limits_bytes
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, UserError
 from shardwise.drawing.gantt import gantt_file
@@ -136,15 +136,15 @@ def stages_table(planned: Plan) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     split = planned.chosen
     for chunk, cost in enumerate(split.chunks):
-        rank = planned.pipeline.rank_of(chunk)
+        rank, speed = planned.pipeline.rank_of(chunk), planned.pipeline.speed_of(chunk)
         is_lowest = chunk == planned.pipeline.chunks_of(rank)[0]
         table.add_row(
             str(chunk),
             str(rank),
             "\n".join(split.contents(chunk)),
             _kinds(planned, chunk),
-            seconds_text(cost.forward_seconds + cost.stage_seconds),
-            seconds_text(cost.backward_seconds),
+            seconds_text((cost.forward_seconds + cost.stage_seconds) / speed),
+            seconds_text(cost.backward_seconds / speed),
             size_text(split.memory_bytes[rank]) if is_lowest else "",
         )
     return table
@@ -161,9 +161,10 @@ def summary(planned: Plan) -> Iterator[str]:
     for name, other in planned.others.items():
         ratio = _ratio(other.timeline.seconds / seconds)
         line = f"{name}: {seconds_text(other.timeline.seconds)}, {ratio}"
-        most, limit = max(other.memory_bytes), parallel.memory_limit_gib
-        if limit and most > limit * 2**30:
-            line += f" (over the limit: {size_text(most)} on a rank)"
+        pairs = zip(other.memory_bytes, limits_bytes(parallel), strict=True)
+        over = [num_bytes for num_bytes, limit in pairs if num_bytes > limit]
+        if over:
+            line += f" (over the limit: {size_text(max(over))} on a rank)"
         yield line
     bound = bound_seconds(planned.units, planned.pipeline)
     yield f"no split can beat {seconds_text(bound)} ({bound / seconds:.0%} of this step)"

@@ -118,6 +118,10 @@ class RunRecord:
     """Model and hardware FLOPs per token, their convention, and the peak with its source."""
     routing: dict[str, Any] | None = None  # RoutingRecord as plain data
     pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
+    resplits: list[dict[str, Any]] = field(default_factory=list)
+    """How layers moved between the ranks of a pipeline: the step after which they did, `layers` of
+    each stage and before, the work of each rank in a step, the step before, as expected and as
+    measured since, and the bytes and seconds of the move."""
     stopped_early: dict[str, Any] | None = None
     """step, best_step and best_loss, where `training.patience` ended the run."""
     sample: str | None = None

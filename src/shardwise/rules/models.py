@@ -52,6 +52,7 @@ def _not_for_own(case: Case) -> str | None:
         "parallel.cp": case.parallel.cp > 1,
         "parallel.sequence_parallel": case.parallel.sequence_parallel,
         "parallel.memory_limit_gib": case.parallel.memory_limit_gib is not None,
+        "parallel.split dynamic": case.parallel.split == "dynamic",
         "parallel.offload": case.parallel.offload != "none",
         f"parallel.schedule {case.parallel.schedule}": (
             case.parallel.pp > 1 and case.parallel.schedule in HALVING

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import bases, context, disk, duration, experts, optimizers, products
+from shardwise.rules import bases, context, disk, duration, experts, optimizers, products, splits
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -117,7 +117,7 @@ RULES = (
     _of_data("long", lambda data: data.packed == "documents", "set data.packing to documents"),
     *(
         _belongs_to(key, _is_pipeline, "a pipeline", "set parallel.pp to 2 or more")
-        for key in ("schedule", "virtual_stages", "split", "memory_limit_gib")
+        for key in ("schedule", "virtual_stages", "split", "speeds", "memory_limit_gib")
     ),
     _belongs_to(
         "sequence_parallel",
@@ -313,6 +313,7 @@ RULES = (
     *experts.RULES,
     *bases.RULES,
     *products.RULES,
+    *splits.RULES,
     Rule(
         "pp on an old torch",
         applies=lambda case: _is_pipeline(case) and case.facts.torch_version < PIPELINE_TORCH,

@@ -50,10 +50,13 @@ class Pipeline:
     """Chunks per rank."""
     latency_seconds: float = 0.0
     bytes_per_second: float = float("inf")
+    speeds: tuple[float, ...] = ()
+    """How fast each rank computes, where 1 takes the seconds of its costs; (): all at 1."""
 
     def __post_init__(self) -> None:
         assert self.schedule in ORDERS, f"no schedule is called {self.schedule}"
         assert min(self.num_ranks, self.num_microbatches, self.num_virtual) >= 1
+        assert len(self.speeds) in (0, self.num_ranks)
         assert self.num_virtual == virtual_stages_of(self.schedule, self.num_virtual)
         assert self.num_microbatches >= least_microbatches(self.schedule, self.num_ranks)
         assert not microbatches_left_over(self.schedule, self.num_ranks, self.num_microbatches)
@@ -77,6 +80,10 @@ class Pipeline:
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """Return the chunks of a rank, from the embedding up."""
         return tuple(chunk for chunk in range(self.num_chunks) if self.rank_of(chunk) == rank)
+
+    def speed_of(self, chunk: int) -> float:
+        """Return how fast the rank of a chunk computes."""
+        return self.speeds[self.rank_of(chunk)] if self.speeds else 1.0
 
     def order(self, rank: int) -> list[Action]:
         """Return the actions of a rank in the order in which it runs them."""

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Work:
-    """The costs of the chunks of many splits: arrays [chunk, split]."""
+    """The costs of the chunks of many splits on their ranks: arrays [chunk, split]."""
 
     forward_seconds: Floats
     input_seconds: Floats
@@ -38,13 +38,14 @@ class Work:
     backward: npt.NDArray[np.bool_]
 
     @staticmethod
-    def of(units: Sequence[Cost], boundaries: npt.NDArray[np.int64]) -> Work:
-        """Add up the costs of units by chunk.
+    def of(pipeline: Pipeline, units: Sequence[Cost], boundaries: npt.NDArray[np.int64]) -> Work:
+        """Add up the costs of units by chunk; seconds are those at the speeds of the ranks.
 
         `boundaries` [split, chunk + 1]: chunk c of split s is
         units[boundaries[s, c]:boundaries[s, c + 1]].
         """
         low, high = boundaries[:, :-1].T, boundaries[:, 1:].T
+        slow = slowness(pipeline)
 
         def total(name: str) -> Floats:
             sums = np.concatenate([[0.0], np.cumsum([getattr(unit, name) for unit in units])])
@@ -54,15 +55,15 @@ class Work:
             return np.array([float(getattr(unit, name)) for unit in units])[high - 1]
 
         return Work(
-            forward_seconds=total("forward_seconds"),
-            input_seconds=total("input_seconds"),
-            weight_seconds=total("weight_seconds"),
-            split_seconds=total("split_seconds"),
+            forward_seconds=slow * total("forward_seconds"),
+            input_seconds=slow * total("input_seconds"),
+            weight_seconds=slow * total("weight_seconds"),
+            split_seconds=slow * total("split_seconds"),
             activation_bytes=total("activation_bytes"),
             state_bytes=total("state_bytes"),
             output_bytes=of_last("output_bytes"),
             output_seconds=of_last("output_seconds"),
-            stage_seconds=of_last("stage_seconds"),
+            stage_seconds=slow * of_last("stage_seconds"),
             backward=total("backward") > 0,
         )
 
@@ -72,13 +73,18 @@ class Work:
         return self.forward_seconds + self.input_seconds + self.weight_seconds
 
 
+def slowness(pipeline: Pipeline) -> Floats:
+    """Return how many times as long as its costs each chunk takes on its rank: [chunk, 1]."""
+    return 1 / np.array([[pipeline.speed_of(chunk)] for chunk in range(pipeline.num_chunks)])
+
+
 def simulate(pipeline: Pipeline, chunks: Sequence[Cost]) -> Timeline:
     """Return one step of the pipeline. `chunks` are its costs, from the embedding up.
 
     They are sums of units after `costs.effective`.
     """
     assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs, {pipeline.num_chunks} chunks"
-    starts, ends = times(pipeline, Work.of(chunks, np.arange(len(chunks) + 1)[None]))
+    starts, ends = times(pipeline, Work.of(pipeline, chunks, np.arange(len(chunks) + 1)[None]))
     events = []
     for (action, _, _), start, end in zip(_plan(pipeline), starts[:, 0], ends[:, 0], strict=True):
         chunk, kind, microbatch, _ = action
@@ -143,7 +149,7 @@ def step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, lis
     They are those of `simulate` up to rounding, in less time where micro-batches are many.
     """
     assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs, {pipeline.num_chunks} chunks"
-    work = Work.of(chunks, np.arange(len(chunks) + 1)[None])
+    work = Work.of(pipeline, chunks, np.arange(len(chunks) + 1)[None])
     seconds = {kind: column[:, 0].tolist() for kind, column in _seconds(work).items()}
     delays = {kind: column[:, 0].tolist() for kind, column in _delays(pipeline, work).items()}
     ends: list[float] = []

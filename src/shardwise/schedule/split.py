@@ -29,12 +29,15 @@ from shardwise.schedule.simulate import (
     kept_messages,
     memory_bytes,
     simulate,
+    slowness,
     times,
 )
 from shardwise.schedule.timeline import Timeline
 
 Boundaries = npt.NDArray[np.int64]  # [chunks + 1], from 0 to the number of units
-Mode = Literal["uniform", "parameters", "balanced"]
+Limits = float | Sequence[float]
+"""The bytes that a rank may hold: of each rank, or of all alike."""
+Mode = Literal["uniform", "parameters", "balanced", "dynamic"]
 
 _ALL = 20_000  # up to so many splits are all simulated
 _CELLS = 4e6  # actions times splits that are simulated together: 64 MB
@@ -76,15 +79,15 @@ def split(
     mode: Mode | Sequence[int],
     units: Sequence[Cost],
     pipeline: Pipeline,
-    limit_bytes: float = math.inf,
+    limit_bytes: Limits = math.inf,
 ) -> Split:
     """Cut a model for a pipeline.
 
     `units` are the costs of the embedding, the layers, and the head with the loss, bottom up.
 
     `mode`: `uniform` gives each chunk the same number of layers, `parameters` minimises the
-    parameters of the largest chunk, and `balanced` minimises the simulated step. A list gives the
-    number of layers of each chunk.
+    parameters of the largest chunk, and `balanced`, with which `dynamic` begins, minimises the
+    simulated step. A list gives the number of layers of each chunk.
 
     `limit_bytes` is the memory of each rank. `balanced` searches within it; the other modes must
     meet it as they are.
@@ -95,7 +98,7 @@ def split(
     assert layers >= pipeline.num_chunks
     assert isinstance(mode, str) or (len(mode) == pipeline.num_chunks and sum(mode) == layers)
     costs = effective(units, pipeline.schedule)
-    if mode == "balanced":
+    if mode in ("balanced", "dynamic"):
         boundaries = _balanced(costs, pipeline, limit_bytes)
     elif mode == "uniform":
         boundaries = _uniform(layers, pipeline.num_chunks)
@@ -106,11 +109,13 @@ def split(
         boundaries = _explicit(mode)
     predicted = predict(units, tuple(boundaries.tolist()), pipeline)
     # No rule of rules/: the bytes may be measured ones, which only the machine of the run has.
-    if max(predicted.memory_bytes) > limit_bytes:
-        name = mode if isinstance(mode, str) else "given"
+    limits = _of_ranks(limit_bytes, pipeline)
+    excess = np.array(predicted.memory_bytes) - limits
+    if excess.max() > 0:
+        name, rank = mode if isinstance(mode, str) else "given", excess.argmax()
         raise UserError(
-            f"the {name} split takes {_gib(max(predicted.memory_bytes))} GiB on a rank and the "
-            f"limit is {limit_bytes / 2**30}; raise it, or set parallel.split to balanced"
+            f"the {name} split takes {_gib(predicted.memory_bytes[rank])} GiB on a rank and the "
+            f"limit is {limits[rank] / 2**30}; raise it, or set parallel.split to balanced"
         )
     return predicted
 
@@ -119,19 +124,20 @@ def predict(units: Sequence[Cost], boundaries: tuple[int, ...], pipeline: Pipeli
     """Return the split with these boundaries, and its predicted cost."""
     costs = effective(units, pipeline.schedule)
     chunks = tuple(reduce(add, costs[low:high]) for low, high in pairwise(boundaries))
-    memory = memory_bytes(pipeline, Work.of(costs, np.array([boundaries])))[:, 0]
+    memory = memory_bytes(pipeline, Work.of(pipeline, costs, np.array([boundaries])))[:, 0]
     return Split(boundaries, chunks, simulate(pipeline, chunks), tuple(int(n) for n in memory))
 
 
 def bound_seconds(units: Sequence[Cost], pipeline: Pipeline) -> float:
     """Return a step that no split can beat.
 
-    Either all work is spread evenly over the ranks, or the slowest unit has a rank of its own.
+    Either all work is spread evenly over the ranks, or the slowest unit has the fastest of them.
     """
     seconds = [unit.seconds for unit in effective(units, pipeline.schedule)]
+    speeds = pipeline.speeds or (1.0,) * pipeline.num_ranks
     around = pipeline.num_virtual * max(unit.stage_seconds for unit in units)
-    slowest = max(sum(seconds) / pipeline.num_ranks, *seconds)
-    return pipeline.num_microbatches * (slowest + around)
+    slowest = max(sum(seconds) / sum(speeds), max(seconds) / max(speeds))
+    return pipeline.num_microbatches * (slowest + around / max(speeds))
 
 
 def _uniform(layers: int, num_chunks: int) -> Boundaries:
@@ -175,38 +181,42 @@ def bottleneck(tables: Sequence[Floats]) -> tuple[Boundaries, float]:
     return np.array(boundaries[::-1]), float(best[num_units])
 
 
-def _balanced(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float) -> Boundaries:
+def _balanced(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: Limits) -> Boundaries:
     k, inner = pipeline.num_chunks, len(costs) - 1
-    all_splits: Boundaries | None = None
     if math.comb(inner, k - 1) <= min(_ALL, _EFFORT / _num_actions(pipeline)):
         cuts = combinations(range(1, inner + 1), k - 1)
-        all_splits = np.array([(0, *inside, len(costs)) for inside in cuts])
-
-    def best_within(limit: float) -> tuple[Boundaries, float]:
-        if all_splits is None:
-            return search(costs, pipeline, limit)
-        return _best(all_splits, scores(costs, pipeline, all_splits, limit))
-
-    boundaries, excess_bytes = best_within(limit_bytes)
+        every_split = np.array([(0, *inside, len(costs)) for inside in cuts])
+        table = scores(costs, pipeline, every_split, limit_bytes)
+        boundaries, excess_bytes = _best(every_split, table)
+    else:
+        boundaries, excess_bytes = search(costs, pipeline, limit_bytes)
     if excess_bytes:
-        _, least_bytes = best_within(0.0)
+        given = _of_ranks(limit_bytes, pipeline).tolist()
+        given = given if len({*given}) > 1 else given[:1]
+        texts = [str(n / 2**30) for n in given], [_gib(n + excess_bytes) for n in given]
+        limits, needed = (t[0] if len(t) == 1 else f"[{', '.join(t)}]" for t in texts)
         raise UserError(
-            f"no split over {pipeline.num_ranks} ranks keeps each within {limit_bytes / 2**30} "
-            f"GiB; set parallel.memory_limit_gib to {_gib(least_bytes)} or more"
+            f"no split over {pipeline.num_ranks} ranks keeps each within {limits} "
+            f"GiB; set parallel.memory_limit_gib to {needed} or more"
         )
     return boundaries
 
 
+def _of_ranks(limit_bytes: Limits, pipeline: Pipeline) -> Floats:
+    """Return the limit of each rank: [rank]."""
+    return np.broadcast_to(np.asarray(limit_bytes, dtype=float), pipeline.num_ranks)
+
+
 def search(
-    costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf
+    costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: Limits = math.inf
 ) -> tuple[Boundaries, float]:
     """Return a split that no move of `_moves` improves, and how many bytes it is above the limit.
 
     The search starts from three splits, and its result is no worse than any of them: the one with
-    the fastest slowest chunk, of chunks that fit alone; the one with the least full chunk; and
-    equal numbers of layers. With one chunk per rank the first meets the limit if any split does,
-    and the second gives the smallest possible limit. With several chunks per rank, both are the
-    best that the search has seen.
+    the fastest slowest chunk, of chunks that fit alone; the one whose chunks are least above their
+    limits; and equal numbers of layers. With one chunk per rank the first meets the limit if any
+    split does, and the second gives the smallest possible limit. With several chunks per rank, both
+    are the best that the search has seen.
     """
     seconds = _range_sums([cost.seconds for cost in costs])
     state = _range_sums([cost.state_bytes for cost in costs])
@@ -219,20 +229,26 @@ def search(
     for chunk, (crossing,) in enumerate(crosses_ranks(pipeline)):
         memory[chunk] = memory[chunk] + crossing * message[None, :]
         memory[chunk + 1] = memory[chunk + 1] + crossing * back[:, None]
-    fitting = [np.where(table <= limit_bytes, seconds, math.inf) for table in memory]
+    of_ranks, slow = _of_ranks(limit_bytes, pipeline), slowness(pipeline)[:, 0]
+    limits = [of_ranks[pipeline.rank_of(chunk)] for chunk in range(pipeline.num_chunks)]
+    fitting = [
+        np.where(table <= limit, seconds * times_longer, math.inf)
+        for table, limit, times_longer in zip(memory, limits, slow, strict=True)
+    ]
     fastest, slowest_seconds = bottleneck(fitting)
     starts = [_uniform(len(costs) - 2, pipeline.num_chunks)]
     if slowest_seconds < math.inf:
         starts.append(fastest)
-    if limit_bytes < math.inf:
-        starts.append(bottleneck(memory)[0])
+    if of_ranks.max() < math.inf:
+        above = [table - limit for table, limit in zip(memory, limits, strict=True)]
+        starts.append(bottleneck(above)[0])
     effort = _EFFORT / len(starts)
     ends = np.stack([_climb(costs, pipeline, start, limit_bytes, effort) for start in starts])
     return _best(ends, scores(costs, pipeline, ends, limit_bytes))
 
 
 def _climb(
-    costs: Sequence[Cost], pipeline: Pipeline, start: Boundaries, limit_bytes: float, effort: float
+    costs: Sequence[Cost], pipeline: Pipeline, start: Boundaries, limit_bytes: Limits, effort: float
 ) -> Boundaries:
     """Take the best of the nearest moves until none improves the split, or the effort is spent."""
     best, best_score = start, tuple(scores(costs, pipeline, start[None], limit_bytes)[0])
@@ -272,19 +288,21 @@ def _moves(boundaries: Boundaries) -> Iterator[Boundaries]:
 
 
 def scores(
-    costs: Sequence[Cost], pipeline: Pipeline, splits: Boundaries, limit_bytes: float
+    costs: Sequence[Cost], pipeline: Pipeline, splits: Boundaries, limit_bytes: Limits
 ) -> Floats:
     """Return four figures by which splits compare: [split, 4].
 
     Less is better, and the first figure that differs decides. They are bytes of the fullest rank
     above the limit, the step, the busiest rank, and how unequal the ranks are.
     """
-    all_seconds = pipeline.num_microbatches * sum(cost.seconds for cost in costs) or 1.0
+    on_one_rank = sum(cost.seconds for cost in costs) / max(pipeline.speeds, default=1.0)
+    all_seconds = pipeline.num_microbatches * on_one_rank or 1.0
+    limits = _of_ranks(limit_bytes, pipeline)[:, None]
     together = max(1, int(_CELLS / _num_actions(pipeline)))
     tables = []
     for part in (splits[i : i + together] for i in range(0, len(splits), together)):
-        work = Work.of(costs, part)
-        excess = np.maximum(memory_bytes(pipeline, work).max(axis=0) - limit_bytes, 0.0)
+        work = Work.of(pipeline, costs, part)
+        excess = np.maximum((memory_bytes(pipeline, work) - limits).max(axis=0), 0.0)
         step = times(pipeline, work)[1].max(axis=0) / all_seconds
         ranks = [list(pipeline.chunks_of(rank)) for rank in range(pipeline.num_ranks)]
         busy = np.stack([work.seconds[chunks].sum(axis=0) for chunks in ranks])

@@ -40,6 +40,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     eval_every, validation = cfg.training.eval_every, loaders.validation
     with closing(loaders.train), Session(cfg, mesh, job, start, loaders, meter) as session:
+        del job  # the session's alone, which makes another one when layers move
         if validation is not None and session.done == 0:
             session.evaluate(validation)
         for step in session.steps():
@@ -51,7 +52,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         record = session.finish(tokenizer)
         if prompt is not None:
             with uncompiled(cfg):
-                sample = greedy_sample(job.pm, tokenizer, prompt, mesh)
+                sample = greedy_sample(session.job.pm, tokenizer, prompt, mesh)
             record = session.add(sample=session.reporter.sample(sample))
         if cfg.measure.memory:
             record = session.measure_memory(loaders.first_step())

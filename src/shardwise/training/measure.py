@@ -173,6 +173,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         kernels=dict(job.kernels),
         recomputation=job.chosen.to_dict() if job.chosen else None,
         routing=job.routing.summary() | {"steps": reporter.routing} if job.routing else None,
+        resplits=reporter.resplits,
         notes=list(reporter.notes),
         stopped_early=dataclasses.asdict(early_stop) if early_stop else None,
         resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,

@@ -63,13 +63,13 @@ class OwnLoop(Session):
     def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, meter: Meter) -> None:
         slots = mesh.slots(cfg.training.global_batch_size)
         beginning = dict.fromkeys(slots, SlotState())
-        source = {"the rows": "those of a loop of the caller"}
+        source, num_steps = {"the rows": "those of a loop of the caller"}, job.num_steps
         loaders = Loaders(
             train=_nothing(),
             validation=None,
             state=lambda: loader_state(self.done, source, beginning),
             first_step=list,
-            num_steps=lambda slots: job.num_steps,
+            num_steps=lambda slots: num_steps,
         )
         super().__init__(cfg, mesh, job, start, loaders, meter)
         self._latest: Sequence[AnyBatch] = ()

@@ -23,17 +23,20 @@ from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.ranges import shown
 from shardwise.records.record import MetricsFile, dumps
+from shardwise.schedule.resplit import Proposal
 from shardwise.training.early_stop import EarlyStop, early_stop
 from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
 from shardwise.training.step import NonFiniteLossError, StepResult
 from shardwise.training.trackers import Log, open_trackers
+from shardwise.words import seconds as duration
+from shardwise.words import size
 
 COLUMNS = {
     *("step", "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "tokens"),
     *("skipped_steps", "eval_loss", "eval_perplexity", "eval_tokens"),
     *STATISTICS,
-    "router_share",
+    *("router_share", "resplit"),
 }
 """The names that a run itself writes to `metrics.jsonl`."""
 SHARES_EVERY = 100
@@ -55,6 +58,8 @@ class Reporter:
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.documents: Mapping[str, Counts] = {}
+        self.resplits: list[dict[str, Any]] = []
+        """How layers moved between the ranks of the pipeline."""
         self.notes: list[str] = []
         """What a reader of the record must know."""
         self._last_step = start.step
@@ -150,6 +155,36 @@ class Reporter:
         self.notes.append(text)
         self._progress.message(f"note: {text}")
 
+    def resplit(
+        self, step: int, before: Sequence[int], to: Proposal, num_bytes: int, seconds: float
+    ) -> None:
+        """Report that layers have moved after a step: so many bytes in so many seconds."""
+        moved = {
+            "step": step,
+            "layers_before": [*before],
+            "layers": [*to.layers],
+            "busy_seconds": [*to.seen.busy_seconds],
+            "step_seconds": to.seen.step_seconds,
+            "expected_seconds": to.expected_seconds,
+            "moved_bytes": num_bytes,
+            "seconds": seconds,
+        }
+        self.resplits.append(moved)
+        old, new = (" + ".join(map(str, numbers)) for numbers in (before, to.layers))
+        worked = ", ".join(map(duration, to.seen.busy_seconds))
+        self._progress.message(
+            f"after step {step} the split {old} becomes {new}: ranks worked for {worked} of a step "
+            f"of {duration(to.seen.step_seconds)}, which should now take "
+            f"{duration(to.expected_seconds)}; {size(num_bytes)} moved in {duration(seconds)}"
+        )
+        self._write(step, {}, resplit=moved)
+
+    def resplit_took(self, seconds: float | None) -> None:
+        """Report what a step takes since layers have moved, once it is known."""
+        if seconds is not None and self.resplits and "measured_seconds" not in self.resplits[-1]:
+            self.resplits[-1]["measured_seconds"] = seconds
+            self._progress.message(f"a step of the new split takes {duration(seconds)}")
+
     def steps_left(self) -> Iterator[int]:
         """Yield the steps that are left, up to the last one or an early stop."""
         for step in range(self.start.step + 1, self._num_steps + 1):
@@ -209,6 +244,8 @@ class Reporter:
                 self.grad_norms.append(float(row["grad_norm"]))
                 self.skipped_steps = row["skipped_steps"]
                 self._keep_routing({name: row[name] for name in STATISTICS if name in row})
+            if "resplit" in row:
+                self.resplits.append(row["resplit"])
             if "eval_loss" in row:
                 loss, perplexity = float(row["eval_loss"]), float(row["eval_perplexity"])
                 self.evaluations.append(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import time
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.assembly.build import Job
+from shardwise.assembly.moved import MovedState
 from shardwise.batches import AnyBatch
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.export import save_result
@@ -28,6 +32,7 @@ from shardwise.records.record import RunRecord
 from shardwise.training.evaluate import evaluate
 from shardwise.training.measure import add_to_record, measure_memory, write_record
 from shardwise.training.reporter import Reporter
+from shardwise.training.resplit import Watch
 from shardwise.training.step import NonFiniteLossError, StepResult, training_step
 
 if TYPE_CHECKING:
@@ -56,7 +61,9 @@ class Session:
         self._meter = meter
         self._recorder = Recorder(cfg.measure.warmup_steps)
         self._signals: list[int] = []
+        self._watch = Watch(cfg, mesh, job) if cfg.parallel.split == "dynamic" else None
         self._sent: Collectives | None = None  # in the step that `_counting` counts
+        self._counted_cut = job.cut  # in that step
         self._num_targets: list[int] | None = None  # of its micro-batches, on this rank
         self._number = 0  # of the step that `steps` has given
         self._evaluation: Evaluation | None = None  # after it
@@ -91,6 +98,8 @@ class Session:
             beat()
             if number < self.job.num_steps and (signal := agreed_signal(self._signals, self.mesh)):
                 raise Stopped(signal, number, self._checkpointer.stop(number))
+            if self._watch is not None:
+                self._resplit(self._watch)
 
     def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:
         """Do the next optimizer step, on this rank's micro-batches of its global batch.
@@ -114,12 +123,39 @@ class Session:
         except NonFiniteLossError as error:
             raise self.reporter.non_finite(number, microbatches, error) from None
         self._meter.stop(result.tokens)
-        self._recorder.step(self.job.pm.events())
+        events = self.job.pm.events()
+        self._recorder.step(events)
+        if self._watch is not None:
+            self._watch.step(events)
         self.reporter.step(number, result, lr, self._meter)
         self.done = number
         if (every := self.cfg.training.check_copies_every) and number % every == 0:
             self._check_copies(number)
         return result
+
+    def _resplit(self, watch: Watch) -> None:
+        """Move layers between the ranks of a pipeline, if the times of its steps say so."""
+        proposal = watch.proposal(self.job, self.job.num_steps - self.done)
+        self.reporter.resplit_took(watch.measured(self.job))
+        if proposal is None:
+            return
+        begin, job = time.perf_counter(), self.job
+        assert job.cut is not None
+        layers, rebuild, routing = job.cut.split.layers, job.rebuild, job.routing
+        state = MovedState(job, self.cfg, self.done)
+        state.move(job, self.mesh, proposal.boundaries)
+        # Nothing but `state` holds the old tensors now, which are released as they are read.
+        del job, self.job, self._checkpointer.job
+        gc.collect()
+        parallel = replace(self.cfg.parallel, split=list(proposal.layers))
+        rebuilt = rebuild(replace(self.cfg, parallel=parallel), state)
+        self.job = self._checkpointer.job = replace(rebuilt, routing=routing)
+        self._recorder = Recorder(self.cfg.measure.warmup_steps)
+        # A number from every rank to all, who are ready then.
+        num_bytes = sum(of_every_rank(state.moved_bytes)) // self.mesh.size("pp")
+        seconds = time.perf_counter() - begin
+        watch.begin(seconds)
+        self.reporter.resplit(self.done, layers, proposal, num_bytes, seconds)
 
     def _check_copies(self, step: int) -> None:
         """Compare the copies of weights, if the run asks for it; RunError if some differ."""
@@ -144,7 +180,7 @@ class Session:
         is_seen = self.cfg.training.compile == "none"
         if not (measure.memory and is_seen and number == measure.warmup_steps):
             return contextlib.nullcontext()
-        self._sent = Collectives(self.mesh)
+        self._sent, self._counted_cut = Collectives(self.mesh), self.job.cut
         self._num_targets = targets_on_rank(self.job, microbatches)
         return self._sent
 
@@ -196,7 +232,8 @@ class Session:
         memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
         self.add(**memory.fields())
         counted = of_every_rank(None if self._sent is None else self._sent.sent_bytes)
-        predicted = of_every_rank(predicted_bytes(self.cfg, self.job, self.mesh, self._num_targets))
+        job = replace(self.job, cut=self._counted_cut)
+        predicted = of_every_rank(predicted_bytes(self.cfg, job, self.mesh, self._num_targets))
         return self.add(
             sent_bytes_per_step=None if None in counted else counted,
             sent_bytes_by_formula=None if None in predicted else predicted,
