@@ -77,7 +77,7 @@ ARROWS = {
         "records",
     },
     "simulation": {"training", "assembly", "parallel", "metrics", "records"},
-    "benchmark": {"records"},
+    "benchmark": {"launch", "process", "records"},
     "report": {"records", "schedule", "drawing"},
     "interfaces": {"batches", "kernels", "schedule"},
     "batches": {"kernels"},
@@ -95,7 +95,7 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_930,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_950,
     "cli commands library __main__ __init__": 1_640,
     "presets": 300,
     "assembly training checkpoint process launch": 6_400,
@@ -182,7 +182,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 108
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 111
 
 
 def test_programs_that_measure_stay_few():

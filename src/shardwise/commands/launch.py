@@ -2,74 +2,42 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import subprocess
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from importlib import import_module
 
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import RunConfig, UserError, require
 from shardwise.run_file import load_config
+
+LAUNCHERS = {
+    "local": "this machine (the default)",
+    "slurm": "a Slurm cluster, by a batch script",
+    "skypilot": "clouds, by a task file for SkyPilot",
+    "kubernetes": "Kubernetes, by a manifest for Kubeflow Trainer",
+}
+"""Where a run may go, by the name of its module in `shardwise.launch`.
+
+The module has `script`, what `--dry-run` prints, and `run`, which starts the run or prints how to,
+and returns the exit code. Both take the run, the name of its file, and the overrides.
+"""
 
 
 def run(args: Namespace) -> int:
     """Start a run where it is to run."""
     cfg = load_config(args.run, args.overrides)
-    return {"local": _local, "slurm": _slurm}[args.on](cfg, args)
-
-
-def _local(cfg: RunConfig, args: Namespace) -> int:
-    """Run on processes of this machine."""
-    from shardwise.launch.local import launch
-
-    nodes, processes = cfg.launch.nodes, cfg.launch.processes
-    require(
-        nodes == 1,
-        f"launch.nodes is {nodes}, and --on local is this machine; give --on slurm, or set it to 1",
-    )
+    launcher = import_module(f"shardwise.launch.{args.on}")
     if args.dry_run:
-        variables = [f"{key}={shlex.quote(v)}" for key, v in cfg.launch.environment.items()]
-        words = ["shardwise", "train", args.run, "--nproc", str(processes), *args.overrides]
-        print(" ".join([*variables, shlex.join(words)]))
+        print(launcher.script(cfg, args.run, args.overrides), end="")
         return 0
-    os.environ.update(cfg.launch.environment)
-    return launch(cfg, processes)
-
-
-def _slurm(cfg: RunConfig, args: Namespace) -> int:
-    """Write a batch script, and submit it."""
-    from shardwise.launch import slurm
-
-    text = slurm.script(cfg, args.run, args.overrides)
-    if args.dry_run:
-        print(text, end="")
-        return 0
-    require(
-        shutil.which("sbatch") is not None,
-        "no command sbatch here: is this a node of a Slurm cluster? --dry-run prints the script",
-    )
-    file = Path(cfg.training.output_dir, slurm.SCRIPT).absolute()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    submitted = subprocess.run(
-        ["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False
-    )
-    if submitted.returncode:
-        raise UserError(f"sbatch refused {file}: {submitted.stderr.strip()}; change launch.options")
-    job = submitted.stdout.strip().partition(";")[0]
-    print(f"submitted job {job}: {file.parent}/slurm-{job}.log; to end it: scancel {job}")
-    return 0
+    return launcher.run(cfg, args.run, args.overrides)
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument(
         "--on",
-        choices=("local", "slurm"),
+        choices=tuple(LAUNCHERS),
         default="local",
-        help="this machine (the default), or a Slurm cluster, by a batch script",
+        help="; ".join(f"{name}: {where}" for name, where in LAUNCHERS.items()),
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and start nothing"
