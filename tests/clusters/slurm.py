@@ -59,6 +59,7 @@ class Slurm:
             "SlurmdParameters=config_overrides",
             "SlurmdTimeout=10",
             "KillWait=5",
+            "SlurmctldDebug=debug",
             f"StateSaveLocation={self.folder}/state",
             f"SlurmdSpoolDir={self.folder}/spool-%n",
             f"SlurmctldPidFile={self.folder}/slurmctld.pid",

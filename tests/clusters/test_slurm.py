@@ -27,8 +27,7 @@ STEPS = 120
 RUN = ("--training.micro_batch_size=4", "--parallel.data=fsdp2", f"--training.steps={STEPS}")
 SAVES = "--training.save_every=20"
 SOURCE = Path(shardwise.__file__).parents[1]
-APPTAINER = """#!/bin/bash
-# Stands in for apptainer: takes the same words, and runs the command without a container.
+APPTAINER = """# Stands in for apptainer: takes the same words, and runs without a container.
 [ "$1" = exec ] || exit 99
 while [ "$1" != image.sif ]; do shift; done
 echo "in $1"; shift
@@ -82,7 +81,7 @@ def wait_for_step(folder: Path, name: str, step: int) -> None:
 def resumed_at(folder: Path, name: str, job: str) -> list[int]:
     """Return the steps of the checkpoints from which the job has resumed."""
     log = (folder / "runs" / name / f"slurm-{job}.log").read_text()
-    return [int(step) for step in re.findall(r"resum\w+ .*?step[ -](\d+)", log)]
+    return [int(step) for step in re.findall(r"resuming after step (\d+)", log)]
 
 
 def minutes(slurm: Slurm, job: str) -> int:
@@ -166,7 +165,7 @@ def test_a_job_near_its_limit_saves_and_goes_on_later(slurm, folder):
     wait_for_step(folder, "limit", 30)
     with paused(slurm, job):  # so that the run is not done before
         slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job) + 1}")
-        wait_for(lambda: f"Warning signal 10 to JobId={job}" in slurm.log("slurmctld"), "USR1")
+        wait_for(lambda: f"warning signal 10 to JobId={job}" in slurm.log("slurmctld"), "USR1")
     wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
     slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     check_finished(slurm, folder, "limit", job)
@@ -188,10 +187,9 @@ def test_a_job_that_is_killed_at_its_limit_goes_on_by_the_same_command(slurm, fo
 
 
 def test_a_preempted_job_goes_on_later_in_its_container(slurm, folder):
-    apptainer = folder / "apptainer"
-    apptainer.write_text(APPTAINER)
-    apptainer.chmod(0o755)
-    (folder / "python").symlink_to(sys.executable)
+    for name, text in (("apptainer", APPTAINER), ("python", f'exec {sys.executable} "$@"\n')):
+        (folder / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / name).chmod(0o755)
     job = submit(
         *(slurm, folder, "preempted", "--launch.nodes=1", "--launch.processes=2"),
         "--launch.container=image.sif",
