@@ -75,10 +75,12 @@ def bench(
     return [state.record for state in cells if state.record is not None]
 
 
-def run_cell(out: str | Path, name: str, job: str) -> CellRecord:
+def run_cell(
+    out: str | Path, name: str, job: str, train: Sequence[str] | None = None
+) -> CellRecord:
     """Run what is left of a cell of a folder that `begin` has prepared, and return its record.
 
-    Cells may run at the same time. `job` is kept with each round, as the job and node of it.
+    Cells may run at the same time. `job` names the job and its node, and is kept with each round.
     Raises as `bench` does, and UserError where the folder has no such cell.
     """
     out = Path(out)
@@ -86,7 +88,7 @@ def run_cell(out: str | Path, name: str, job: str) -> CellRecord:
     # One that was killed, as with its node, may still be ending.
     with _signals(), locked(out, shared=True), locked(out / name, wait_seconds=WAIT_SECONDS):
         state = read_state(cell, out / name)
-        with runs(None) as run:
+        with runs(train) as run:
             while left := state.remaining(sweep.rounds):
                 print_start(state, [state], sweep.rounds)
                 _run_round(state, left[0], sweep, run, job)

@@ -18,7 +18,10 @@ from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR
 def script(path: str, out: str, only: Sequence[str], rerun: Sequence[str]) -> str:
     """Return the batch script of all selected cells. A cell that is done ends at once."""
     _, selected, _ = select(path, Path(out), only, rerun)
-    return _script(path, Path(out), [cell for cell in selected if not cell.refusal])
+    cells = [cell for cell in selected if not cell.refusal]
+    if not cells:
+        raise UserError(f"none of the selected cells can run: {selected[0].refusal}")
+    return _script(path, Path(out), cells)
 
 
 def run(path: str, out: str, only: Sequence[str], rerun: Sequence[str]) -> int:
