@@ -146,6 +146,7 @@ def test_what_cells_cannot_have_each_for_itself_is_refused(sbatch, tmp_path):
     with pytest.raises(UserError, match="none of the selected cells can run"):
         slurm.script(path, "out", ["odd"], [])
     assert cli.main(["bench", path, "--out=out", "--dry-run"]) == 2
+    assert cli.main(["bench", path, "--out=out", "--on=slurm", "--cell=ddp"]) == 2
 
 
 def test_a_script_that_slurm_refuses_leaves_a_folder_to_go_on_with(sbatch, tmp_path, monkeypatch):

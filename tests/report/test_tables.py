@@ -308,8 +308,8 @@ def test_interleaved_is_not_claimed_without_times():
 def test_cells_in_jobs_of_their_own_are_not_interleaved():
     rows = with_starts(single=["01", "03"], ddp=["02", "04"])
     assert interleaved(rows)
-    for record in (row.record for row in rows if row.record):
-        record.rounds[0]["job"] = "Slurm job 1_0 on n1"
+    for of_cell in filter(None, (row.record for row in rows)):
+        of_cell.rounds[0]["job"] = "Slurm job 1_0 on n1"
     assert not interleaved(rows)
 
 

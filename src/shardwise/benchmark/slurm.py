@@ -10,7 +10,7 @@ from shardwise.benchmark.folder import locked
 from shardwise.benchmark.progress import result_table
 from shardwise.benchmark.runner import begin, select
 from shardwise.benchmark.sweep import Cell
-from shardwise.config import Launch, UserError
+from shardwise.config import Launch, UserError, require
 from shardwise.launch import slurm
 from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR
 
@@ -46,8 +46,10 @@ def run(path: str, out: str, only: Sequence[str], rerun: Sequence[str]) -> int:
 
 def name_of_job(environ: Mapping[str, str]) -> str:
     """Return how a record names the job and node that these variables of Slurm are of."""
-    job = "_".join(environ[f"SLURM_ARRAY_{name}_ID"] for name in ("JOB", "TASK"))
-    return f"Slurm job {job} on {environ['SLURMD_NODENAME']}"
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURMD_NODENAME")
+    values = [environ.get(name) for name in names]
+    require(None not in values, "--cell is what a job of --on slurm runs; leave it out")
+    return "Slurm job {}_{} on {}".format(*values)
 
 
 def _script(path: str, out: Path, cells: Sequence[Cell]) -> str:

@@ -29,7 +29,8 @@ def run(args: Namespace) -> int:
     Returns 0, 1 where no cell succeeded, or 128 + the signal that ended it.
     """
     if args.on == "local":
-        require(not args.dry_run, "--dry-run prints what is submitted; give --on slurm with it")
+        is_plain = not args.dry_run and args.cell is None
+        require(is_plain, "--dry-run and --cell are for what is submitted; give --on slurm too")
         return _run_here(args)
     launcher = import_module(f"shardwise.benchmark.{args.on}")
     what = args.sweep, args.out, args.only, args.rerun
