@@ -47,7 +47,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 COMMAND = Command(
     "launch",
     "Start a run on this machine or on a cluster, as its section launch says. Under Slurm it is "
-    "started again until it is finished.",
+    "started again until it is finished; for SkyPilot and Kubernetes a file is written.",
     _add_arguments,
     run,
 )
