@@ -1,6 +1,6 @@
 # shardwise with the versions of constraints.txt, on a machine with NVIDIA GPUs and a driver of 580 or later.
-#   docker build --tag shardwise .
-#   docker run --gpus all --network none --shm-size 16g --volume "$PWD:/work" shardwise shardwise train run.yaml --nproc 8
+#   docker build --tag trainer .
+#   docker run --gpus all --network none --shm-size 16g --volume "$PWD:/work" trainer shardwise train run.yaml --nproc 8
 # Processes of one machine meet in a file and listen on loopback alone, so they need no network. No port is exposed.
 ARG BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
 FROM ${BASE}
