@@ -174,16 +174,17 @@ def test_a_job_near_its_limit_saves_and_goes_on_later(slurm, folder):
     assert f"stopped by SIGUSR1 after step {step}" in log
 
 
-def test_a_job_that_is_killed_at_its_limit_goes_on_by_the_same_command(slurm, folder):
-    job = submit(slurm, folder, "killed", "--launch.time=00:30:00", "--launch.ahead_seconds=1")
-    wait_for_step(folder, "killed", 30)
-    with paused(slurm, job):
+def test_a_job_that_its_limit_ends_goes_on_by_the_same_command(slurm, folder):
+    job = submit(slurm, folder, "ended")  # without launch.time nobody warns it
+    wait_for_step(folder, "ended", 30)
+    with paused(slurm, job):  # until Slurm ends it: SIGCONT, SIGTERM and, 5 seconds later, SIGKILL
         slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job)}")
         wait_for(lambda: slurm.state(job)["JobState"] == "TIMEOUT", "the limit", 200)
     wait_for(lambda: not slurm.ranks(job), "the end of its processes")
-    job = submit(slurm, folder, "killed")
-    check_finished(slurm, folder, "killed", job)
-    assert resumed_at(folder, "killed", job)[0] >= 20
+    assert slurm.state(job)["Restarts"] == "0"
+    job = submit(slurm, folder, "ended")
+    check_finished(slurm, folder, "ended", job)
+    assert resumed_at(folder, "ended", job)[0] >= 20
 
 
 def test_a_preempted_job_goes_on_later_in_its_container(slurm, folder):
