@@ -153,10 +153,12 @@ def test_a_trainjob_trains(nodes, folder, monkeypatch):
 
 
 @pytest.mark.skipif(not SKYPILOT.exists(), reason="SkyPilot is not there: make test-clusters")
-def test_skypilot_takes_the_task(folder, monkeypatch):
+def test_skypilot_takes_the_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
     resources = "--launch.resources={accelerators: H100:8, use_spot: true}"
-    written(folder, "skypilot", monkeypatch, *LAUNCH, resources)
-    file = folder / "run.skypilot.yaml"
+    written(tmp_path, "skypilot", monkeypatch, *LAUNCH, resources)
+    file = tmp_path / "run.skypilot.yaml"
     code = (
         "import sky, sys; task = sky.Task.from_yaml(sys.argv[1]); (wanted,) = task.resources; "
         "print(task.num_nodes, wanted.accelerators, wanted.use_spot, *task.volumes.values())"
@@ -164,7 +166,7 @@ def test_skypilot_takes_the_task(folder, monkeypatch):
     command = [str(SKYPILOT), "-c", code]
     done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
     assert done.stdout.split("\n")[-2] == "2 {'H100': 8} True volume", done.stderr
-    wrong = folder / "wrong.yaml"
+    wrong = tmp_path / "wrong.yaml"
     wrong.write_text(file.read_text().replace("num_nodes", "number_of_nodes"))
     done = subprocess.run([*command, str(wrong)], capture_output=True, text=True, check=False)
     assert "Invalid task YAML" in done.stderr
