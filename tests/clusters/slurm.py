@@ -59,6 +59,7 @@ class Slurm:
             "SlurmdParameters=config_overrides",
             "SlurmdTimeout=10",
             "KillWait=5",
+            "SlurmctldDebug=debug",
             f"StateSaveLocation={self.folder}/state",
             f"SlurmdSpoolDir={self.folder}/spool-%n",
             f"SlurmctldPidFile={self.folder}/slurmctld.pid",
@@ -67,7 +68,10 @@ class Slurm:
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2"
                 for node, port in zip(NODES, ports[1:], strict=True)
             ),
-            "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+            "PreemptType=preempt/partition_prio",
+            "PreemptMode=REQUEUE",
+            "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1",
+            "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2",
         ]
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
@@ -93,6 +97,17 @@ class Slurm:
         for pid in (*watchers, *tasks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def ranks(self, job: str) -> list[int]:
+        """Return the processes of a job that train."""
+        return [
+            pid
+            for pid in _processes()
+            if f"SLURM_JOB_ID={job}" in (words := _words(pid, "environ"))
+            and any(word.startswith("SLURM_STEP_ID=") for word in words)
+            and {"shardwise", "train"} <= set(_words(pid, "cmdline"))
+            and Path(_words(pid, "cmdline")[0]).name.startswith("python")
+        ]
 
     def __enter__(self) -> Slurm:
         for name in ("slurmctld", *NODES):
@@ -121,6 +136,16 @@ class Slurm:
         """Return what Slurm says of a job, such as JobState."""
         words = self.call("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def begin_now(self, job: str) -> None:
+        """Let a job that was queued again begin, if it is waiting; Slurm makes it wait two minutes.
+
+        At once is too early: a node still revokes it.
+        """
+        state = self.state(job)
+        if state["JobState"] == "PENDING" and state["Reason"] == "BeginTime":
+            time.sleep(5)
+            self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def log(self, name: str) -> str:
         """Return what a daemon has printed."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import signal
 import sys
-import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+import shardwise
 from shardwise import cli
 from shardwise.checkpoint.folder import MANIFEST
 from tests.clusters.slurm import NODES, Slurm, wait_for, why_not
@@ -22,6 +26,13 @@ pytestmark = [
 STEPS = 120
 RUN = ("--training.micro_batch_size=4", "--parallel.data=fsdp2", f"--training.steps={STEPS}")
 SAVES = "--training.save_every=20"
+SOURCE = Path(shardwise.__file__).parents[1]
+APPTAINER = """# Stands in for apptainer: takes the same words, and runs without a container.
+[ "$1" = exec ] || exit 99
+while [ "$1" != image.sif ]; do shift; done
+echo "in $1"; shift
+exec "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +78,38 @@ def wait_for_step(folder: Path, name: str, step: int) -> None:
     )
 
 
+def resumed_at(folder: Path, name: str, job: str) -> list[int]:
+    """Return the steps of the checkpoints from which the job has resumed."""
+    log = (folder / "runs" / name / f"slurm-{job}.log").read_text()
+    return [int(step) for step in re.findall(r"resuming after step (\d+)", log)]
+
+
+def minutes(slurm: Slurm, job: str) -> int:
+    """Return a time limit that is at most a minute from now."""
+    started = slurm.call("squeue", "-h", "-j", job, "-o", "%S").strip()
+    return int((datetime.now() - datetime.fromisoformat(started)).total_seconds() // 60) + 1
+
+
+@contextlib.contextmanager
+def paused(slurm: Slurm, job: str) -> Iterator[None]:
+    ranks = slurm.ranks(job)
+    assert len(ranks) == 2
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
 def check_finished(slurm: Slurm, folder: Path, name: str, job: str) -> None:
     """The job ends well, with every loss of the undisturbed run."""
 
-    # A job that was queued again waits two minutes. At once is too early: a node still revokes it.
     def is_finished() -> bool:
-        state = slurm.state(job)
-        if state["JobState"] == "PENDING" and state["Reason"] == "BeginTime":
-            time.sleep(5)
-            slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+        slurm.begin_now(job)
+        return slurm.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
 
     wait_for(is_finished, f"job {job}", 300)
     log = (folder / "runs" / name / f"slurm-{job}.log").read_text()
@@ -121,6 +154,66 @@ def test_a_cancelled_job_has_saved_and_stays_cancelled(slurm, folder):
     wait_for(lambda: any(checkpoints.glob(f"step-*/{MANIFEST}")), "the checkpoint")
     assert slurm.state(job)["Restarts"] == "0"
     assert not slurm.call("squeue", "-h").strip()
+    job = submit(slurm, folder, "cancelled")
+    check_finished(slurm, folder, "cancelled", job)
+    assert resumed_at(folder, "cancelled", job)[0] > 10
+
+
+def test_a_job_near_its_limit_saves_and_goes_on_later(slurm, folder):
+    limit = ("--launch.time=00:30:00", "--launch.ahead_seconds=120")
+    job = submit(slurm, folder, "limit", *limit)
+    wait_for_step(folder, "limit", 30)
+    with paused(slurm, job):  # so that the run is not done before
+        slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job) + 1}")
+        wait_for(lambda: f"warning signal 10 to JobId={job}" in slurm.log("slurmctld"), "USR1")
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    check_finished(slurm, folder, "limit", job)
+    (step,) = resumed_at(folder, "limit", job)
+    log = (folder / "runs" / "limit" / f"slurm-{job}.log").read_text()
+    assert f"stopped by SIGUSR1 after step {step}" in log
+
+
+def test_a_job_that_its_limit_ends_goes_on_by_the_same_command(slurm, folder):
+    job = submit(slurm, folder, "ended")  # without launch.time nobody warns it
+    wait_for_step(folder, "ended", 30)
+    with paused(slurm, job):  # until Slurm ends it: SIGCONT, SIGTERM and, 5 seconds later, SIGKILL
+        slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job)}")
+        wait_for(lambda: slurm.state(job)["JobState"] == "TIMEOUT", "the limit", 200)
+    wait_for(lambda: not slurm.ranks(job), "the end of its processes")
+    assert slurm.state(job)["Restarts"] == "0"
+    job = submit(slurm, folder, "ended")
+    check_finished(slurm, folder, "ended", job)
+    assert resumed_at(folder, "ended", job)[0] >= 20
+
+
+def test_a_preempted_job_goes_on_later_in_its_container(slurm, folder):
+    for name, text in (("apptainer", APPTAINER), ("python", f'exec {sys.executable} "$@"\n')):
+        (folder / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / name).chmod(0o755)
+    job = submit(
+        *(slurm, folder, "preempted", "--launch.nodes=1", "--launch.processes=2"),
+        "--launch.container=image.sif",
+        f"--launch.environment={{PATH: '{folder}:/usr/bin:/bin', PYTHONPATH: '{SOURCE}'}}",
+    )
+    wait_for_step(folder, "preempted", 30)
+    urgent = ("sbatch", "--parsable", "-purgent", "-N2", "--exclusive", "--wrap=sleep 5")
+    slurm.call(*urgent, "--output=/dev/null")
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
+    check_finished(slurm, folder, "preempted", job)
+    assert resumed_at(folder, "preempted", job)[0] >= 20
+    assert "in image.sif" in (folder / "runs" / "preempted" / f"slurm-{job}.log").read_text()
+
+
+def test_a_rank_that_hangs_costs_a_restart(slurm, folder):
+    job = submit(slurm, folder, "hang", "--training.timeout_seconds=20")
+    wait_for_step(folder, "hang", 30)
+    os.kill(slurm.ranks(job)[0], signal.SIGSTOP)
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart", 200)
+    check_finished(slurm, folder, "hang", job)
+    (step,) = resumed_at(folder, "hang", job)
+    assert step >= 20
+    assert step % 20 == 0
 
 
 def test_a_dead_rank_costs_a_restart(slurm, folder):

@@ -41,7 +41,7 @@ def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
         slurm.script(cfg, "run.yaml", overrides)
         == f"""\
 #!/bin/bash
-# Written by `shardwise launch`. Start it with `sbatch`, or by that command again.
+# Written by shardwise. Start it with `sbatch`, or by the same command again.
 #SBATCH --job-name=first
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

@@ -305,6 +305,14 @@ def test_interleaved_is_not_claimed_without_times():
     assert not interleaved(make_rows(Bench(sweep, records)))
 
 
+def test_cells_in_jobs_of_their_own_are_not_interleaved():
+    rows = with_starts(single=["01", "03"], ddp=["02", "04"])
+    assert interleaved(rows)
+    for of_cell in filter(None, (row.record for row in rows)):
+        of_cell.rounds[0]["job"] = "Slurm job 1_0 on n1"
+    assert not interleaved(rows)
+
+
 def test_rounds_are_counted_where_they_went_well():
     assert rounds_of(with_starts(single=["01", "03"], ddp=["02"])) == "1 to 2 rounds"
     assert rounds_of(with_starts(single=["01"], ddp=["02"])) == "1 round"

@@ -21,6 +21,10 @@ from shardwise.records.record import RunRecord
 NOT_TIMED = "This cell ran for its losses and bytes and is not timed (timed: false in the sweep)."
 RATES = ("tokens_per_second", "mfu", "hfu")
 MEDIANS = (*RATES, "first_step_seconds")
+ALONE = (
+    "This cell ran in a job of its own on a cluster, not in turns with other cells: a difference "
+    "in speed may come from the node or from what else ran at that time."
+)
 SAME_IN_ALL_ROUNDS = ("device", "commit", "torch", "transformers", "threads")
 """Facts of the environment that must not change between the rounds of a cell."""
 
@@ -169,10 +173,13 @@ def _difference(a: list[float], b: list[float]) -> float:
 
 
 def _notes(rounds: Sequence[Round], good: Sequence[RunRecord]) -> list[str]:
-    """Return notes on rounds that failed after a good one, and on environments that differ."""
-    notes = []
+    """Return notes on jobs, on rounds that failed after a good one, and on other environments."""
+    jobs = dict.fromkeys(entry.job for entry in rounds if entry.job)
+    notes = [ALONE] if jobs else []
+    if len(jobs) > 1:
+        notes.append(f"Its rounds ran in several jobs: {'; '.join(jobs)}.")
     if good:
-        notes = [
+        notes += [
             f"Round {i} is left out: {', '.join(filter(None, (entry.status, entry.reason)))}."
             for i, entry in enumerate(rounds, start=1)
             if entry.status != "ok"

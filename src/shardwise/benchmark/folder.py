@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.sweep import Cell, Sweep
 from shardwise.config import UserError
 from shardwise.keys import flat
-from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round
+from shardwise.records.cell import LOCK, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
 from shardwise.records.record import RunRecord, dumps, temporary_of, write_atomically
 from shardwise.words import NOTHING
 
@@ -27,37 +30,58 @@ DEFINING = ("values", "nproc", "reference", "control")
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Generator[None]:
-    """Make the folder and keep other benches out of it.
+def locked(out: Path, shared: bool = False, wait_seconds: float = 0) -> Generator[None]:
+    """Make the folder and keep other benches out of it, except those that share it too.
 
-    Raises UserError where that is not possible.
+    Raises UserError where that is not possible, within `wait_seconds` for a bench that is ending.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out, os.O_RDONLY)
+        # A file: over NFS nobody can have a folder for himself.
+        handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise UserError(f"--out {out}: cannot make or open the folder ({error.strerror})") from None
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--out {out}: another bench is running in it; wait, or choose another folder"
-            ) from None
+        _lock(handle, out, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait_seconds)
         yield
     finally:
         os.close(handle)
 
 
+def _lock(handle: int, out: Path, kind: int, wait_seconds: float) -> None:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"--out {out}: another bench is running in it; wait, or choose another folder"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            print(f"note: the file system of {out} has no locks; start one bench in it at a time")
+            return
+
+
+def check_is_bench(out: Path) -> None:
+    """Raise UserError where a folder holds something other than a bench."""
+    if (out / SWEEP).exists() or not out.is_dir():  # what is no folder cannot be locked either
+        return
+    if any(path not in (temporary_of(out / SWEEP), out / LOCK) for path in out.iterdir()):
+        raise UserError(f"--out {out} holds something other than a bench; choose another folder")
+
+
 def prepare(out: Path, sweep: Sweep, rerun: Sequence[Cell]) -> None:
     """Write the sweep and its run files, and remove the rounds of the cells that run again.
 
-    Raises UserError where the folder holds another sweep, or anything else.
+    Raises UserError where the folder holds another sweep.
     """
     if (out / SWEEP).exists():
         _check_same_sweep(out, sweep)
-    elif any(path != temporary_of(out / SWEEP) for path in out.iterdir()):
-        raise UserError(f"--out {out} holds something other than a bench; choose another folder")
     try:
         write_atomically(out / SWEEP, dumps(asdict(sweep.record), indent=1) + "\n")
         for cell in sweep.cells:
@@ -99,19 +123,37 @@ def _check_same_sweep(out: Path, sweep: Sweep) -> None:
 def _definition(record: dict[str, Any], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return what defines a sweep, by name: the values of its axes, and each cell's plan and run.
 
-    The output folder of a run is not part of it: the bench may have been moved.
+    The output folder of a run is not part of it: the bench may have been moved. Nor is `launch`,
+    what a job asks for.
     """
     definition = {f"axes.{axis['name']}": axis["values"] for axis in record["axes"]}
     for plan in record["cells"]:
         cell = f"cells.{plan['id']}"
         definition |= {f"{cell}.{key}": plan[key] for key in DEFINING}
-        definition |= {f"{cell}.run.{key}": value for key, value in flat(runs[plan["id"]]).items()}
+        run = {name: keys for name, keys in runs[plan["id"]].items() if name != "launch"}
+        definition |= {f"{cell}.run.{key}": value for key, value in flat(run).items()}
         definition.pop(f"{cell}.run.training.output_dir", None)
     return definition
 
 
 def _as_yaml(run: dict[str, Any]) -> str:
     return yaml.safe_dump(run, sort_keys=False)
+
+
+def read_cell(out: Path, name: str) -> tuple[SweepRecord, Cell]:
+    """Return the sweep that a folder was prepared for, and one of its cells.
+
+    Raises UserError where the folder has none of this name.
+    """
+    try:
+        sweep = TypeAdapter(SweepRecord).validate_json((out / SWEEP).read_bytes())
+        (plan,) = (plan for plan in sweep.cells if plan.id == name)
+        run = yaml.safe_load((out / name / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        raise UserError(
+            f"--cell {name}: {out} was not prepared for it; start shardwise bench --on slurm"
+        ) from None
+    return sweep, Cell(plan, run)
 
 
 def read_state(cell: Cell, folder: Path) -> CellState:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from shardwise.benchmark.cells import CellState, cell_record
-from shardwise.benchmark.folder import locked, prepare, read_state
+from shardwise.benchmark.folder import check_is_bench, locked, prepare, read_cell, read_state
 from shardwise.benchmark.process import Run, runs
 from shardwise.benchmark.progress import print_end, print_start
 from shardwise.benchmark.sweep import Cell, Sweep, left_out, read_sweep, uncontrolled
@@ -31,6 +31,10 @@ from shardwise.words import listed, one_line
 
 WEIGHTS = ("model", "checkpoints")
 """Folders of a round that may be large. They are removed when it ends."""
+
+
+WAIT_SECONDS = 10.0
+"""How long the job of a cell waits for an earlier one of the same cell."""
 
 
 class Interrupted(BaseException):
@@ -55,27 +59,61 @@ def bench(
     to which the run file and options are added; by default it is `shardwise train`, see
     `process.runs`.
 
-    Raises UserError for the user's mistakes. Raises Interrupted on SIGTERM or SIGINT: the current
+    Raises UserError for the user's mistakes. Raises Interrupted on a signal: the current
     run ends, and leaves no record.
     """
     out = Path(out)
-    command = ["shardwise", "bench", str(path), "--out", str(out)]
-    sweep = read_sweep(path, out, command)
-    selected = _matching(sweep.cells, only, "--only") if only else sweep.cells
-    again = _matching(selected, rerun, "--rerun")
-    with _signals(), locked(out):
-        prepare(out, sweep, again)
-        _warn(out, sweep, selected)
-        cells = [read_state(cell, out / cell.plan.id) for cell in selected]
-        rounds = sweep.record.rounds
-        with runs(train) as run:
-            for number in range(1, rounds + 1):
-                for state in _references_first(cells):
-                    if number in state.remaining(rounds)[:1]:
-                        print_start(state, cells, rounds)
-                        _run_round(state, number, sweep.record, run)
-                        print_end(state, cells, rounds)
+    sweep, selected, again = select(path, out, only, rerun)
+    with _signals(), locked(out), runs(train) as run:
+        cells, rounds = begin(out, sweep, selected, again), sweep.record.rounds
+        for number in range(1, rounds + 1):
+            for state in _references_first(cells):
+                if number in state.remaining(rounds)[:1]:
+                    print_start(state, cells, rounds)
+                    _run_round(state, number, sweep.record, run)
+                    print_end(state, cells, rounds)
     return [state.record for state in cells if state.record is not None]
+
+
+def run_cell(
+    out: str | Path, name: str, job: str, train: Sequence[str] | None = None
+) -> CellRecord:
+    """Run what is left of a cell of a folder that `begin` has prepared, and return its record.
+
+    Cells may run at the same time. `job` names the job and its node, and is kept with each round.
+    Raises as `bench` does, and UserError where the folder has no such cell.
+    """
+    out = Path(out)
+    sweep, cell = read_cell(out, name)
+    # One that was killed, as with its node, may still be ending.
+    with _signals(), locked(out, shared=True), locked(out / name, wait_seconds=WAIT_SECONDS):
+        state = read_state(cell, out / name)
+        with runs(train) as run:
+            while left := state.remaining(sweep.rounds):
+                print_start(state, [state], sweep.rounds)
+                _run_round(state, left[0], sweep, run, job)
+                print_end(state, [state], sweep.rounds)
+    assert state.record is not None  # a cell that is refused gets no job
+    return state.record
+
+
+def select(
+    path: str | Path, out: Path, only: Sequence[str], rerun: Sequence[str]
+) -> tuple[Sweep, Sequence[Cell], Sequence[Cell]]:
+    """Return a sweep, its cells that are selected, and those of them that run again."""
+    sweep = read_sweep(path, out, ["shardwise", "bench", str(path), "--out", str(out)])
+    check_is_bench(out)
+    selected = _matching(sweep.cells, only, "--only") if only else sweep.cells
+    return sweep, selected, _matching(selected, rerun, "--rerun")
+
+
+def begin(
+    out: Path, sweep: Sweep, selected: Sequence[Cell], again: Sequence[Cell]
+) -> list[CellState]:
+    """Prepare a folder that is locked, and return the selected cells as far as they have run."""
+    prepare(out, sweep, again)
+    _warn(out, sweep, selected)
+    return [read_state(cell, out / cell.plan.id) for cell in selected]
 
 
 def _references_first(cells: Sequence[CellState]) -> list[CellState]:
@@ -121,7 +159,9 @@ def _warn(out: Path, sweep: Sweep, selected: Sequence[Cell]) -> None:
         )
 
 
-def _run_round(state: CellState, number: int, sweep: SweepRecord, run: Run) -> None:
+def _run_round(
+    state: CellState, number: int, sweep: SweepRecord, run: Run, job: str | None = None
+) -> None:
     """Run a cell once and write its record."""
     limit = sweep.timeout_seconds
     folder, plan = state.folder / f"round-{number}", state.cell.plan
@@ -145,7 +185,7 @@ def _run_round(state: CellState, number: int, sweep: SweepRecord, run: Run) -> N
         shutil.rmtree(folder / name, ignore_errors=True)
     state.run_records.append(record)
     times = (record.tokens_per_second, record.step_seconds) if plan.timed else (None, None)
-    state.rounds.append(Round(record.status, record.reason, *times, seconds, started))
+    state.rounds.append(Round(record.status, record.reason, *times, seconds, started, job))
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     state.record = cell_record(plan, state.rounds, state.run_records, command, threads)
     state.record.write(state.folder / RECORD)
@@ -191,7 +231,7 @@ def _last_line(log: Path, longest: int = 300) -> str:
 
 @contextlib.contextmanager
 def _signals() -> Generator[None]:
-    """Raise Interrupted on SIGTERM and SIGINT. Python handles signals only in the main thread."""
+    """Raise Interrupted on a signal to end. Python handles signals only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -199,7 +239,7 @@ def _signals() -> Generator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last when a job's time is up
     handlers = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield

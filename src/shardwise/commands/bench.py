@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from argparse import ArgumentParser, Namespace
+from importlib import import_module
 
 from shardwise.commands.command import Command
+from shardwise.config import require
+
+LAUNCHERS = {
+    "local": "this machine, in rounds (the default)",
+    "slurm": "a Slurm cluster, a job for each cell",
+}
+"""Where cells may run; elsewhere than here, by the name of a module in `shardwise.benchmark`.
+
+The module has `script`, what `--dry-run` prints, `run`, which submits the cells and returns the
+exit code, and `name_of_job`, what a record says of a job with these environment variables. The
+first two take the sweep file, the folder, and the patterns of `--only` and `--rerun`.
+"""
 
 
 def run(args: Namespace) -> int:
-    """Run a sweep and print its rows.
+    """Run a sweep, or submit its cells, and print its rows.
 
     Returns 0, 1 where no cell succeeded, or 128 + the signal that ended it.
     """
+    if args.on == "local":
+        is_plain = not args.dry_run and args.cell is None
+        require(is_plain, "--dry-run and --cell are for what is submitted; give --on slurm too")
+        return _run_here(args)
+    launcher = import_module(f"shardwise.benchmark.{args.on}")
+    what = args.sweep, args.out, args.only, args.rerun
+    if args.cell is not None:
+        return _run_here(args, launcher.name_of_job(os.environ))
+    if args.dry_run:
+        print(launcher.script(*what), end="")
+        return 0
+    return launcher.run(*what)
+
+
+def _run_here(args: Namespace, job: str | None = None) -> int:
+    """Run the selected cells in rounds, or the one cell of a job."""
     from shardwise.benchmark.progress import result_table
-    from shardwise.benchmark.runner import Interrupted
+    from shardwise.benchmark.runner import Interrupted, run_cell
     from shardwise.benchmark.runner import bench as run_bench
 
     try:
-        records = run_bench(args.sweep, args.out, args.only, args.rerun)
+        if job is None:
+            records = run_bench(args.sweep, args.out, args.only, args.rerun)
+        else:
+            records = [run_cell(args.out, args.cell, job)]
     except Interrupted as interrupted:
         command = "the same command without --rerun" if args.rerun else "the same command"
         print(f"{interrupted}; {command} resumes it, with --out {args.out}", file=sys.stderr)
@@ -39,6 +73,16 @@ def _add_arguments(parser: ArgumentParser) -> None:
         ("--rerun", "discard the results of the matching cells, and run them from scratch"),
     ):
         parser.add_argument(option, nargs="+", action="extend", default=[], metavar="ID", help=text)
+    parser.add_argument(
+        "--on",
+        choices=tuple(LAUNCHERS),
+        default="local",
+        help="; ".join(f"{name}: {where}" for name, where in LAUNCHERS.items()),
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be submitted, and submit nothing"
+    )
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # what a job of `--on` runs
 
 
 COMMAND = Command(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import subprocess
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from importlib import import_module
 
 from shardwise import layouts
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import UserError
 from shardwise.rules import refusals
 from shardwise.run_file import load_config
+
+LAUNCHERS = {
+    "local": "this machine (the default)",
+    "slurm": "a Slurm cluster, by a batch script",
+    "torchrun": "torchrun's agents: start the same command on every node",
+    "skypilot": "clouds, by a task file for SkyPilot",
+    "kubernetes": "Kubernetes, by a manifest for Kubeflow Trainer",
+}
+"""Where a run may go, by the name of its module in `shardwise.launch`.
+
+The module has `script`, what `--dry-run` prints, and `run`, which starts the run or prints how to,
+and returns the exit code. Both take the run, the name of its file, and the overrides.
+"""
 
 
 def run(args: Namespace) -> int:
@@ -23,71 +32,20 @@ def run(args: Namespace) -> int:
         fewest = cfg.launch.min_nodes * cfg.launch.processes
         for _, problem in refusals(layouts.fitted(cfg, fewest), layouts.Facts(fewest)):
             raise UserError(f"launch.min_nodes is {cfg.launch.min_nodes}: {problem}; or raise it")
-    return {"local": _local, "slurm": _slurm, "torchrun": _torchrun}[args.on](cfg, args)
-
-
-def _local(cfg: RunConfig, args: Namespace) -> int:
-    """Run on processes of this machine."""
-    from shardwise.launch.local import launch
-
-    nodes, processes = cfg.launch.nodes, cfg.launch.processes
-    require(
-        nodes == 1,
-        f"launch.nodes is {nodes}, and --on local is this machine; give --on slurm "
-        "or torchrun, or set it to 1",
-    )
+    launcher = import_module(f"shardwise.launch.{args.on}")
     if args.dry_run:
-        variables = [f"{key}={shlex.quote(v)}" for key, v in cfg.launch.environment.items()]
-        words = ["shardwise", "train", args.run, "--nproc", str(processes), *args.overrides]
-        print(" ".join([*variables, shlex.join(words)]))
+        print(launcher.script(cfg, args.run, args.overrides), end="")
         return 0
-    os.environ.update(cfg.launch.environment)
-    return launch(cfg, processes)
-
-
-def _slurm(cfg: RunConfig, args: Namespace) -> int:
-    """Write a batch script, and submit it."""
-    from shardwise.launch import slurm
-
-    text = slurm.script(cfg, args.run, args.overrides)
-    if args.dry_run:
-        print(text, end="")
-        return 0
-    require(
-        shutil.which("sbatch") is not None,
-        "no command sbatch here: is this a node of a Slurm cluster? --dry-run prints the script",
-    )
-    file = Path(cfg.training.output_dir, slurm.SCRIPT).absolute()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    submitted = subprocess.run(
-        ["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False
-    )
-    if submitted.returncode:
-        raise UserError(f"sbatch refused {file}: {submitted.stderr.strip()}; change launch.options")
-    job = submitted.stdout.strip().partition(";")[0]
-    print(f"submitted job {job}: {file.parent}/slurm-{job}.log; to end it: scancel {job}")
-    return 0
-
-
-def _torchrun(cfg: RunConfig, args: Namespace) -> int:
-    """Be one node of a run whose agents are torchrun's."""
-    from shardwise.launch import torchrun
-
-    if args.dry_run:
-        print(torchrun.script(cfg, args.run, args.overrides), end="")
-        return 0
-    return torchrun.run(cfg, args.run, args.overrides)
+    return launcher.run(cfg, args.run, args.overrides)
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument(
         "--on",
-        choices=("local", "slurm", "torchrun"),
+        choices=tuple(LAUNCHERS),
         default="local",
-        help="this machine (the default), a Slurm cluster, by a batch script, or torchrun's "
-        "agents: start the same command on every node",
+        help="; ".join(f"{name}: {where}" for name, where in LAUNCHERS.items()),
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and start nothing"
@@ -97,7 +55,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
 COMMAND = Command(
     "launch",
     "Start a run on this machine or on a cluster, as its section launch says. Under Slurm and "
-    "torchrun it is started again until it is finished.",
+    "torchrun it is started again until it is finished; for SkyPilot and Kubernetes a file is "
+    "written.",
     _add_arguments,
     run,
 )

@@ -10,6 +10,7 @@ from shardwise.ranges import shown
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d{1,2}){0,2}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PATH = re.compile(r"([a-z0-9]+://)?[^,:\n]+")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 
 
@@ -29,15 +30,27 @@ class Launch(Section):
     ahead_seconds: int = 300
     """Slurm: how long before that limit the run is told to finish its step and save."""
     restarts: int = 10
-    """How often Slurm queues the job again, at its time limit or after a failure, or torchrun's
-    agents start its processes again after a failure."""
+    """How often Slurm queues the job again, at its time limit or after a failure; how often
+    torchrun's agents or SkyPilot start the processes again after a failure, a preempted machine
+    aside."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes."""
     before: list[str] = field(default_factory=list)
-    """Slurm: lines of bash that run on the first node before the processes start."""
+    """Lines of bash that run before the processes start: on the first node under Slurm, on every
+    node of SkyPilot and Kubernetes."""
     options: dict[str, str | int | None] = field(default_factory=dict)
     """Options of sbatch or torchrun without their dashes, such as `gpus-per-node: 8` or
     `rdzv-endpoint: node1:29400`; null: without a value."""
+    container: str | None = None
+    """An image in which the processes run, with shardwise installed. Slurm: one for pyxis, or a
+    file that ends with `.sif` for apptainer. SkyPilot and Kubernetes: a name in a registry."""
+    mounts: dict[str, str] = field(default_factory=dict)
+    """Folders of the processes, and what each is. Slurm with a container: a path of the nodes.
+    SkyPilot: a volume's name, a bucket's address, or a path here, which is copied. Kubernetes: the
+    name of a persistent volume claim."""
+    resources: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """What each node has. SkyPilot: its `resources`, such as `accelerators: H100:8`. Kubernetes:
+    limits of a container, such as `nvidia.com/gpu: 8`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +66,12 @@ class Launch(Section):
             require(
                 _NAME.fullmatch(name) is not None,
                 f"launch.environment has {shown(name)}, which is no name of a variable; rename it",
+            )
+        for path, source in self.mounts.items():
+            require(
+                _PATH.fullmatch(path) is not None and _PATH.fullmatch(source) is not None,
+                f"launch.mounts has {shown(path)}: {shown(source)}; write FOLDER: SOURCE without "
+                "commas, colons (except in ://) and line breaks",
             )
         for name, value in self.options.items():
             require(

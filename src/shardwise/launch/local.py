@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,30 @@ from shardwise.rules import refusals
 from shardwise.training.trackers import check_installed
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
+
+
+def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
+    """Return the command that `run` stands for; UserError for more nodes than this machine."""
+    _check_one_node(cfg)
+    variables = [f"{key}={shlex.quote(v)}" for key, v in cfg.launch.environment.items()]
+    nproc = str(cfg.launch.processes)
+    words = ["shardwise", "train", run_file, "--nproc", nproc, *overrides]
+    return " ".join([*variables, shlex.join(words)]) + "\n"
+
+
+def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
+    """Run on as many processes as the section `launch` says; see `launch`."""
+    _check_one_node(cfg)
+    os.environ.update(cfg.launch.environment)
+    return launch(cfg, cfg.launch.processes)
+
+
+def _check_one_node(cfg: RunConfig) -> None:
+    require(
+        cfg.launch.nodes == 1,
+        f"launch.nodes is {cfg.launch.nodes}, and --on local is this machine; give --on slurm "
+        "or torchrun, or set it to 1",
+    )
 
 
 def launch(

@@ -9,33 +9,91 @@ Each start resumes from the last whole checkpoint.
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shardwise.config import RunConfig
+from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.process.ending import OUT_OF_MEMORY, USER_ERROR
 
 SCRIPT = "job.sbatch"
 """The name of the script in the output folder."""
 RAISED = 200
-"""What a rank adds to its exit code after a mistake in the run file, or for lack of memory."""
-_RANK = (
-    'trap : USR1 TERM; "$@"; code=$?; '
-    f"case $code in {USER_ERROR}|{OUT_OF_MEMORY}) exit $((code + {RAISED})) ;; esac; exit $code"
-)
-"""What a rank runs: the command given as arguments. Signals are for the command, not the shell."""
+"""What a rank adds to its exit code where the job must not be queued again."""
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """Return the batch script of a run, whose folders and interpreter every node can read."""
-    launch = cfg.launch
+    of_run = [override for override in overrides if not override.startswith("--launch.")]
+    return job(
+        cfg.launch,
+        Path(cfg.training.output_dir).absolute(),
+        ["-m", "shardwise", "train", run_file, *of_run, "--resume", "auto"],
+        [f"nodes={_nodes(cfg.launch)}", f"ntasks-per-node={cfg.launch.processes}"],
+        final=(USER_ERROR, OUT_OF_MEMORY),
+    )
+
+
+def _nodes(launch: Launch) -> str:
+    return f"{launch.nodes}" if launch.min_nodes is None else f"{launch.min_nodes}-{launch.nodes}"
+
+
+def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
+    """Write the script into the output folder, and submit it."""
     folder = Path(cfg.training.output_dir).absolute()
-    command = [sys.executable, "-m", "shardwise", "train", run_file, *overrides]
+    number = submit(script(cfg, run_file, overrides), folder)
+    print(f"submitted job {number}: {folder}/slurm-{number}.log; to end it: scancel {number}")
+    return 0
+
+
+def submit(text: str, folder: Path) -> str:
+    """Write a script into a folder, submit it and return the job's number.
+
+    UserError where there is no sbatch, or where it refuses the script.
+    """
+    require(
+        shutil.which("sbatch") is not None,
+        "no command sbatch here: is this a node of a Slurm cluster? --dry-run prints the script",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / SCRIPT
+    file.write_text(text, encoding="utf-8")
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False
+    )
+    if submitted.returncode:
+        raise UserError(f"sbatch refused {file}: {submitted.stderr.strip()}; change launch.options")
+    return submitted.stdout.strip().partition(";")[0]
+
+
+def job(
+    launch: Launch,
+    folder: Path,
+    arguments: Sequence[str],
+    size: Sequence[str],
+    final: Sequence[int],
+    array: Sequence[str] = (),
+) -> str:
+    """Return a batch script that runs Python with these arguments as one task or many.
+
+    `size` are the options of sbatch for nodes and tasks. The job is queued again after every exit
+    code but 0 and `final`. With `array` it is one job for each of its words, which the command gets
+    as its last argument.
+    """
+    options = [*size, f"array=0-{len(array) - 1}"] if array else size
+    log = "slurm-%A_%a.log" if array else "slurm-%j.log"
+    of_srun, before_python = _container(launch, folder)
+    command = shlex.join([*before_python, *arguments])
+    number = "$SLURM_JOB_ID"  # of an array, that of the last job is the array's own
+    if array:
+        command += ' "${words[SLURM_ARRAY_TASK_ID]}"'
+        number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     lines = [
         "#!/bin/bash",
-        "# Written by `shardwise launch`. Start it with `sbatch`, or by that command again.",
-        *(f"#SBATCH --{option}" for option in _options(cfg, folder)),
+        "# Written by shardwise. Start it with `sbatch`, or by the same command again.",
+        *(f"#SBATCH --{option}" for option in _options(launch, folder, options, log)),
         "",
         *(f"export {key}={shlex.quote(value)}" for key, value in launch.environment.items()),
         *launch.before,
@@ -44,32 +102,40 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
         "trap ended=1 TERM",
         "# With one process dead, all end by SIGTERM: none could go on. srun ends with the highest",
         f"# code, at least 143; a rank whose run would end alike again adds {RAISED} to its own.",
-        f"rank={shlex.quote(_RANK)}",
-        f'srun --kill-on-bad-exit=1 bash -c "$rank" rank {shlex.join(command)} --resume auto',
+        f"rank={shlex.quote(_rank(final))}",
+        *([f"words=({shlex.join(array)})"] if array else []),
+        f'srun {shlex.join(of_srun)} bash -c "$rank" rank {command}',
         "code=$?",
         '[ -z "${ended:-}" ] || exit "$code"',
         f'[ "$code" -lt {RAISED} ] || exit $((code - {RAISED}))',
         '[ "$code" -ne 0 ] || exit 0',
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launch.restarts} ]; then',
-        '  scontrol requeue "$SLURM_JOB_ID"',
+        f'  scontrol requeue "{number}"',
         "fi",
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 
 
-def _options(cfg: RunConfig, folder: Path) -> Iterator[str]:
+def _rank(final: Sequence[int]) -> str:
+    """Return what a rank runs: the command given as arguments. Signals are for the command."""
+    codes = "|".join(map(str, final))
+    return (
+        'trap : USR1 TERM; "$@"; code=$?; '
+        f"case $code in {codes}) exit $((code + {RAISED})) ;; esac; exit $code"
+    )
+
+
+def _options(launch: Launch, folder: Path, size: Sequence[str], log: str) -> Iterator[str]:
     """Yield the options of sbatch, without their dashes.
 
     Slurm reads `%` in a file's name as the start of a pattern, and splits a line at spaces outside
     quotes.
     """
-    launch = cfg.launch
     yield f"job-name={_quoted(launch.options.get('job-name') or folder.name)}"
-    yield f"nodes={'' if launch.min_nodes is None else f'{launch.min_nodes}-'}{launch.nodes}"
-    yield f"ntasks-per-node={launch.processes}"
+    yield from size
     yield f"chdir={_quoted(Path.cwd())}"
-    yield f"output={_quoted(str(folder).replace('%', '%%'))}/slurm-%j.log"
+    yield f"output={_quoted(str(folder).replace('%', '%%'))}/{log}"
     yield "open-mode=append"
     yield "requeue"
     if launch.time is not None:
@@ -78,6 +144,24 @@ def _options(cfg: RunConfig, folder: Path) -> Iterator[str]:
     for name, value in launch.options.items():
         if name != "job-name":
             yield name if value is None else f"{name}={_quoted(value)}"
+
+
+def _container(launch: Launch, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the options of srun, and the words that end with Python's command.
+
+    A container sees the current folder and the output folder under their own names.
+    """
+    options, image = ["--kill-on-bad-exit=1"], launch.container
+    if image is None:
+        return options, [sys.executable]
+    here = Path.cwd()
+    mounts = {str(here): str(here), str(folder): str(folder), **launch.mounts}
+    binds = ",".join(f"{source}:{path}" for path, source in mounts.items())
+    if image.endswith(".sif"):
+        apptainer = ["apptainer", "exec", "--nv", "--bind", binds, "--pwd", str(here), image]
+        return options, [*apptainer, "python"]
+    options += [f"--container-image={image}", f"--container-mounts={binds}"]
+    return [*options, f"--container-workdir={here}"], ["python"]
 
 
 def _quoted(value: object) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 from shardwise.records.record import RunRecord, Status
 
 SWEEP, RECORD, RUN_FILE, LOG = "sweep.json", "record.json", "run.yaml", "log.txt"
+LOCK = ".lock"
+"""The file that a bench locks in its folder, and a job of one cell in the cell's. It is empty."""
 WEAK_SCALING = "weak scaling"
 """The end of the name of a group whose cells have equal work per process, not in total."""
 
@@ -78,6 +80,7 @@ class Round:
     step_seconds: dict[str, float] | None = None
     wall_seconds: float | None = None  # from the start of the process to its end
     started: str | None = None  # UTC, ISO 8601; shows that rounds were interleaved
+    job: str | None = None  # job and node of a cell that does not take turns with the others
 
 
 @dataclass(frozen=True)

@@ -357,12 +357,14 @@ def counts(rows: Sequence[Row]) -> dict[State, int]:
 def interleaved(rows: Sequence[Row]) -> bool:
     """Return whether the rounds of each group were interleaved, by the times at which they started.
 
-    They were if every cell had begun round k before any cell began round k + 1. Without times the
-    answer is no.
+    They were if every cell had begun round k before any cell began round k + 1. Without times, and
+    with cells in jobs of their own, the answer is no.
     """
     cells = [row for row in rows if row.record and not row.plan.control]
     for of_group in groups_of(cells).values():
         records = [row.record for row in of_group if row.record]
+        if any(entry.get("job") for record in records for entry in record.rounds):
+            return False
         starts = [
             (entry.get("started") or "", number)
             for record in records
