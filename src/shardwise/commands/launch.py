@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.commands.command import Command, add_run_file
@@ -17,7 +18,7 @@ from shardwise.run_file import load_config
 def run(args: Namespace) -> int:
     """Start a run where it is to run."""
     cfg = load_config(args.run, args.overrides)
-    return {"local": _local, "slurm": _slurm}[args.on](cfg, args)
+    return ON[args.on](cfg, args)
 
 
 def _local(cfg: RunConfig, args: Namespace) -> int:
@@ -63,13 +64,31 @@ def _slurm(cfg: RunConfig, args: Namespace) -> int:
     return 0
 
 
+def _ray(cfg: RunConfig, args: Namespace) -> int:
+    """Run on a Ray cluster, from start to end."""
+    from shardwise.launch import ray
+
+    if args.dry_run:
+        print(ray.describe(cfg, args.run, args.overrides), end="")
+        return 0
+    return ray.start(cfg)
+
+
+ON: dict[str, Callable[[RunConfig, Namespace], int]] = {
+    "local": _local,
+    "slurm": _slurm,
+    "ray": _ray,
+}
+"""What `--on` may be, and what starts a run there."""
+
+
 def _add_arguments(parser: ArgumentParser) -> None:
     add_run_file(parser)
     parser.add_argument(
         "--on",
-        choices=("local", "slurm"),
+        choices=tuple(ON),
         default="local",
-        help="this machine (the default), or a Slurm cluster, by a batch script",
+        help="this machine (the default), a Slurm cluster, by a batch script, or a Ray cluster",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and start nothing"

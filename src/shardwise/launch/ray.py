@@ -1,0 +1,145 @@
+"""A run as workers of Ray Train, which starts them again until the run is finished.
+
+Nothing here imports Ray but `start` and what it calls, so that a dry run and a refusal need no Ray.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config import RunConfig, UserError, require
+from shardwise.process.ending import Ending, report_ending
+
+OPTIONS = {"address": str, "cpus": int, "accelerator": str}
+"""The keys of `launch.options` that Ray has, and the type of their values."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What Ray Train is asked for."""
+
+    address: str
+    """Of the cluster."""
+    workers: int
+    restarts: int
+    placement: str
+    """Ray's word for how the workers are spread over nodes."""
+    cpus: int
+    """Of each worker, whose number of threads this is."""
+    accelerator: str | None
+    """The type of GPU that a worker needs."""
+    environment: dict[str, str]
+
+
+def request(cfg: RunConfig) -> Request:
+    """Return what the section `launch` asks of Ray; UserError where Ray has no such thing."""
+    launch = cfg.launch
+    require(
+        launch.time is None,
+        f"launch.time is {launch.time}, and Ray has no time limit; leave it out, or give --on slurm",
+    )
+    require(
+        not launch.before,
+        "launch.before has lines of bash, which Ray runs nowhere; leave it out, and run them before "
+        "`ray start` on each node",
+    )
+    options = launch.options
+    for name, value in options.items():
+        require(
+            isinstance(value, OPTIONS.get(name, ())),
+            f"launch.options has {name}: {value}, which Ray does not take; it takes "
+            f"{', '.join(f'{key} ({kind.__name__})' for key, kind in OPTIONS.items())}",
+        )
+    cpus = int(options.get("cpus") or 1)
+    require(cpus >= 1, f"launch.options has cpus: {cpus}; give at least 1")
+    placement = "STRICT_SPREAD" if launch.processes == 1 else "PACK"
+    accelerator = options.get("accelerator")
+    return Request(
+        address=str(options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"),
+        workers=launch.nodes * launch.processes,
+        restarts=launch.restarts,
+        placement="STRICT_PACK" if launch.nodes == 1 else placement,
+        cpus=cpus,
+        accelerator=None if accelerator is None else str(accelerator),
+        environment=dict(launch.environment),
+    )
+
+
+def describe(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
+    """Return what would be given to Ray Train, as text; Ray is not asked."""
+    wanted = request(cfg)
+    of_run = [override for override in overrides if not override.startswith("--launch.")]
+    command = shlex.join(["shardwise", "train", run_file, *of_run, "--resume", "auto"])
+    gpu = "" if cfg.training.device == "cpu" else ", and a GPU where the cluster has GPUs"
+    return (
+        f"# Each worker of Ray Train has {wanted.cpus} CPUs{gpu}, and is a rank of:\n"
+        f"# {command}\n{yaml.safe_dump(wanted.__dict__, sort_keys=False)}"
+    )
+
+
+class RankError(Exception):
+    """The error of a worker whose rank has reported how it ends."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending)
+        self.ending = ending
+
+    def __str__(self) -> str:
+        return self.ending.reason
+
+
+def first_cause(failures: Mapping[int, Exception], size: int) -> Ending:
+    """Return the ending of a run of `size` ranks from the errors of those that have failed.
+
+    What would happen again comes first. A rank that was killed has left no ending, and is the cause
+    of what others report.
+    """
+    endings = [error.ending for error in failures.values() if isinstance(error, RankError)]
+    killed = [rank for rank, error in failures.items() if not isinstance(error, RankError)]
+    for ending in endings:
+        if is_final(ending):
+            return ending
+    if not killed:
+        return endings[0]
+    rank = min(killed)
+    where = f"rank {rank} of {size} died"
+    text = " ".join(str(failures[rank]).split())
+    return Ending(1, f"{where}: {text}", f"error: {where}")
+
+
+def is_final(ending: Ending) -> bool:
+    """Return whether a run that ended so would end so again, or was asked to stop."""
+    return ending.status not in ("failed", "timeout")
+
+
+def check_installed() -> None:
+    """Raise UserError where Ray Train is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--on ray needs Ray, which is not installed; pip install 'shardwise[ray]'")
+
+
+def start(cfg: RunConfig) -> int:
+    """Run `cfg` on a Ray cluster from start to end; return the exit code, as `launch` does."""
+    wanted = request(cfg)
+    check_installed()
+    from shardwise.launch.ray_train import train
+    from shardwise.launch.rank import record
+
+    cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
+    folder = Path(cfg.training.output_dir).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".ray-", dir=folder) as storage:
+        ending = train(cfg, wanted, storage)
+    if ending is None:
+        return 0
+    record(cfg, ending)
+    return report_ending(ending)
