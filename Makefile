@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := .venv-kernels
+RAY := .venv-ray
 NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
@@ -32,6 +33,14 @@ $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest pytest-xdist hypothesis $(NVCC)
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt --no-deps torchao
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+# Ray on top of what .venv has, so that nothing else can come to need it.
+$(RAY)/.ok: $(VENV)/.ok
+	$(PYTHON) -m venv $(RAY)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(RAY)/bin/pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	touch $@
 
 demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strategies; writes a page that compares them
@@ -91,8 +100,8 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 	$(PYTEST) -m slow
 	$(BIN)/python -m tests.left_out
 
-test-clusters: setup  ## runs on a Slurm of two nodes on this machine, which root starts from the packages slurmctld, slurmd
-	$(BIN)/python -m pytest -m cluster tests/clusters
+test-clusters: $(RAY)/.ok  ## runs on two nodes on this machine: of a Ray, and of a Slurm that root starts (packages slurmctld, slurmd)
+	$(RAY)/bin/python -m pytest -m cluster tests/clusters
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
 	$(PYTHON) -m tests.gpu
@@ -104,4 +113,4 @@ gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA devi
 	$(PYTHON) -m tests.gpu.jet_nemotron
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(KERNELS) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) $(RAY) runs build .pytest_cache .ruff_cache .hypothesis

@@ -77,7 +77,7 @@ ARROWS = {
         "records",
     },
     "simulation": {"training", "assembly", "parallel", "metrics", "records"},
-    "benchmark": {"records"},
+    "benchmark": {"launch", "records"},
     "report": {"records", "schedule", "drawing"},
     "interfaces": {"batches", "kernels", "schedule"},
     "batches": {"kernels"},

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from shardwise.commands.command import Command
+
+if TYPE_CHECKING:
+    from shardwise.benchmark.runner import Engine
 
 
 def run(args: Namespace) -> int:
@@ -18,7 +24,7 @@ def run(args: Namespace) -> int:
     from shardwise.benchmark.runner import bench as run_bench
 
     try:
-        records = run_bench(args.sweep, args.out, args.only, args.rerun)
+        records = run_bench(args.sweep, args.out, args.only, args.rerun, engine=ON[args.on]())
     except Interrupted as interrupted:
         command = "the same command without --rerun" if args.rerun else "the same command"
         print(f"{interrupted}; {command} resumes it, with --out {args.out}", file=sys.stderr)
@@ -27,12 +33,32 @@ def run(args: Namespace) -> int:
     return 0 if any(record.status == "ok" for record in records) else 1
 
 
+def _ray() -> AbstractContextManager[Engine]:
+    from shardwise.benchmark.ray import on_ray
+
+    return on_ray()
+
+
+ON: dict[str, Callable[[], AbstractContextManager[Engine] | None]] = {
+    "local": lambda: None,
+    "ray": _ray,
+}
+"""What `--on` may be, and what runs the cells there."""
+
+
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "sweep", metavar="SWEEP.yaml", help="the sweep file: a base run and axes that vary it"
     )
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder for everything that the bench writes"
+    )
+    parser.add_argument(
+        "--on",
+        choices=tuple(ON),
+        default="local",
+        help="run the cells one after another on this machine (the default), or as tasks of a Ray "
+        "cluster",
     )
     for option, text in (
         ("--only", "run only the cells whose id matches one of these patterns, such as 'ddp-*'"),

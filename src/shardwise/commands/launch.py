@@ -69,9 +69,9 @@ def _ray(cfg: RunConfig, args: Namespace) -> int:
     from shardwise.launch import ray
 
     if args.dry_run:
-        print(ray.describe(cfg, args.run, args.overrides), end="")
+        print(ray.script(cfg, args.run, args.overrides), end="")
         return 0
-    return ray.start(cfg)
+    return ray.run(cfg, args.run, args.overrides)
 
 
 ON: dict[str, Callable[[RunConfig, Namespace], int]] = {

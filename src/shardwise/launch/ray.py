@@ -1,23 +1,25 @@
 """A run as workers of Ray Train, which starts them again until the run is finished.
 
-Nothing here imports Ray but `start` and what it calls, so that a dry run and a refusal need no Ray.
+Nothing here imports Ray but `run` and what it calls, so that a dry run and a refusal need no Ray.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
+import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from shardwise.config import RunConfig, UserError, require
-from shardwise.process.ending import Ending, report_ending
+from shardwise.process.ending import FAILED, Ending, report_ending
 
 OPTIONS = {"address": str, "cpus": int, "accelerator": str}
 """The keys of `launch.options` that Ray has, and the type of their values."""
@@ -45,11 +47,11 @@ def request(cfg: RunConfig) -> Request:
     launch = cfg.launch
     require(
         launch.time is None,
-        f"launch.time is {launch.time}, and Ray has no time limit; leave it out, or give --on slurm",
+        f"launch.time is {launch.time}, which Ray does not have; leave it out, or give --on slurm",
     )
     require(
         not launch.before,
-        "launch.before has lines of bash, which Ray runs nowhere; leave it out, and run them before "
+        "launch.before has lines of bash, which Ray does not run; leave it out and run them before "
         "`ray start` on each node",
     )
     options = launch.options
@@ -59,22 +61,33 @@ def request(cfg: RunConfig) -> Request:
             f"launch.options has {name}: {value}, which Ray does not take; it takes "
             f"{', '.join(f'{key} ({kind.__name__})' for key, kind in OPTIONS.items())}",
         )
-    cpus = int(options.get("cpus") or 1)
-    require(cpus >= 1, f"launch.options has cpus: {cpus}; give at least 1")
     placement = "STRICT_SPREAD" if launch.processes == 1 else "PACK"
     accelerator = options.get("accelerator")
     return Request(
-        address=str(options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"),
+        address=address_of(options),
         workers=launch.nodes * launch.processes,
         restarts=launch.restarts,
         placement="STRICT_PACK" if launch.nodes == 1 else placement,
-        cpus=cpus,
+        cpus=cpus_of(options),
         accelerator=None if accelerator is None else str(accelerator),
         environment=dict(launch.environment),
     )
 
 
-def describe(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
+def address_of(options: Mapping[str, object]) -> str:
+    """Return the address of the cluster: an option, RAY_ADDRESS, or that of this machine's."""
+    return str(options.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
+
+
+def cpus_of(options: Mapping[str, object]) -> int:
+    """Return the CPUs of each process, which are its threads, too; UserError if it is no number."""
+    cpus = options.get("cpus", 1)
+    if not isinstance(cpus, int) or cpus < 1:
+        raise UserError(f"launch.options has cpus: {cpus}; give at least 1")
+    return cpus
+
+
+def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """Return what would be given to Ray Train, as text; Ray is not asked."""
     wanted = request(cfg)
     of_run = [override for override in overrides if not override.startswith("--launch.")]
@@ -111,9 +124,7 @@ def first_cause(failures: Mapping[int, Exception], size: int) -> Ending:
     if not killed:
         return endings[0]
     rank = min(killed)
-    where = f"rank {rank} of {size} died"
-    text = " ".join(str(failures[rank]).split())
-    return Ending(1, f"{where}: {text}", f"error: {where}")
+    return Ending(FAILED, f"rank {rank} of {size} died; see Ray's log of its worker", "")
 
 
 def is_final(ending: Ending) -> bool:
@@ -127,19 +138,44 @@ def check_installed() -> None:
         raise UserError("--on ray needs Ray, which is not installed; pip install 'shardwise[ray]'")
 
 
-def start(cfg: RunConfig) -> int:
+@contextlib.contextmanager
+def connected(address: str) -> Generator[None]:
+    """Be connected to a Ray cluster in the block; UserError where there is none."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"no Ray cluster at {address} ({reason}); start one with `ray start --head`, or name "
+            "its address in launch.options.address or RAY_ADDRESS"
+        ) from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
     """Run `cfg` on a Ray cluster from start to end; return the exit code, as `launch` does."""
     wanted = request(cfg)
     check_installed()
-    from shardwise.launch.ray_train import train
+    from shardwise.checkpoint import output_dir
     from shardwise.launch.rank import record
+    from shardwise.launch.ray_train import train
 
     cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
+    output_dir.claim(cfg, clear=False)
     folder = Path(cfg.training.output_dir).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".ray-", dir=folder) as storage:
         ending = train(cfg, wanted, storage)
     if ending is None:
         return 0
     record(cfg, ending)
+    if not is_final(ending):  # its rank has printed where it failed
+        ending = replace(ending, text=f"error: {ending.reason}")
     return report_ending(ending)

@@ -22,9 +22,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shardwise.config import RunConfig, UserError
 from shardwise.launch.local import launch
-from shardwise.launch.ray import RankError, Request, first_cause, is_final
+from shardwise.launch.ray import RankError, Request, connected, first_cause, is_final
 from shardwise.process import stop
-from shardwise.process.ending import FAILED, INTERRUPTED, Ending, explain, report_ending
+from shardwise.process.ending import INTERRUPTED, Ending, explain, report_ending
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 """Variables that keep torch from warning where the memory of a run is measured, in a thread."""
@@ -52,23 +52,6 @@ def train(cfg: RunConfig, wanted: Request, storage: str) -> Ending | None:
         trainer = _trainer(cfg, job, wanted, storage)
         with stop.on_signals(react):
             return _ending_of(trainer, wanted.workers)
-
-
-@contextlib.contextmanager
-def connected(address: str):
-    """Be connected to a Ray cluster in the block; UserError where there is none."""
-    try:
-        ray.init(address=address, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"no Ray cluster at {address} ({reason}); start one with `ray start --head`, or name "
-            "its address in launch.options.address or RAY_ADDRESS"
-        ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _trainer(cfg: RunConfig, job: dict[str, Any], wanted: Request, storage: str) -> TorchTrainer:
@@ -195,7 +178,8 @@ def _rank(job: dict[str, Any]) -> dict[str, Any] | None:
 
     def report(ending: Ending) -> None:
         endings.append(ending)
-        report_ending(ending)
+        if not is_final(ending):  # else the command prints it, once
+            report_ending(ending)
 
     threading.Thread(target=_take_requests, args=(job["requests"],), daemon=True).start()
     try:
