@@ -142,3 +142,49 @@ def test_no_cluster_is_a_mistake(nodes, folder):
     printed, _ = run.communicate(timeout=200)
     assert run.returncode == 2, printed
     assert "no Ray cluster at 127.0.0.1:1" in printed
+
+
+SWEEP = """\
+base: run.yaml
+set: {training.steps: 4, training.micro_batch_size: 4}
+rounds: 2
+axes:
+  strategy:
+    single: {nproc: 1, parallel.data: single}
+    ddp: {nproc: 2, parallel.data: ddp}
+    none: {nproc: 2, parallel.data: ddp, parallel.dp_replicate: 7}
+"""
+
+
+def records(out: Path) -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in out.glob("*/record.json")}
+
+
+def test_cells_of_a_sweep_run_as_tasks(nodes, folder):
+    (folder / "sweep.yaml").write_text(SWEEP)
+    out = folder / "runs/bench"
+    bench = ("bench", "sweep.yaml", "--out=runs/bench", "--on=ray")
+    interrupted = nodes.start(folder, *bench)
+    wait_for(lambda: any(out.glob("*/round-1/.lock")), "a run of a cell")
+    pid = json.loads(next(out.glob("*/round-1/.lock")).read_text() or "{}").get("pid")
+    interrupted.send_signal(signal.SIGTERM)
+    printed, _ = interrupted.communicate(timeout=120)
+    assert interrupted.returncode == 128 + signal.SIGTERM, printed
+    assert "the same command resumes it" in printed
+    if pid is not None:  # the lock was just being written
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the end of that run", 30)
+
+    finished = nodes.start(folder, *bench)
+    printed, _ = finished.communicate(timeout=400)
+    assert finished.returncode == 0, printed
+    ended = records(out)
+    assert {name: record["status"] for name, record in ended.items()} == {
+        "single": "ok",
+        "control-single": "ok",
+        "ddp": "ok",
+        "none": "unsupported",
+    }
+    assert len(ended["ddp"]["rounds"]) == len(ended["single"]["rounds"]) == 2
+    assert ended["ddp"]["losses"] == pytest.approx(ended["single"]["losses"], rel=1e-5)
+    assert ended["ddp"]["environment"]["OMP_NUM_THREADS"] == "1"
+    assert cli.main(["report", str(out)]) == 0

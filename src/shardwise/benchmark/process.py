@@ -50,12 +50,17 @@ class Outcome(NamedTuple):
     """OMP_NUM_THREADS of its processes."""
 
 
+def now() -> str:
+    """Return the time as records have it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def timed(run: Run, arguments: Sequence[str], folder: Path, limit: float) -> Outcome:
     """Run `shardwise train` into a new folder, which may hold what an interrupted bench left."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
-    started = datetime.now(UTC).isoformat(timespec="milliseconds")
+    started = now()
     begin = time.monotonic()
     code = run(arguments, folder / LOG, limit)
     seconds = time.monotonic() - begin

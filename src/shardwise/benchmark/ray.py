@@ -12,10 +12,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.benchmark.process import TRAIN, Outcome, run_command, timed
+from shardwise.benchmark.process import TRAIN, Outcome, now, run_command, timed
 from shardwise.benchmark.runner import CellRun, Engine
 from shardwise.config import UserError, require
 from shardwise.launch.ray import address_of, check_installed, connected, cpus_of
+from shardwise.records.cell import LOG
 
 
 @contextlib.contextmanager
@@ -48,7 +49,8 @@ def _run_all(
             raise error.cause from None
         except RayError:  # Ray has tried several times, on other nodes too
             run.folder.mkdir(exist_ok=True)
-            outcome = Outcome(-signal.SIGKILL, 0.0, "", str(_threads(run)))
+            (run.folder / LOG).touch()
+            outcome = Outcome(-signal.SIGKILL, 0.0, now(), str(_threads(run)))
         announce(run)
         yield run, outcome
 

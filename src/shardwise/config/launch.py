@@ -26,14 +26,15 @@ class Launch(Section):
     ahead_seconds: int = 300
     """Slurm: how long before that limit the run is told to finish its step and save."""
     restarts: int = 10
-    """Slurm: how often the job is queued again, at its time limit or after a failure."""
+    """Slurm: how often the job is queued again, at its time limit or after a failure. Ray: how often
+    the processes start again after one has died."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes."""
     before: list[str] = field(default_factory=list)
     """Slurm: lines of bash that run on the first node before the processes start."""
     options: dict[str, str | int | None] = field(default_factory=dict)
     """Slurm: options of sbatch without their dashes, such as `gpus-per-node: 8`; null: without a
-    value."""
+    value. Ray: `address` of the cluster, `cpus` of each process, `accelerator`, a type of GPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
