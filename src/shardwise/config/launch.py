@@ -26,8 +26,8 @@ class Launch(Section):
     ahead_seconds: int = 300
     """Slurm: how long before that limit the run is told to finish its step and save."""
     restarts: int = 10
-    """Slurm: how often the job is queued again, at its time limit or after a failure. Ray: how often
-    the processes start again after one has died."""
+    """Slurm: how often the job is queued again, at its time limit or after a failure. Ray: how
+    often the processes start again after one has died."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes."""
     before: list[str] = field(default_factory=list)
