@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +136,19 @@ def test_a_mistake_is_not_started_again(nodes, folder):
     assert run.returncode == 2, printed
     assert "\nerror: training.global_batch_size 9 is not a multiple of" in printed
     assert "starting again" not in printed
+
+
+def test_a_cluster_that_is_too_small_is_waited_for(nodes, folder):
+    run = launch(nodes, folder, "waits", "--launch.nodes=5")
+    assert run.stdout is not None
+    note = next(line for line in run.stdout if line.startswith("note: the run needs"))
+    assert "5 CPUs of which the cluster has 4" in note
+    time.sleep(2)  # signals are for the run from here on
+    run.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    run.send_signal(signal.SIGTERM)
+    run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM
 
 
 def test_no_cluster_is_a_mistake(nodes, folder):

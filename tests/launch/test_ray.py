@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,28 @@ def test_an_address_is_an_option_or_a_variable(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "b:1")
     assert ray.request(config()).address == "b:1"
     assert ray.request(config(options={"address": "a:1"})).address == "a:1"
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerator", "num_gpus", "on_gpu"),
+    [
+        ("auto", None, 0, False),
+        ("auto", None, 8, True),
+        ("auto", "H100", 0, True),  # nodes that are started when they are needed
+        ("cuda", None, 0, True),
+        ("cpu", None, 8, False),
+    ],
+)
+def test_a_worker_has_a_gpu_where_there_are_any(device, accelerator, num_gpus, on_gpu):
+    options = {"cpus": 4} | ({} if accelerator is None else {"accelerator": accelerator})
+    cfg = config(nodes=2, options=options)
+    cfg = replace(cfg, training=replace(cfg.training, device=device))
+    cluster = {"CPU": 6.0, "GPU": float(num_gpus)}
+    resources = ray.resources_of(cfg, ray.request(cfg), cluster)
+    assert resources == {"CPU": 4} | ({"GPU": 1} if on_gpu else {})
+    missing = ray.shortage(2, resources, cluster)
+    assert missing.startswith("8 CPUs of which the cluster has 6")
+    assert ("2 GPUs of which the cluster has 0" in missing) == (on_gpu and num_gpus == 0)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shlex
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -99,6 +100,23 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     )
 
 
+def resources_of(cfg: RunConfig, wanted: Request, cluster: Mapping[str, float]) -> dict[str, int]:
+    """Return the resources of each worker, where a cluster has these in all."""
+    device = cfg.training.device
+    can_have_gpu = wanted.accelerator is not None or cluster.get("GPU", 0) > 0
+    on_gpu = device == "cuda" or (device == "auto" and can_have_gpu)
+    return {"CPU": wanted.cpus} | ({"GPU": 1} if on_gpu else {})
+
+
+def shortage(workers: int, resources: Mapping[str, int], cluster: Mapping[str, float]) -> str:
+    """Return what a cluster is short of for workers with these resources; nothing if it is not."""
+    return ", ".join(
+        f"{workers * number} {name}s of which the cluster has {cluster.get(name, 0):g}"
+        for name, number in resources.items()
+        if workers * number > cluster.get(name, 0)
+    )
+
+
 class RankError(Exception):
     """The error of a worker whose rank has reported how it ends."""
 
@@ -145,8 +163,11 @@ def connected(address: str) -> Generator[None]:
 
     handler = signal.getsignal(signal.SIGTERM)
     try:
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "/" not in host:  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(address=address, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"no Ray cluster at {address} ({reason}); start one with `ray start --head`, or name "

@@ -22,7 +22,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shardwise.config import RunConfig, UserError
 from shardwise.launch.local import launch
-from shardwise.launch.ray import RankError, Request, connected, first_cause, is_final
+from shardwise.launch.ray import (
+    RankError,
+    Request,
+    connected,
+    first_cause,
+    is_final,
+    resources_of,
+    shortage,
+)
 from shardwise.process import stop
 from shardwise.process.ending import INTERRUPTED, Ending, explain, report_ending
 
@@ -55,15 +63,18 @@ def train(cfg: RunConfig, wanted: Request, storage: str) -> Ending | None:
 
 
 def _trainer(cfg: RunConfig, job: dict[str, Any], wanted: Request, storage: str) -> TorchTrainer:
-    has_gpus = cfg.training.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    resources = {"CPU": wanted.cpus} | ({"GPU": 1} if has_gpus else {})
+    cluster = ray.cluster_resources()
+    resources = resources_of(cfg, wanted, cluster)
+    if missing := shortage(wanted.workers, resources, cluster):
+        note = f"note: the run needs {missing}; it begins once nodes have joined"
+        print(note, file=sys.stderr, flush=True)
     return TorchTrainer(
         _rank,
         train_loop_config=job,
         torch_config=Meeting(),
         scaling_config=ScalingConfig(
             num_workers=wanted.workers,
-            use_gpu=has_gpus,
+            use_gpu="GPU" in resources,
             resources_per_worker=resources,
             placement_strategy=wanted.placement,
             accelerator_type=wanted.accelerator,
