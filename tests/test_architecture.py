@@ -96,9 +96,9 @@ EVERYONE = {
 }
 MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words": 3_930,
-    "cli commands library __main__ __init__": 1_640,
+    "cli commands library __main__ __init__": 1_680,
     "presets": 300,
-    "assembly training checkpoint process launch": 6_400,
+    "assembly training checkpoint process launch": 6_800,
     "models": 11_310,
     "parallel": 4_490,
     "data": 3_760,
@@ -106,7 +106,7 @@ MOST_LINES = {
     "planner schedule metrics": 9_240,
     "proof": 1_120,
     "simulation": 520,
-    "benchmark report drawing records": 6_990,
+    "benchmark report drawing records": 7_120,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
