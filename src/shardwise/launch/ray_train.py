@@ -13,11 +13,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.train import FailureConfig, ScalingConfig, UserCallback
+from ray.train import FailureConfig, LoggingConfig, ScalingConfig, UserCallback
 from ray.train import RunConfig as RayRunConfig
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2.api.config import LoggingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shardwise.config import RunConfig, UserError
@@ -57,9 +56,8 @@ def train(cfg: RunConfig, wanted: Request, storage: str) -> Ending | None:
             requests.ask.remote(number)
 
         job = {"cfg": cfg, "folder": os.getcwd(), "requests": requests}
-        trainer = _trainer(cfg, job, wanted, storage)
         with stop.on_signals(react):
-            return _ending_of(trainer, wanted.workers)
+            return _ending_of(_trainer(cfg, job, wanted, storage), wanted.workers)
 
 
 def _trainer(cfg: RunConfig, job: dict[str, Any], wanted: Request, storage: str) -> TorchTrainer:
