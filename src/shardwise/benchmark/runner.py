@@ -8,20 +8,18 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import os
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Generator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.folder import check_is_bench, locked, prepare, read_cell, read_state
-from shardwise.benchmark.process import Run, runs
+from shardwise.benchmark.process import Outcome, runs, timed
 from shardwise.benchmark.progress import print_end, print_start
 from shardwise.benchmark.sweep import Cell, Sweep, left_out, read_sweep, uncontrolled
 from shardwise.config import UserError
@@ -35,6 +33,32 @@ WEIGHTS = ("model", "checkpoints")
 
 WAIT_SECONDS = 10.0
 """How long the job of a cell waits for an earlier one of the same cell."""
+
+
+class CellRun:
+    """The next run of a cell."""
+
+    def __init__(self, state: CellState, number: int, sweep: SweepRecord) -> None:
+        """Take a cell and the number of the round, from 1."""
+        self.state = state
+        self.folder = state.folder / f"round-{number}"
+        self.limit = sweep.timeout_seconds
+        output_dir = json.dumps(str(self.folder), ensure_ascii=False)
+        self.command = [str(state.folder / RUN_FILE), f"--training.output_dir={output_dir}"]
+        if state.cell.plan.nproc > 1:
+            self.command.append(f"--nproc={state.cell.plan.nproc}")
+        self.arguments = list(self.command)
+        """Of `shardwise train`."""
+        with_memory = [record.peak_memory_bytes is not None for record in state.run_records]
+        if sum(with_memory) >= sweep.memory_rounds:  # all rounds allocate the same bytes
+            self.arguments.append("--measure.memory=false")
+
+
+Engine = Callable[[Sequence[CellRun], Callable[[CellRun], None]], Iterator[tuple[CellRun, Outcome]]]
+"""Runs cells, and yields each when it has ended.
+
+It first gives a cell to the function, which begins its line of output; the caller ends that line.
+"""
 
 
 class Interrupted(BaseException):
@@ -51,27 +75,36 @@ def bench(
     only: Sequence[str] = (),
     rerun: Sequence[str] = (),
     train: Sequence[str] | None = None,
+    engine: AbstractContextManager[Engine] | None = None,
 ) -> list[CellRecord]:
     """Run the cells of a sweep file into the folder `out`, and return their records.
 
     `only` selects the cells whose id matches one of these patterns. Rounds of the same sweep that
     `out` holds are kept, except those of cells that match `rerun`. `train` is the command of a run,
     to which the run file and options are added; by default it is `shardwise train`, see
-    `process.runs`.
+    `process.runs`. `engine` runs the cells of a round; by default one after another, here.
 
     Raises UserError for the user's mistakes. Raises Interrupted on a signal: the current
     run ends, and leaves no record.
     """
     out = Path(out)
     sweep, selected, again = select(path, out, only, rerun)
-    with _signals(), locked(out), runs(train) as run:
+    with _signals(), locked(out):
         cells, rounds = begin(out, sweep, selected, again), sweep.record.rounds
-        for number in range(1, rounds + 1):
-            for state in _references_first(cells):
-                if number in state.remaining(rounds)[:1]:
-                    print_start(state, cells, rounds)
-                    _run_round(state, number, sweep.record, run)
-                    print_end(state, cells, rounds)
+
+        def announce(run: CellRun) -> None:
+            print_start(run.state, cells, rounds)
+
+        with engine or one_by_one(train) as run_all:
+            for number in range(1, rounds + 1):
+                todo = [
+                    CellRun(state, number, sweep.record)
+                    for state in _references_first(cells)
+                    if number in state.remaining(rounds)[:1]
+                ]
+                for run, outcome in run_all(todo, announce):
+                    _finish(run, outcome)
+                    print_end(run.state, cells, rounds)
     return [state.record for state in cells if state.record is not None]
 
 
@@ -91,7 +124,9 @@ def run_cell(
         with runs(train) as run:
             while left := state.remaining(sweep.rounds):
                 print_start(state, [state], sweep.rounds)
-                _run_round(state, left[0], sweep, run, job)
+                cell_run = CellRun(state, left[0], sweep)
+                outcome = timed(run, cell_run.arguments, cell_run.folder, cell_run.limit)
+                _finish(cell_run, outcome, job)
                 print_end(state, [state], sweep.rounds)
     assert state.record is not None  # a cell that is refused gets no job
     return state.record
@@ -159,34 +194,33 @@ def _warn(out: Path, sweep: Sweep, selected: Sequence[Cell]) -> None:
         )
 
 
-def _run_round(
-    state: CellState, number: int, sweep: SweepRecord, run: Run, job: str | None = None
-) -> None:
-    """Run a cell once and write its record."""
-    limit = sweep.timeout_seconds
-    folder, plan = state.folder / f"round-{number}", state.cell.plan
-    if folder.exists():  # left by a bench that was interrupted
-        shutil.rmtree(folder)
-    folder.mkdir()
-    output_dir = json.dumps(str(folder), ensure_ascii=False)
-    arguments = [str(state.folder / RUN_FILE), f"--training.output_dir={output_dir}"]
-    if plan.nproc > 1:
-        arguments.append(f"--nproc={plan.nproc}")
-    command = ["shardwise", "train", *arguments]
-    num_with_memory = sum(record.peak_memory_bytes is not None for record in state.run_records)
-    if num_with_memory >= sweep.memory_rounds:
-        arguments.append("--measure.memory=false")  # all rounds allocate the same bytes
-    started = datetime.now(UTC).isoformat(timespec="milliseconds")
-    begin = time.monotonic()
-    code = run(arguments, folder / LOG, limit)
-    seconds = time.monotonic() - begin
-    record = _outcome(folder, code, limit, state.cell.run)
+@contextlib.contextmanager
+def one_by_one(train: Sequence[str] | None) -> Generator[Engine]:
+    """Give the engine that runs cells one after another on this machine; see `runs`."""
+    with runs(train) as run:
+
+        def run_all(
+            todo: Sequence[CellRun], announce: Callable[[CellRun], None]
+        ) -> Iterator[tuple[CellRun, Outcome]]:
+            for each in todo:
+                announce(each)
+                yield each, timed(run, each.arguments, each.folder, each.limit)
+
+        yield run_all
+
+
+def _finish(run: CellRun, outcome: Outcome, job: str | None = None) -> None:
+    """Write the record of a cell of which a run has ended, in this job if in any."""
+    state, plan = run.state, run.state.cell.plan
+    record = _outcome(run.folder, outcome.code, run.limit, state.cell.run)
     for name in WEIGHTS:
-        shutil.rmtree(folder / name, ignore_errors=True)
+        shutil.rmtree(run.folder / name, ignore_errors=True)
     state.run_records.append(record)
     times = (record.tokens_per_second, record.step_seconds) if plan.timed else (None, None)
-    state.rounds.append(Round(record.status, record.reason, *times, seconds, started, job))
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+    end = Round(record.status, record.reason, *times, outcome.seconds, outcome.started, job)
+    state.rounds.append(end)
+    threads = {"OMP_NUM_THREADS": outcome.threads}
+    command = ["shardwise", "train", *run.command]
     state.record = cell_record(plan, state.rounds, state.run_records, command, threads)
     state.record.write(state.folder / RECORD)
 

@@ -13,9 +13,10 @@ from shardwise.config import require
 
 LAUNCHERS = {
     "local": "this machine, in rounds (the default)",
+    "ray": "a Ray cluster, a task for each cell",
     "slurm": "a Slurm cluster, a job for each cell",
 }
-"""Where cells may run; elsewhere than here, by the name of a module in `shardwise.benchmark`.
+"""Where cells may run. Jobs of cells are submitted by the module of that name in `benchmark`.
 
 The module has `script`, what `--dry-run` prints, `run`, which submits the cells and returns the
 exit code, and `name_of_job`, what a record says of a job with these environment variables. The
@@ -28,9 +29,9 @@ def run(args: Namespace) -> int:
 
     Returns 0, 1 where no cell succeeded, or 128 + the signal that ended it.
     """
-    if args.on == "local":
+    if args.on in ("local", "ray"):
         is_plain = not args.dry_run and args.cell is None
-        require(is_plain, "--dry-run and --cell are for what is submitted; give --on slurm too")
+        require(is_plain, "--dry-run and --cell are for what is submitted; give --on slurm")
         return _run_here(args)
     launcher = import_module(f"shardwise.benchmark.{args.on}")
     what = args.sweep, args.out, args.only, args.rerun
@@ -48,9 +49,14 @@ def _run_here(args: Namespace, job: str | None = None) -> int:
     from shardwise.benchmark.runner import Interrupted, run_cell
     from shardwise.benchmark.runner import bench as run_bench
 
+    engine = None
+    if args.on == "ray":
+        from shardwise.benchmark.ray import on_ray
+
+        engine = on_ray()
     try:
         if job is None:
-            records = run_bench(args.sweep, args.out, args.only, args.rerun)
+            records = run_bench(args.sweep, args.out, args.only, args.rerun, engine=engine)
         else:
             records = [run_cell(args.out, args.cell, job)]
     except Interrupted as interrupted:

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from shardwise import layouts
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import UserError
+from shardwise.config import UserError, require
 from shardwise.rules import refusals
 from shardwise.run_file import load_config
 
@@ -15,6 +15,7 @@ LAUNCHERS = {
     "local": "this machine (the default)",
     "slurm": "a Slurm cluster, by a batch script",
     "torchrun": "torchrun's agents: start the same command on every node",
+    "ray": "a Ray cluster, as workers of Ray Train",
     "skypilot": "clouds, by a task file for SkyPilot",
     "kubernetes": "Kubernetes, by a manifest for Kubeflow Trainer",
 }
@@ -29,6 +30,10 @@ def run(args: Namespace) -> int:
     """Start a run where it is to run."""
     cfg = load_config(args.run, args.overrides)
     if cfg.launch.min_nodes is not None:
+        require(
+            args.on in ("slurm", "torchrun"),
+            f"launch.min_nodes is for slurm and torchrun, and not for {args.on}; leave it out",
+        )
         fewest = cfg.launch.min_nodes * cfg.launch.processes
         for _, problem in refusals(layouts.fitted(cfg, fewest), layouts.Facts(fewest)):
             raise UserError(f"launch.min_nodes is {cfg.launch.min_nodes}: {problem}; or raise it")

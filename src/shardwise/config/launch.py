@@ -31,8 +31,8 @@ class Launch(Section):
     """Slurm: how long before that limit the run is told to finish its step and save."""
     restarts: int = 10
     """How often Slurm queues the job again, at its time limit or after a failure; how often
-    torchrun's agents or SkyPilot start the processes again after a failure, a preempted machine
-    aside."""
+    torchrun's agents, Ray or SkyPilot start the processes again after a failure, a preempted
+    machine aside."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes."""
     before: list[str] = field(default_factory=list)
@@ -40,7 +40,8 @@ class Launch(Section):
     node of SkyPilot and Kubernetes."""
     options: dict[str, str | int | None] = field(default_factory=dict)
     """Options of sbatch or torchrun without their dashes, such as `gpus-per-node: 8` or
-    `rdzv-endpoint: node1:29400`; null: without a value."""
+    `rdzv-endpoint: node1:29400`; null: without a value. Ray: `address` of the cluster, `cpus` of
+    each process, `accelerator`, a type of GPU."""
     container: str | None = None
     """An image in which the processes run, with shardwise installed. Slurm: one for pyxis, or a
     file that ends with `.sif` for apptainer. SkyPilot and Kubernetes: a name in a registry."""

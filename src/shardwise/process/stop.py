@@ -18,16 +18,34 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 time is nearly up, if it is asked to; SIGTERM also when somebody cancels the job."""
 
 
+_asked: list[int] = []
+_reactions: list[Callable[[int], object]] = []
+
+
+def ask(number: int) -> None:
+    """Ask the run of this process to stop as a signal does, also a run that begins later.
+
+    For a launcher that runs a rank in a thread, where no signal arrives.
+    """
+    _asked.append(number)
+    for react in list(_reactions):
+        react(number)
+
+
 @contextlib.contextmanager
 def on_signals(react: Callable[[int], object]) -> Generator[None]:
     """Let the SIGNALS that arrive in the block call `react` with their number, and nothing else.
 
-    Outside of the main thread, where Python sets no handlers, they keep their effect.
+    Outside of the main thread, where Python sets no handlers, they keep their effect. What `ask` is
+    given does the same.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
         react(number)
 
+    _reactions.append(react)  # before the look at what was asked, so that nothing is missed
+    for number in _asked:
+        react(number)
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, handle) for number in SIGNALS}
@@ -36,6 +54,7 @@ def on_signals(react: Callable[[int], object]) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _reactions.remove(react)
 
 
 def agreed_signal(numbers: Sequence[int], mesh: Mesh) -> int:

@@ -1,0 +1,206 @@
+"""A run as workers of Ray Train, which starts them again until the run is finished.
+
+Nothing here imports Ray but `run` and what it calls, so that a dry run and a refusal need no Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from shardwise.config import RunConfig, UserError, require
+from shardwise.process.ending import FAILED, Ending, report_ending
+
+OPTIONS = {"address": str, "cpus": int, "accelerator": str}
+"""The keys of `launch.options` that Ray has, and the type of their values."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What Ray Train is asked for."""
+
+    address: str
+    """Of the cluster."""
+    workers: int
+    restarts: int
+    placement: str
+    """Ray's word for how the workers are spread over nodes."""
+    cpus: int
+    """Of each worker, whose number of threads this is."""
+    accelerator: str | None
+    """The type of GPU that a worker needs."""
+    environment: dict[str, str]
+
+
+def request(cfg: RunConfig) -> Request:
+    """Return what the section `launch` asks of Ray; UserError where Ray has no such thing."""
+    launch = cfg.launch
+    require(
+        launch.time is None,
+        f"launch.time is {launch.time}, which Ray does not have; leave it out, or give --on slurm",
+    )
+    require(
+        not launch.before,
+        "launch.before has lines of bash, which Ray does not run; leave it out and run them before "
+        "`ray start` on each node",
+    )
+    for key in ("container", "mounts", "resources"):
+        require(
+            not getattr(launch, key), f"launch.{key} is nothing that Ray workers have; leave it out"
+        )
+    options = launch.options
+    for name, value in options.items():
+        require(
+            isinstance(value, OPTIONS.get(name, ())),
+            f"launch.options has {name}: {value}, which Ray does not take; it takes "
+            f"{', '.join(f'{key} ({kind.__name__})' for key, kind in OPTIONS.items())}",
+        )
+    placement = "STRICT_SPREAD" if launch.processes == 1 else "PACK"
+    accelerator = options.get("accelerator")
+    return Request(
+        address=address_of(options),
+        workers=launch.nodes * launch.processes,
+        restarts=launch.restarts,
+        placement="STRICT_PACK" if launch.nodes == 1 else placement,
+        cpus=cpus_of(options),
+        accelerator=None if accelerator is None else str(accelerator),
+        environment=dict(launch.environment),
+    )
+
+
+def address_of(options: Mapping[str, object]) -> str:
+    """Return the address of the cluster: an option, RAY_ADDRESS, or that of this machine's."""
+    return str(options.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
+
+
+def cpus_of(options: Mapping[str, object]) -> int:
+    """Return the CPUs of each process, which are its threads, too; UserError if it is no number."""
+    cpus = options.get("cpus", 1)
+    if not isinstance(cpus, int) or cpus < 1:
+        raise UserError(f"launch.options has cpus: {cpus}; give at least 1")
+    return cpus
+
+
+def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
+    """Return what would be given to Ray Train, as text; Ray is not asked."""
+    wanted = request(cfg)
+    of_run = [override for override in overrides if not override.startswith("--launch.")]
+    command = shlex.join(["shardwise", "train", run_file, *of_run, "--resume", "auto"])
+    gpu = "" if cfg.training.device == "cpu" else ", and a GPU where the cluster has GPUs"
+    return (
+        f"# Each worker of Ray Train has {wanted.cpus} CPUs{gpu}, and is a rank of:\n"
+        f"# {command}\n{yaml.safe_dump(wanted.__dict__, sort_keys=False)}"
+    )
+
+
+def resources_of(cfg: RunConfig, wanted: Request, cluster: Mapping[str, float]) -> dict[str, int]:
+    """Return the resources of each worker, where a cluster has these in all."""
+    device = cfg.training.device
+    can_have_gpu = wanted.accelerator is not None or cluster.get("GPU", 0) > 0
+    on_gpu = device == "cuda" or (device == "auto" and can_have_gpu)
+    return {"CPU": wanted.cpus} | ({"GPU": 1} if on_gpu else {})
+
+
+def shortage(workers: int, resources: Mapping[str, int], cluster: Mapping[str, float]) -> str:
+    """Return what a cluster is short of for workers with these resources; nothing if it is not."""
+    return ", ".join(
+        f"{workers * number} {name}s of which the cluster has {cluster.get(name, 0):g}"
+        for name, number in resources.items()
+        if workers * number > cluster.get(name, 0)
+    )
+
+
+class RankError(Exception):
+    """The error of a worker whose rank has reported how it ends."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending)
+        self.ending = ending
+
+    def __str__(self) -> str:
+        return self.ending.reason
+
+
+def first_cause(failures: Mapping[int, Exception], size: int) -> Ending:
+    """Return the ending of a run of `size` ranks from the errors of those that have failed.
+
+    What would happen again comes first. A rank that was killed has left no ending, and is the cause
+    of what others report.
+    """
+    endings = [error.ending for error in failures.values() if isinstance(error, RankError)]
+    killed = [rank for rank, error in failures.items() if not isinstance(error, RankError)]
+    for ending in endings:
+        if is_final(ending):
+            return ending
+    if not killed:
+        return endings[0]
+    rank = min(killed)
+    return Ending(FAILED, f"rank {rank} of {size} died; see Ray's log of its worker", "")
+
+
+def is_final(ending: Ending) -> bool:
+    """Return whether a run that ended so would end so again, or was asked to stop."""
+    return ending.status not in ("failed", "timeout")
+
+
+def check_installed() -> None:
+    """Raise UserError where Ray Train is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--on ray needs Ray, which is not installed; pip install 'shardwise[ray]'")
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Generator[None]:
+    """Be connected to a Ray cluster in the block; UserError where there is none."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "/" not in host:  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        ray.init(address=address, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"no Ray cluster at {address} ({reason}); start one with `ray start --head`, or name "
+            "its address in launch.options.address or RAY_ADDRESS"
+        ) from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
+    """Run `cfg` on a Ray cluster from start to end; return the exit code, as `launch` does."""
+    wanted = request(cfg)
+    check_installed()
+    from shardwise.checkpoint import output_dir
+    from shardwise.launch.rank import record
+    from shardwise.launch.ray_train import train
+
+    cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
+    output_dir.claim(cfg, clear=False)
+    folder = Path(cfg.training.output_dir).absolute()
+    with tempfile.TemporaryDirectory(prefix=".ray-", dir=folder) as storage:
+        ending = train(cfg, wanted, storage)
+    if ending is None:
+        return 0
+    record(cfg, ending)
+    if not is_final(ending):  # its rank has printed where it failed
+        ending = replace(ending, text=f"error: {ending.reason}")
+    return report_ending(ending)
