@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity soak gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -97,6 +97,9 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 
 test-clusters: setup  ## runs on a Slurm of two nodes on this machine, which root starts from the packages slurmctld, slurmd
 	$(BIN)/python -m pytest -m cluster tests/clusters
+
+soak: setup  ## 10,000 steps with 200 checkpoints under random kills, twice two runs, within an hour; resumable; writes results/soak.json
+	$(BIN)/python -m tests.integration.soak
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
 	$(PYTHON) -m tests.gpu
