@@ -38,7 +38,7 @@ from tests.distributed import PATIENCE
 from tests.integration.kill import ROOT, in_layout, kill_config, ranks, run_file, trained
 
 STEPS, SAVE_EVERY, NPROC = 10_000, 50, 2
-LAYOUTS = ("fsdp2", "pp")
+LAYOUTS = ("pp", "fsdp2")
 LONGEST_GAP = 500
 """Steps between two kills, at most; they come at random, half as many in the mean."""
 VICTIMS = {"rank 0": 9, "rank 1": 9, "command": 2}
@@ -385,24 +385,22 @@ def main() -> int:
     if not (folder / "run.yaml").exists():
         make_corpus(folder)
         run_file(folder, soak_config(folder))
-    rows = []
-    for layout in options.layouts:
-        seconds = {}
-        for side in ("undisturbed", "killed"):
-            seconds[side] = finish(
-                folder / "run.yaml", folder / layout / side, layout, options.steps, side == "killed"
-            )
-            print(f"{layout}, {side}: {seconds[side]:.0f} s", flush=True)
-        rows.append(outcome(folder / layout, layout, options.steps))
-        print(f"{layout}: {rows[-1]['kills']} kills, {rows[-1]['wrong'] or 'ok'}", flush=True)
     content = {
         "environment": environment(),
         "save_every": SAVE_EVERY,
         "ranks": NPROC,
         "most_bytes_per_step": MOST_BYTES_PER_STEP,
-        "rows": rows,
     }
-    options.out.write_text(f"{json.dumps(content, indent=1)}\n")
+    rows: list[dict[str, Any]] = []
+    for layout in options.layouts:
+        for side in ("undisturbed", "killed"):
+            seconds = finish(
+                folder / "run.yaml", folder / layout / side, layout, options.steps, side == "killed"
+            )
+            print(f"{layout}, {side}: {seconds:.0f} s", flush=True)
+        rows.append(outcome(folder / layout, layout, options.steps))
+        print(f"{layout}: {rows[-1]['kills']} kills, {rows[-1]['wrong'] or 'ok'}", flush=True)
+        options.out.write_text(f"{json.dumps({**content, 'rows': rows}, indent=1)}\n")
     return 0 if all(row["ok"] for row in rows) else 1
 
 
