@@ -8,12 +8,15 @@ output folder of one `shardwise train`, to which `log.txt` is added.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.records.record import RunRecord, Status
 
 SWEEP, RECORD, RUN_FILE, LOG = "sweep.json", "record.json", "run.yaml", "log.txt"
+CELL_ID = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
+"""The ids that a cell may have: the folder of the cell has the same name."""
 WEAK_SCALING = "weak scaling"
 """The end of the name of a group whose cells have equal work per process, not in total."""
 
