@@ -16,7 +16,8 @@ from shardwise.records.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
 from tests.report.conftest import (
-    MIB,
+    HOSTILE,
+    hostile,
     pipelines,
     processes,
     record,
@@ -27,10 +28,6 @@ from tests.report.conftest import (
 )
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-HOSTILE = (
-    "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
-    "\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
-)
 
 
 @pytest.fixture(scope="module")
@@ -219,24 +216,7 @@ def test_lines_along_an_axis_of_numbers(browser, tmp_path):
 
 
 def test_hostile_names_are_text(browser, tmp_path):
-    strategy = Axis("strategy", ("single", HOSTILE), ("parallel.data",), True)
-    plans = [
-        CellPlan("single", {"strategy": "single"}, 1, HOSTILE, None),
-        CellPlan("odd", {"strategy": HOSTILE}, 1, HOSTILE, "single"),
-        CellPlan("control", {"strategy": "single"}, 1, HOSTILE, "single", control=True),
-        CellPlan("broken", {"strategy": HOSTILE}, 1, "other", None),
-    ]
-    made = {
-        plan.id: record(
-            plan, environment={"device": HOSTILE}, notes=[HOSTILE], command=[HOSTILE], peak=MIB
-        )
-        for plan in plans[:3]
-    }
-    made["broken"] = record(plans[3], status="failed", reason=HOSTILE)
-    sweep = dataclasses.replace(
-        sweep_of((strategy,), plans, HOSTILE), equal={HOSTILE: {HOSTILE: HOSTILE}}
-    )
-    path = write_report(write(tmp_path / "bench", sweep, made))
+    path = write_report(hostile(tmp_path / "bench"))
     with open_page(browser, path) as page:
         assert page.title() == " ".join(HOSTILE.split())
         assert page.evaluate("document.images.length") == 0
