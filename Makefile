@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := .venv-kernels
+AUDIT := .venv-audit
 NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity soak gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity soak sbom audit gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -98,6 +99,20 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 test-clusters: setup  ## runs on a Slurm of two nodes on this machine, which root starts from the packages slurmctld, slurmd
 	$(BIN)/python -m pytest -m cluster tests/clusters
 
+# In an environment of their own: what describes and checks the others is none of their packages.
+$(AUDIT)/.ok: constraints.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet --constraint constraints.txt cyclonedx-bom pip-audit
+	touch $@
+
+sbom: setup $(AUDIT)/.ok  ## a software bill of materials of .venv, as CycloneDX: build/sbom.cdx.json
+	mkdir -p build
+	$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+		--output-format JSON --output-reproducible --output-file build/sbom.cdx.json $(BIN)/python
+
+audit: $(AUDIT)/.ok  ## known vulnerabilities of the pinned versions, from the package index
+	$(AUDIT)/bin/python tools/audit.py
+
 soak: setup  ## 10,000 steps with 200 checkpoints under random kills, twice two runs, within an hour; resumable; writes results/soak.json
 	$(BIN)/python -m tests.integration.soak
 
@@ -111,4 +126,4 @@ gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA devi
 	$(PYTHON) -m tests.gpu.jet_nemotron
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(KERNELS) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) $(AUDIT) runs build .pytest_cache .ruff_cache .hypothesis
