@@ -17,8 +17,9 @@ from shardwise.records.record import PipelineRecord, RoutingRecord
 from shardwise.schedule.timeline import unpack
 
 T = TypeVar("T")
-MOST_DIGITS = 18
-"""Of a whole number: of bytes that is a thousand petabytes, and figures are computed from it."""
+MOST_DIGITS, MOST = 18, 1e60
+"""The digits of a whole number, and a number, far above what is measured: figures compute with them
+and would overflow."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def _read_sweep(path: Path) -> SweepRecord:
 def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
     """Return JSON as an object of this type.
 
-    Raises UserError for a field of another type, and for a whole number that is none of a run's.
+    Raises UserError for a field of another type, and for a number that no run can have measured.
     """
     try:
-        json.loads(content, parse_int=_whole_number)
+        json.loads(content, parse_int=_whole_number, parse_float=_number)
         return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -132,3 +133,9 @@ def _whole_number(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits, which no run has measured")
     return int(digits)
+
+
+def _number(text: str) -> float:
+    if abs(value := float(text)) > MOST:
+        raise ValueError(f"{text[:20]} is a number that no run has measured")
+    return value
