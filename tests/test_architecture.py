@@ -101,7 +101,7 @@ MOST_LINES = {
     "presets": 300,
     "assembly training checkpoint process launch": 7_060,
     "models": 11_310,
-    "parallel": 4_500,
+    "parallel": 4_510,
     "data": 3_760,
     "kernels": 7_440,
     "planner schedule metrics": 9_240,

@@ -234,13 +234,17 @@ def test_code_of_a_model_or_tokenizer_runs_only_when_asked_for_and_that_is_said(
 def test_compiled_code_lies_where_only_this_user_writes(tmp_path, monkeypatch):
     """torch's own default is a name in the temporary folder, where another user may be first."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "set by the user")
-    monkeypatch.setattr(compiling.importlib, "import_module", mock.MagicMock())
+    modules = mock.MagicMock()
+    modules.return_value.default_cache_dir.return_value = "torch's default"
+    monkeypatch.setattr(compiling.importlib, "import_module", modules)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     cfg: Any = SimpleNamespace(training=SimpleNamespace(compile="inductor"))
     arguments: tuple[Any, ...] = (SimpleNamespace(parts=()), None, cfg, SimpleNamespace(layers=()))
     compiling.apply(*arguments)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "set by the user"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    compiling.apply(*arguments)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "torch's default")  # as its imports do
     compiling.apply(*arguments)
     folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert folder == tmp_path / "cache" / "compiled"

@@ -19,7 +19,8 @@ MOST_BYTES_PER_STEP = 1024
 """By how much the resident memory of a process may grow. Of each step a run keeps its loss, norm,
 tokens and seconds, and `metrics.jsonl` a line, of which a checkpoint has a copy."""
 COUNTS = ("tensor_bytes", "file_handles", "threads", "children")
-"""What may not change while a process lives, nor from one life to the next."""
+"""What may not grow from a process's first sample to its last. The range of all samples is there
+too: a small tensor may just be in use, and a rank whose peer was killed has fewer files."""
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
@@ -38,7 +39,9 @@ def by_process(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str,
     found: dict[str, list[dict[str, Any]]] = {}
     for line in samples:
         found.setdefault(line["process"], []).append(dict(line))
-        if "command" in line:
+        if (
+            "command" in line and line["command"]["pid"] != 1
+        ):  # of an orphan: its command was killed
             found.setdefault("command", []).append({"step": line["step"], **line["command"]})
     return dict(sorted(found.items()))
 
@@ -66,6 +69,9 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "lives": len(lives),
         "samples": len(samples),
         **counted,
+        "grown": sorted(
+            key for key in counted if any(life[-1][key] > life[0][key] for life in lives.values())
+        ),
         "longest_life": {
             "steps": [longest[0]["step"], longest[-1]["step"]],
             "resident_bytes": [longest[0]["resident_bytes"], longest[-1]["resident_bytes"]],
@@ -80,7 +86,7 @@ def problems(
     """What has changed that may not, in the processes or among the checkpoints that are kept."""
     found = []
     for name, row in processes.items():
-        found += [f"{name}: {key} {row[key]}" for key in COUNTS if len(set(row.get(key, [0]))) > 1]
+        found += [f"{name}: {key} {row[key]}" for key in row["grown"]]
     for line in samples:
         newest = f"step-{line['step']}"
         kept = line.get("checkpoints", [newest])

@@ -27,7 +27,7 @@ def write_side(folder: Path, side: str, change: dict[str, Any], slope: float) ->
     for step in range(soak_outcome.SAVE_EVERY, STEPS + 1, soak_outcome.SAVE_EVERY):
         size = int(1e8 + slope * step)
         kept = [f"step-{n}" for n in (step - soak_outcome.SAVE_EVERY, step) if n]
-        command = {"pid": 1, "resident_bytes": size} | HELD
+        command = {"pid": 7, "resident_bytes": size} | HELD
         sample = {"step": step, "process": "rank 0", "pid": 2, "resident_bytes": size} | RANK
         samples.append(sample | {"checkpoints": kept, "command": command})
     samples[-1] |= change
@@ -42,9 +42,9 @@ CHANGES: dict[str, tuple[dict[str, Any], float, str]] = {
     "threads": ({"threads": 4}, 0.0, "rank 0: threads [3, 4]"),
     "children": ({"children": 1}, 0.0, "rank 0: children [0, 1]"),
     "the command": (
-        {"command": {"pid": 1, "resident_bytes": 10**8} | HELD | {"file_handles": 8}},
+        {"command": {"pid": 7, "resident_bytes": 10**8} | HELD | {"file_handles": 10}},
         0.0,
-        "command: file_handles [8, 9]",
+        "command: file_handles [9, 10]",
     ),
     "memory": ({}, 2.0 * soak_outcome.MOST_BYTES_PER_STEP, "bytes a step"),
     "not pruned": ({"checkpoints": ["step-1", "step-450", "step-500"]}, 0.0, "after step 500"),

@@ -44,7 +44,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """
     # torch loads and runs what lies in this folder; its default is a name in the temporary folder
     # that anybody may have taken.
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    # An import may have set the variable to that name.
+    utils: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, utils.default_cache_dir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(cache_folder() / "compiled"))
     # The import takes seconds, which only a compiled run has to wait.
     dynamo: Any = importlib.import_module("torch._dynamo")
