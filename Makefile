@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 KERNELS := .venv-kernels
 CLUSTERS := .venv-clusters
 RAY := .venv-ray
+AUDIT := .venv-audit
 NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters soak sbom audit gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -117,6 +118,23 @@ $(CLUSTERS)/.ok: Makefile
 test-clusters: $(RAY)/.ok $(CLUSTERS)/.ok  ## runs on two nodes of this machine, which root makes: Slurm, Ray, torchrun in network namespaces; files for SkyPilot and Kubernetes
 	$(RAY)/bin/python -m pytest -m cluster tests/clusters
 
+# In an environment of their own: what describes and checks the others is none of their packages.
+$(AUDIT)/.ok: constraints.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/pip install --quiet --constraint constraints.txt cyclonedx-bom pip-audit
+	touch $@
+
+sbom: setup $(AUDIT)/.ok  ## a software bill of materials of .venv, as CycloneDX: build/sbom.cdx.json
+	mkdir -p build
+	$(AUDIT)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+		--output-format JSON --output-reproducible --output-file build/sbom.cdx.json $(BIN)/python
+
+audit: $(AUDIT)/.ok  ## known vulnerabilities of the pinned versions, from the package index
+	$(AUDIT)/bin/python tools/audit.py
+
+soak: setup  ## 10,000 steps with 200 checkpoints under random kills, twice two runs, within an hour; resumable; writes results/soak.json
+	$(BIN)/python -m tests.integration.soak
+
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
 	$(PYTHON) -m tests.gpu
 
@@ -127,4 +145,4 @@ gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA devi
 	$(PYTHON) -m tests.gpu.jet_nemotron
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) $(AUDIT) runs build .pytest_cache .ruff_cache .hypothesis

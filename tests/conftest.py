@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Costs that somebody has measured on this machine are not to move a test's split.
 os.environ["SHARDWISE_CACHE"] = os.path.join(tempfile.gettempdir(), "shardwise-no-such-cache")
+# Compiled code is kept all the same.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser("~/.cache/shardwise/compiled"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile(

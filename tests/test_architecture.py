@@ -94,9 +94,10 @@ EVERYONE = {
     "words",
     "layouts",
     "rules",
+    "safety",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 4_040,
+    "config keys run_file ranges batches interfaces layouts rules words safety": 4_060,
     "cli commands library __main__ __init__": 1_670,
     "presets": 300,
     "assembly training checkpoint process launch": 7_380,
@@ -118,6 +119,7 @@ FORBIDDEN = {
     "presets": ("torch", "transformers"),
     "ranges.py": ("torch", "transformers"),
     "words.py": ("torch", "transformers", "shardwise"),
+    "safety.py": ("torch", "transformers"),
     "keys.py": ("torch", "transformers"),
     "run_file.py": ("torch", "transformers"),
     "benchmark": ("torch", "transformers"),

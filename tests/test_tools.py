@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import runpy
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -104,3 +106,57 @@ def test_the_page_of_bases_says_what_was_measured() -> None:
     most = result["largest_difference_to_none"]
     assert f"more than {max(map(abs, most.values())):.3f}" in page
     assert f"rounding alone by {abs(most['nudged']):.3f}" in page
+
+
+CHECKED = {"name": "good", "version": "1", "vulns": []}
+BAD = {"name": "bad", "version": "2", "vulns": [{"id": "CVE-1", "fix_versions": ["3"]}]}
+UNKNOWN = {"name": "odd", "skip_reason": "Dependency not found"}
+
+
+@pytest.mark.parametrize("tool", ["audit"], indirect=True)
+@pytest.mark.parametrize(
+    ("packages", "code", "fragments"),
+    [
+        ([CHECKED], 0, ["1 of 1 versions checked: 0 vulnerabilities"]),
+        ([CHECKED, BAD], 1, ["bad 2: CVE-1, mended in 3", "2 of 2 versions checked: 1 vuln"]),
+        ([CHECKED, UNKNOWN], 1, ["not checked", "odd", "1 of 2"]),
+        ([UNKNOWN], 2, ["nothing was checked"]),
+    ],
+)
+def test_an_audit_counts_what_was_not_checked(
+    tool: ModuleType,
+    packages: list[Any],
+    code: int,
+    fragments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer = SimpleNamespace(stdout=json.dumps({"dependencies": packages}), stderr="")
+    monkeypatch.setattr(tool.subprocess, "run", lambda *_, **__: answer)
+    assert tool.main() == code
+    printed = capsys.readouterr().out
+    assert all(fragment in printed for fragment in fragments)
+
+
+@pytest.mark.parametrize("tool", ["audit"], indirect=True)
+def test_an_audit_without_an_index_is_one_line(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = SimpleNamespace(stdout="", stderr="Traceback\nProxyError: refused")
+    monkeypatch.setattr(tool.subprocess, "run", lambda *_, **__: answer)
+    assert tool.main() == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "nothing was checked" in line
+    assert "ProxyError: refused" in line
+
+
+def test_every_version_is_pinned_and_the_checkers_are_no_requirement() -> None:
+    pins = [
+        line
+        for line in (TOOLS.parent / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    project = (TOOLS.parent / "pyproject.toml").read_text()
+    assert "pip-audit" not in project
+    assert "cyclonedx" not in project

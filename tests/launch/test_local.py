@@ -30,7 +30,7 @@ from shardwise.launch.group import Group, can_fork
 from shardwise.launch.local import launch
 from shardwise.process.ending import Stopped
 from shardwise.process.stop import agreed_signal, on_signals
-from shardwise.process.world import SOCKET_INTERFACES
+from shardwise.process.world import ALONE, SOCKET_INTERFACES, World, loopback, on_loopback
 from tests.distributed import PATIENCE
 from tests.process.test_world import SRUN, TORCHRUN
 
@@ -298,6 +298,18 @@ def report_own_frames(cfg: RunConfig, mesh: Mesh) -> None:
     Path(cfg.training.output_dir, f"frames-{dist.get_rank()}.json").write_text(
         json.dumps(names[::-1])
     )
+
+
+def test_the_interface_that_the_user_names_is_kept(monkeypatch):
+    first, second = SOCKET_INTERFACES
+    monkeypatch.setenv(first, "ib0")
+    monkeypatch.delenv(second, raising=False)
+    with on_loopback(ALONE):
+        assert os.environ[first] == "ib0"
+        assert os.environ[second] == loopback()
+    assert second not in os.environ
+    with on_loopback(World(0, 2, 0, "env://")):  # between nodes loopback reaches nobody
+        assert second not in os.environ
 
 
 def launch_in_a_fork(cfg: RunConfig, train: Callable[[RunConfig, Mesh], None]) -> int:

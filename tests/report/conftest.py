@@ -348,3 +348,31 @@ def slower(timeline: Timeline, times: float) -> Timeline:
 def strategies_folder(tmp_path: Path) -> Path:
     """The bench of `strategies()`."""
     return write(tmp_path / "bench", *strategies())
+
+
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    "\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
+)
+
+
+def hostile(folder: Path) -> Path:
+    """The folder of a bench whose every text is HOSTILE."""
+    strategy = Axis("strategy", ("single", HOSTILE), ("parallel.data",), True)
+    plans = [
+        CellPlan("single", {"strategy": "single"}, 1, HOSTILE, None),
+        CellPlan("odd", {"strategy": HOSTILE}, 1, HOSTILE, "single"),
+        CellPlan("control", {"strategy": "single"}, 1, HOSTILE, "single", control=True),
+        CellPlan("broken", {"strategy": HOSTILE}, 1, "other", None),
+    ]
+    made = {
+        plan.id: record(
+            plan, environment={"device": HOSTILE}, notes=[HOSTILE], command=[HOSTILE], peak=MIB
+        )
+        for plan in plans[:3]
+    }
+    made["broken"] = record(plans[3], status="failed", reason=HOSTILE)
+    sweep = dataclasses.replace(
+        sweep_of((strategy,), plans, HOSTILE), equal={HOSTILE: {HOSTILE: HOSTILE}}
+    )
+    return write(folder, sweep, made)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
 import os
 import re
 import shutil
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,9 +16,10 @@ import pytest
 
 from shardwise.records.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
-from shardwise.report.page import write_report
+from shardwise.report.page import page_templates, write_report
 from tests.report.conftest import (
-    MIB,
+    HOSTILE,
+    hostile,
     pipelines,
     processes,
     record,
@@ -27,10 +30,6 @@ from tests.report.conftest import (
 )
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-HOSTILE = (
-    "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
-    "\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
-)
 
 
 @pytest.fixture(scope="module")
@@ -219,24 +218,7 @@ def test_lines_along_an_axis_of_numbers(browser, tmp_path):
 
 
 def test_hostile_names_are_text(browser, tmp_path):
-    strategy = Axis("strategy", ("single", HOSTILE), ("parallel.data",), True)
-    plans = [
-        CellPlan("single", {"strategy": "single"}, 1, HOSTILE, None),
-        CellPlan("odd", {"strategy": HOSTILE}, 1, HOSTILE, "single"),
-        CellPlan("control", {"strategy": "single"}, 1, HOSTILE, "single", control=True),
-        CellPlan("broken", {"strategy": HOSTILE}, 1, "other", None),
-    ]
-    made = {
-        plan.id: record(
-            plan, environment={"device": HOSTILE}, notes=[HOSTILE], command=[HOSTILE], peak=MIB
-        )
-        for plan in plans[:3]
-    }
-    made["broken"] = record(plans[3], status="failed", reason=HOSTILE)
-    sweep = dataclasses.replace(
-        sweep_of((strategy,), plans, HOSTILE), equal={HOSTILE: {HOSTILE: HOSTILE}}
-    )
-    path = write_report(write(tmp_path / "bench", sweep, made))
+    path = write_report(hostile(tmp_path / "bench"))
     with open_page(browser, path) as page:
         assert page.title() == " ".join(HOSTILE.split())
         assert page.evaluate("document.images.length") == 0
@@ -250,6 +232,44 @@ def test_hostile_names_are_text(browser, tmp_path):
         line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")
     }
     assert widths == {13}
+
+
+class Seen(HTMLParser):
+    """The elements of a page, with their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+def test_what_records_say_is_text_on_the_page_and_in_its_figures(tmp_path):
+    path = write_report(hostile(tmp_path / "bench"))
+    seen = Seen()
+    seen.feed(path.read_text(encoding="utf-8"))
+    assert seen.tags.count("script") == 1
+    assert not {"img", "iframe", "object", "embed", "base", "form", "foreignobject"} & {*seen.tags}
+    for name, value in seen.attributes:
+        assert not name.startswith("on")
+        assert "javascript:" not in (value or "").lower().replace(" ", "")
+    figures = list((tmp_path / "bench" / "figures").glob("*.svg"))
+    assert figures
+    for figure in figures:
+        for element in ElementTree.parse(figure).iter():
+            assert not element.tag.endswith(("script", "foreignObject", "image"))
+            assert not any(name.startswith("on") for name in element.attrib)
+
+
+def test_both_pages_escape_by_their_templates():
+    templates = page_templates()
+    for name in ("template.html.j2", "plan.html.j2"):
+        assert templates.autoescape(name), name
+        text = (importlib.resources.files("shardwise.report") / name).read_text(encoding="utf-8")
+        assert text.count("|safe") == text.count("{{ style|safe }}")
 
 
 def test_nothing_points_outside(page_file):

@@ -24,6 +24,7 @@ from shardwise.metrics.hardware import environment, version
 from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
 from shardwise.process.world import device_type, num_cores
+from shardwise.safety import cache_folder
 from shardwise.schedule.costs import Cost
 
 SCHEMA_VERSION = 3
@@ -152,8 +153,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
         | {name: version(name) for name in KERNEL_PACKAGES},
         "busy": num_busy(cfg, num_processes),
     }
-    cache = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
-    return Path(cache, "profiles", f"{_digest(depends)[:16]}.json")
+    return cache_folder() / "profiles" / f"{_digest(depends)[:16]}.json"
 
 
 def write(profile: Profile, path: Path) -> None:

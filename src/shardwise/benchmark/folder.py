@@ -21,8 +21,18 @@ from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.sweep import Cell, Sweep
 from shardwise.config import UserError
 from shardwise.keys import flat
-from shardwise.records.cell import LOCK, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
+from shardwise.records.cell import (
+    CELL_ID,
+    LOCK,
+    RECORD,
+    RUN_FILE,
+    SWEEP,
+    CellRecord,
+    Round,
+    SweepRecord,
+)
 from shardwise.records.record import RunRecord, dumps, temporary_of, write_atomically
+from shardwise.run_file import read_yaml
 from shardwise.words import NOTHING
 
 DEFINING = ("values", "nproc", "reference", "control")
@@ -87,6 +97,8 @@ def prepare(out: Path, sweep: Sweep, rerun: Sequence[Cell]) -> None:
         for cell in sweep.cells:
             folder = out / cell.plan.id
             folder.mkdir(exist_ok=True)
+            if folder.is_symlink():
+                raise UserError(f"--out {out}: {folder.name} is a link; choose another folder")
             write_atomically(folder / RUN_FILE, _as_yaml(cell.run))
             if cell in rerun:
                 (folder / RECORD).unlink(missing_ok=True)
@@ -106,10 +118,11 @@ def _check_same_sweep(out: Path, sweep: Sweep) -> None:
     new = _definition(json.loads(dumps(asdict(sweep.record))), runs)
     try:
         record = json.loads((out / SWEEP).read_text(encoding="utf-8"))
-        paths = {plan["id"]: out / plan["id"] / RUN_FILE for plan in record["cells"]}
-        texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-        old = _definition(record, {name: yaml.safe_load(text) for name, text in texts.items()})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        ids = [plan["id"] for plan in record["cells"]]
+        assert all(map(CELL_ID.fullmatch, ids)), "a cell id is no name of a folder"
+        read = {name: read_yaml(out / name / RUN_FILE, "not a run file") for name in ids}
+        old = _definition(record, read)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         raise UserError(f"{out} holds a damaged bench ({error}); choose another --out") from None
     for key in sorted(old | new, key=lambda key: not key.startswith("axes.")):
         in_folder, in_file = old.get(key, NOTHING), new.get(key, NOTHING)

@@ -23,6 +23,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.process.ending import RunError, is_full, system_error
 from shardwise.process.world import World
 from shardwise.records.record import RunRecord, Status, write_atomically
+from shardwise.safety import check_no_links
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
@@ -157,6 +158,7 @@ def _make(cfg: RunConfig) -> Path:
             f"training.output_dir {folder}: cannot make the folder ({error.strerror}); choose "
             "another"
         ) from None
+    check_no_links(folder)
     return folder
 
 

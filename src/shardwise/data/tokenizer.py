@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Model, UserError
 from shardwise.data.text import read_text
+from shardwise.safety import warn_of_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     """
     from transformers import AutoTokenizer
 
+    warn_of_code(model)
     source = model.tokenizer or model.path
     is_local = Path(source).is_dir()
     options: dict[str, Any] = {

@@ -21,6 +21,7 @@ from shardwise.models.notices import quiet_notices
 from shardwise.models.published import check_config, method_of
 from shardwise.models.sizes import check_parameters, check_read, check_written
 from shardwise.models.weight_files import Scales, check_quantised, other_entries, weights_from_files
+from shardwise.safety import warn_of_code
 
 
 def read_config(model: Model) -> PretrainedConfig:
@@ -34,6 +35,7 @@ def read_config(model: Model) -> PretrainedConfig:
 def read_whole_config(model: Model) -> PretrainedConfig:
     """Read `config.json` as `read_config` does, but return all of it."""
     _check_folder(model.path)
+    warn_of_code(model)
     ask_hub(model.path, "config.json")
     if (
         model.tokenizer is not None

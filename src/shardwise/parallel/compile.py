@@ -6,6 +6,7 @@ Layers of one kind share compiled code, and wrappers stay outside.
 from __future__ import annotations
 
 import importlib
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
+from shardwise.safety import cache_folder, private_folder
 
 BACKENDS = {"inductor": "inductor", "aot_eager": "aot_eager_decomp_partition"}
 """Names of torch's backends. Its plain aot_eager assumes a contiguous gradient of softplus, which
@@ -40,6 +42,12 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     activation checkpointing, so that a recomputation runs compiled too. Experts run as they are
     where tokens are sent or dropped, and what is around them is compiled.
     """
+    # torch loads and runs what lies in this folder; its default is a name in the temporary folder
+    # that anybody may have taken.
+    # An import may have set the variable to that name.
+    utils: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, utils.default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(cache_folder() / "compiled"))
     # The import takes seconds, which only a compiled run has to wait.
     dynamo: Any = importlib.import_module("torch._dynamo")
     # Versions of earlier runs of this process would count too. A run that goes on compiles again.

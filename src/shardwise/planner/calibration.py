@@ -21,6 +21,7 @@ import torch
 from shardwise.config import UserError, require
 from shardwise.metrics.hardware import environment
 from shardwise.planner.unit_work import Product, Rest
+from shardwise.safety import cache_folder
 
 SCHEMA_VERSION = 2
 FACTORS = {
@@ -193,8 +194,7 @@ def prices_of(amounts: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 def default_path() -> Path:
     """Return the file of this machine in the user's cache."""
-    cache = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
-    return Path(cache, "calibration.json")
+    return cache_folder() / "calibration.json"
 
 
 def calibration_here() -> Calibration:

@@ -8,6 +8,7 @@ output folder of one `shardwise train`, to which `log.txt` is added.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from shardwise.records.record import RunRecord, Status
 SWEEP, RECORD, RUN_FILE, LOG = "sweep.json", "record.json", "run.yaml", "log.txt"
 LOCK = ".lock"
 """The file that a bench locks in its folder, and a job of one cell in the cell's. It is empty."""
+CELL_ID = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
+"""The ids that a cell may have: the folder of the cell has the same name."""
 WEAK_SCALING = "weak scaling"
 """The end of the name of a group whose cells have equal work per process, not in total."""
 

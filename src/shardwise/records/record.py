@@ -142,7 +142,7 @@ class RunRecord:
         except OSError as error:
             what = f"{path}: cannot read the record ({error.strerror})"
             raise UserError(f"{what}; give the record.json of a run") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             what = f"{path}: not a record, since it is not JSON ({error})"
             raise UserError(f"{what}; give the record.json of a run") from None
         version = content.get("schema_version") if isinstance(content, dict) else None
@@ -187,14 +187,18 @@ class MetricsFile:
         self.close()
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write a text file (UTF-8) so that a reader sees its old content or all of the new one.
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file (text in UTF-8) so that a reader sees its old content or all of the new one.
 
-    Raises OSError where the file cannot be written.
+    A link of its name is replaced, not followed. Raises OSError where the file cannot be written.
     """
     path = Path(path)
     temporary = temporary_of(path)
-    temporary.write_text(text, encoding="utf-8")
+    if temporary.is_symlink():
+        temporary.unlink()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
 
 

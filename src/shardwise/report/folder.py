@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -12,13 +12,14 @@ from typing import TypeVar
 import pydantic
 
 from shardwise.config import UserError
-from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
+from shardwise.records.cell import CELL_ID, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
 from shardwise.records.record import PipelineRecord, RoutingRecord
 from shardwise.schedule.timeline import unpack
 
 T = TypeVar("T")
-CELL_ID = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
-"""The ids that a cell may have: the folder of the cell has the same name."""
+MOST_DIGITS, MOST = 18, 1e60
+"""The digits of a whole number, and a number, far above what is measured: figures compute with them
+and would overflow."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ def read_bench(folder: str | Path) -> Bench:
     for plan in bench.sweep.cells:
         cell_folder = folder / plan.id
         run_file, record_file = cell_folder / RUN_FILE, cell_folder / RECORD
+        for path in (run_file, record_file):
+            # The page shows its text, and somebody who gets the page may not know of the file.
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise UserError(f"{path} is a link out of {folder}; put the file itself there")
         if run_file.is_file():
             bench.run_files[plan.id] = run_file.read_text(encoding="utf-8", errors="replace")
         bench.begun[plan.id] = len(list(cell_folder.glob("round-*")))
@@ -59,6 +64,8 @@ def _read_record(path: Path) -> CellRecord:
         raise UserError(f"{path}: not a record ({error}); run the cell again") from None
     checked = _typed(CellRecord, content, path)
     _typed(list[Round], json.dumps(checked.rounds), path, "rounds.")
+    if not all(math.isfinite(entry.get("step", 0.0)) for entry in checked.eval):
+        raise UserError(f"{path}: eval: a step that is no number; run shardwise bench again")
     if checked.pipeline is not None:
         pipeline = _typed(PipelineRecord, json.dumps(checked.pipeline), path, "pipeline.")
         for events in ("events", "simulated_events"):
@@ -105,8 +112,12 @@ def _read_sweep(path: Path) -> SweepRecord:
 
 
 def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
-    """Return JSON as an object of this type. Raises UserError for a field of another type."""
+    """Return JSON as an object of this type.
+
+    Raises UserError for a field of another type, and for a number that no run can have measured.
+    """
     try:
+        json.loads(content, parse_int=_whole_number, parse_float=_number)
         return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -114,3 +125,17 @@ def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
         raise UserError(
             f"{path}: {where}: {first['msg'].lower()}; run shardwise bench again"
         ) from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; run shardwise bench again") from None
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, which no run has measured")
+    return int(digits)
+
+
+def _number(text: str) -> float:
+    if abs(value := float(text)) > MOST:
+        raise ValueError(f"{text[:20]} is a number that no run has measured")
+    return value

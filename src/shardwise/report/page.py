@@ -58,7 +58,7 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
             svgs = {figure.name: svg_of(figure.figure, figure.name) for figure in drawn}
             svgs |= {chart.name: chart.svg() for chart in pipelines}
             for figure in drawn:
-                (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
+                write_atomically(figures / f"{figure.name}.png", png_of(figure.figure))
         for name, svg in svgs.items():
             write_atomically(figures / f"{name}.svg", svg)
         content = {
