@@ -779,9 +779,8 @@ def covering(
         first = min(left)
         for _ in range(TRIES):
             chosen = {key: draw.randrange(len(domains[key])) for key in keys} | dict(first)
-            pairs = {
-                ((a, chosen[a]), (b, chosen[b])) for a, b in itertools.combinations(keys, 2)
-            } & left
+            items = chosen.items()
+            pairs = {pair for pair in left if pair[0] in items and pair[1] in items}
             values = {key: domains[key][i] for key, i in chosen.items()}
             if len(pairs) > len(covered) and may_run(values):
                 best, covered = values, pairs

@@ -26,7 +26,7 @@ from shardwise.models.stage import Stage, stages
 from shardwise.parallel.activation_checkpoint import recompute
 from shardwise.parallel.place import materialise
 from tests.models.tiny import relative_error
-from tests.parity.harness import Cell, microbatches, run_config, start
+from tests.parity.harness import Cell, drawn, microbatches, run_config
 
 SCALE = 0.125  # of the loss, before its backward
 ROUTED = [name for name, family in FAMILIES.items() if family.router]
@@ -65,8 +65,8 @@ def names_of(hf: torch.nn.Module) -> set[str]:
 def filled(part: Any, cfg: RunConfig) -> Any:
     """The part with its weights, which depend on their names alone, and on a LoRA factor's."""
     patch(part, cfg, torch.device("cpu"))
-    drawn = {key.removeprefix("weights/"): value for key, value in start(cfg).tensors.items()}
-    factors = [(n, drawn.get(n, value)) for n, value in lora.adapter_weights(part.hf, seed=0)]
+    values = dict(drawn(part.hf))
+    factors = [(n, values.get(n, value)) for n, value in lora.adapter_weights(part.hf, seed=0)]
     wanted = names_of(part.hf)
     load.fill(part.hf, chain(load.weights(part.hf, cfg.model, 0, wanted), factors))
     return part.train()

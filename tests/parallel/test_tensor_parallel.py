@@ -29,7 +29,7 @@ from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.tiny import CONFIGS, on_meta, tiny, with_whole_feed_forwards
 from tests.parity import harness
-from tests.parity.harness import Cell, microbatches, run_config, start
+from tests.parity.harness import Cell, Start, microbatches, run_config
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def curve(cell: Cell, saved: list[str]) -> list[float]:
     cfg = run_config(cell)
     cfg = replace(cfg, lora=Lora(r=4, modules_to_save=saved))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build.build(cfg, mesh, start(cfg))
+    job = build.build(cfg, mesh, Start())
     steps = [training_step(job, microbatches(cfg, mesh, step), mesh, None) for step in (1, 2, 3)]
     return [value for step in steps for value in (step.loss, step.grad_norm)]
 
