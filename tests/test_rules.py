@@ -705,7 +705,13 @@ def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
     return message
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_next", "mistral", "attention-dropout"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("llama", "qwen3_next", "mistral", "attention-dropout"),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_models_shows_the_layouts_that_train_takes(model, folder_of):
     caption = str(model_table(Model(folder_of(model), init="random")).caption)
     shown = caption.partition("may run under")[2].partition("\nnote")[0]

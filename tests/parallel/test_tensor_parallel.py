@@ -250,11 +250,11 @@ def curve(cell: Cell, saved: list[str]) -> list[float]:
     [
         ("gpt2", ["c_fc", "ln_1"], ""),
         ("nemotron_h", ["conv1d", "gate"], ""),
-        ("llama", ["mlp"], ""),
+        pytest.param("llama", ["mlp"], "", marks=pytest.mark.slow),
         ("qwen3_next", ["mlp"], ""),
         ("llama", ["self_attn"], "isolated"),
         ("jet_nemotron", ["dynamic_conv1d", "o_norm"], "isolated"),
-        ("jet_nemotron", ["w2", "v_proj"], ""),
+        pytest.param("jet_nemotron", ["w2", "v_proj"], "", marks=pytest.mark.slow),
     ],
 )
 def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved, variant):
