@@ -104,35 +104,27 @@ class Start(MemoryState):
 
     LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing.
     Rates of decay are drawn small, so that a recurrent state lives for some tokens: at their usual
-    values it is forgotten at once, and the rates' gradients are so small (1e-5) that they are
-    rounding errors for a good part.
+    values it is forgotten at once, and gradients of rates (1e-5) are rounding errors in good part.
     """
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     read_back: Format | None = None
     """The frozen matrices of layers are what this format of `model.base` makes of them."""
 
-    def check(self, model: torch.nn.Module, cfg: RunConfig, selected: Collection[str]) -> None:
+    def check(self, model: Any, cfg: RunConfig, selected: Collection[str]) -> None:
         """Draw the weights of this model, which has its adapters."""
-        values = dict(drawn(model))
-        if self.read_back is not None:
-            values |= _stored(model, cfg, self.read_back)
-        self.tensors.update((f"weights/{name}", value) for name, value in values.items())
-        super().check(model, cfg, selected)
+        stored = _stored(model, cfg, self.read_back) if self.read_back else ()
+        self.tensors.update((f"weights/{name}", value) for name, value in (*drawn(model), *stored))
 
 
 def _stored(hf: Any, cfg: RunConfig, read_back: Format) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, values) of what is read back, and the magnitudes of DoRA that start from it."""
-    hf_config = load.read_config(cfg.model)
-    plain = load.build_meta(cfg.model, hf_config)
+    """Yield (name, values) of what is read back, and of DoRA's magnitudes, which start from it."""
+    plain = load.build_meta(cfg.model, load.read_config(cfg.model))
     magnitudes = dora.starts(hf, dict(hf.named_parameters()))
-    names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf_config, hf), family_of(hf))}
-    values = quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names)
-    for name, value in values:
+    names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf.config, hf), family_of(hf))}
+    for name, value in quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names):
         yield names[name], value
-        if names[name] in magnitudes:
-            magnitude, layer = magnitudes[names[name]]
-            yield magnitude, dora.first_magnitude(layer, value)
+        if start := magnitudes.get(names[name]):
+            yield start[0], dora.first_magnitude(start[1], value)
 
 
 def drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
