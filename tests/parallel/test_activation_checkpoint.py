@@ -17,11 +17,11 @@ from shardwise.assembly.describe import describe
 from shardwise.batches import Batch
 from shardwise.config import Checkpointing, Recomputation, UserError
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
+from tests.models.tiny import with_every_kind
 from tests.parity.harness import FAMILIES, Cell, Start, microbatches, run_config
 
 
@@ -73,21 +73,7 @@ LATENT = ("kimi_linear", "deepseek_v3")
 WAYS = (("lora", "float32"), ("full", "bfloat16"))
 
 
-def with_a_new_kind() -> list[str]:
-    """Return families that have every kind of block between them."""
-    chosen, kinds = [*LATENT], set().union(*(_kinds(family) for family in LATENT))
-    for family in FAMILIES:
-        if not _kinds(family) <= kinds:
-            chosen.append(family)
-            kinds |= _kinds(family)
-    return chosen
-
-
-def _kinds(family: str) -> set[str]:
-    return {block.kind.name for block in FAMILY_FACTS[family].blocks}
-
-
-QUICK = with_a_new_kind()
+QUICK = with_every_kind(FAMILIES, LATENT)
 """`make test` runs these in one of WAYS in turn, and `make parity` every family in both."""
 
 

@@ -136,7 +136,7 @@ def _offloading(cfg: RunConfig) -> RunConfig:
     return replace(cfg, training=replace(cfg.training, offload_activations=True))
 
 
-@pytest.mark.parametrize("layout", ["single", "1f1b"])
+@pytest.mark.parametrize("layout", ["single", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_device_has_the_activations_of_two_layers(layout, tmp_path, monkeypatch):
     """As it is planned: 0.1 to 1.4 % off on one process, -4 to +9 % on a stage of a pipeline."""
     cells = [

@@ -29,7 +29,7 @@ LATER = [
     [
         # A window has a mask of all tokens of each row, which recomputed layers read again.
         ("tiny-qwen3", {}, "full", 0.03),
-        ("tiny-qwen3", {"cp": 2}, "none", 0.03),
+        pytest.param("tiny-qwen3", {"cp": 2}, "none", 0.03, marks=pytest.mark.slow),
         # Attention under cp keeps no scores where keys are wider than values.
         ("tiny-deepseek_v3", {"cp": 2}, "none", 0.06),
         ("tiny-llama", {"cp": 2}, "full", 0.03),
