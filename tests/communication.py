@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
 
 from shardwise.assembly.build import build
-from shardwise.assembly.describe import describe
+from shardwise.assembly.describe import Description, describe
+from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.patches.experts import Compute
@@ -31,15 +32,29 @@ class Counted:
     predicted: Total
 
 
-def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Counted:
+Dtype = Literal["float32", "bfloat16"]
+
+
+def config(cell: Cell, dtype: Dtype) -> RunConfig:
+    cfg = run_config(cell)
+    return replace(cfg, model=replace(cfg.model, dtype=dtype))
+
+
+@cache
+def described(cell: Cell, dtype: Dtype) -> Description:
+    """Return the whole run; ranks that are forked after the first call need not build it again."""
+    with numerics_of(cell):
+        return describe(config(cell, dtype), cell.nproc)
+
+
+def count(cell: Cell, dtype: Dtype = "float32") -> Counted:
     """Count a step of this rank with weights of `dtype`; the process group must be up."""
     with numerics_of(cell):
         return _count(cell, dtype)
 
 
-def _count(cell: Cell, dtype: Literal["float32", "bfloat16"]) -> Counted:
-    cfg = run_config(cell)
-    cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
+def _count(cell: Cell, dtype: Dtype) -> Counted:
+    cfg = config(cell, dtype)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     # In the first step pipelines make their stages ready; ddp agrees upon its buckets in two.
@@ -50,7 +65,7 @@ def _count(cell: Cell, dtype: Literal["float32", "bfloat16"]) -> Counted:
     routed = count_routed(job.pm)
     with Collectives(mesh) as collectives:
         training_step(job, batches, mesh, 1.0)
-    run = describe(cfg, mesh.dense.size())
+    run = described(cell, dtype)
     boundaries = None if job.cut is None else job.cut.split.boundaries
     share = share_of(cfg, run, coordinates(mesh), boundaries)
     num_targets = targets_on_rank(job, batches)

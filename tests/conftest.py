@@ -42,6 +42,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Freeze again what the end of a run in this process has unfrozen: each measurement of memory
+    begins with a collection."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_measurement_of_the_peak() -> Iterator[None]:
     """Every run on a CPU measures its peak FLOP/s for 0.4 seconds; for a test 0.01 seconds are

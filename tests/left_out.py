@@ -77,8 +77,11 @@ def installed(library: str) -> str:
 
 def state(libraries: tuple[str, ...], file: Path) -> dict[str, str]:
     """All that the pins of a file depend on."""
-    content = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    return {**{library: installed(library) for library in libraries}, "content": content}
+    return {**{library: installed(library) for library in libraries}, "content": content_of(file)}
+
+
+def content_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def key(file: Path) -> str:

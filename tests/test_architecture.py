@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import runpy
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from shardwise.config import Parallel, RunConfig
-from tests.left_out import NOT_QUICK
+from tests.left_out import LAST_GREEN, NOT_QUICK, content_of
 from tests.parity.cells import FAST
 
 ROOT = Path(__file__).parents[1]
@@ -306,6 +307,12 @@ def test_what_pytest_passes_over_here_is_run_by_make():
     assert list((ROOT / "tests" / "kernels" / folder).glob("test_*.py"))
     command = rf"/python -m pytest .*tests/kernels/{folder}\n"
     assert re.search(command, (ROOT / "Makefile").read_text())
+
+
+def test_pins_were_run_since_their_files_changed():
+    """Else `make test` runs them again each time: `make pins`."""
+    for file, state in json.loads(LAST_GREEN.read_text()).items():
+        assert state["content"] == content_of(ROOT / file), file
 
 
 def test_what_make_test_quick_leaves_out_exists():

@@ -736,7 +736,13 @@ def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
     return message
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_next", "mistral", "attention-dropout"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("llama", "qwen3_next", "mistral", "attention-dropout"),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_models_shows_the_layouts_that_train_takes(model, folder_of):
     caption = str(model_table(Model(folder_of(model), init="random")).caption)
     shown = caption.partition("may run under")[2].partition("\nnote")[0]
@@ -797,27 +803,29 @@ def covering(
     """Yield draws of one value for each key: every pair of values of two keys that `may_run` allows
     comes up in one."""
     draw = random.Random(0)
-    keys = list(domains)
-    left = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(keys, 2)
-        for i in range(len(domains[a]))
-        for j in range(len(domains[b]))
-    }
-    while left:
+    every = sorted((key, i) for key, values in domains.items() for i in range(len(values)))
+    number = {value: n for n, value in enumerate(every)}
+    left: list[set[int]] = [set() for _ in every]  # of each value: values to pair it with
+    for a, b in itertools.combinations(domains, 2):
+        for i, j in itertools.product(range(len(domains[a])), range(len(domains[b]))):
+            left[number[a, i]].add(number[b, j])
+    while any(left):
+        one = next(n for n, others in enumerate(left) if others)
+        other = min(left[one])
         best: dict[str, Any] = {}
-        covered: set[Any] = set()
-        first = min(left)
+        covered, most = {one: {other}}, 0
         for _ in range(TRIES):
-            chosen = {key: draw.randrange(len(domains[key])) for key in keys} | dict(first)
-            pairs = {
-                ((a, chosen[a]), (b, chosen[b])) for a, b in itertools.combinations(keys, 2)
-            } & left
+            chosen = {key: draw.randrange(len(values)) for key, values in domains.items()}
+            chosen |= dict((every[one], every[other]))
+            drawn_values = {number[value] for value in chosen.items()}
+            pairs = {n: left[n] & drawn_values for n in drawn_values}
+            num_pairs = sum(map(len, pairs.values()))
             values = {key: domains[key][i] for key, i in chosen.items()}
-            if len(pairs) > len(covered) and may_run(values):
-                best, covered = values, pairs
-        left -= covered or {first}
-        if covered:
+            if num_pairs > most and may_run(values):
+                best, covered, most = values, pairs, num_pairs
+        for n, others in covered.items():
+            left[n] -= others
+        if best:
             yield best
 
 

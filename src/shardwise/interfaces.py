@@ -103,6 +103,16 @@ class Mesh:
         Its process groups are those of `dense`. The first use of a flattened axis makes its group,
         so all ranks must make it together.
         """
+        if axes not in self._meshes:  # to make a mesh again would read its ranks from tensors
+            self._meshes[axes] = self._along(axes)
+        return self._meshes[axes]
+
+    @cached_property
+    def _meshes(self) -> dict[tuple[str, ...], DeviceMesh]:
+        """The meshes that `along` has made."""
+        return {}
+
+    def _along(self, axes: tuple[str, ...]) -> DeviceMesh:
         if set(axes) <= {*self.AXES}:
             return self.dense[axes]
         if not set(axes).isdisjoint(EXPERT_AXES):
@@ -115,17 +125,8 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along an axis, also along those of `experts`."""
-        if axis in self.AXES:
-            return self.dense.get_group(axis)
-        if axis not in self._groups:  # to make a mesh again would read its ranks from tensors
-            mesh = self.experts if axis in EXPERT_AXES else self.along(axis)
-            self._groups[axis] = mesh.get_group(axis)
-        return self._groups[axis]
-
-    @cached_property
-    def _groups(self) -> dict[str, dist.ProcessGroup]:
-        """The groups of other axes that were asked for."""
-        return {}
+        mesh = self.dense if axis in self.AXES else self.along(axis)
+        return mesh.get_group(axis)
 
     def rank(self, axis: str) -> int:
         """Return the place of this rank along an axis."""

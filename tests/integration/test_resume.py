@@ -69,12 +69,15 @@ PROCESSES = (
     | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2", "fsdp2-tp"), 4)
 )
 """Of every layout; under `offload` the optimizer has copies of the weights."""
-ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "hsdp", "pp", "pp-ddp", "fsdp2-tp")
-"""Layouts that `make test` resumes with LoRA; it resumes the others, and `single`, in full.
+ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "hsdp", "pp", "fsdp2-tp")
+"""Layouts that `make test` resumes with LoRA; it resumes others, and `single`, in full.
 
 `make parity` resumes the rest.
 """
-PAIRS = [(layout, layout in ADAPTERS_OF) for layout in PROCESSES] + [("single", False)]
+LATER = ("pp-interleaved", "pp-ddp")
+"""Layouts that `make parity` alone resumes: `make test` resumes pipelines, and replicas."""
+PAIRS = [(name, name in ADAPTERS_OF) for name in PROCESSES if name not in LATER]
+PAIRS.append(("single", False))
 REST = [
     (layout, lora) for layout in PROCESSES for lora in (True, False) if (layout, lora) not in PAIRS
 ]
@@ -364,7 +367,7 @@ def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
             folder,
             f"{name}-{lora}",
             lora=lora,
-            steps=7,
+            steps=6,
             micro_batch_size=1,
             eval_batches=1,
             **training,
@@ -385,8 +388,7 @@ def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
         (2, Parallel("fsdp2")),
         (2, Parallel(tp=2)),
         (4, Parallel(pp=2, tp=2)),
-        (8, Parallel("fsdp2", pp=2, tp=2, sequence_parallel=True)),
-        (4, Parallel("zero1", tp=2)),
+        (4, Parallel("fsdp2", tp=2, sequence_parallel=True)),
         (2, Parallel("ddp")),
     ]
     for step, (nproc, parallel) in enumerate(parts, 1):
@@ -583,6 +585,7 @@ def test_moments_in_8_bits_cross_layouts_unchanged(tmp_path, family, layouts):
     assert all(value.any() for value in states.values())
 
 
+@pytest.mark.slow  # in 8 bits the same shares, and states of 32 bits among them, cross above
 def test_shares_that_several_ranks_hold_cross_layouts_unchanged(tmp_path):
     # 2 heads of keys and values, and 2 groups of Mamba2's B and C: 4 ranks hold each twice, 2 ranks
     # hold each once.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -31,15 +29,6 @@ FAMILIES = (
 )  # fmt: skip
 """With every kind of block among their layers."""
 LORA = Lora(r=8, targets="all-linear")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Let the collections of garbage at the start of each measurement pass by what is imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Setting(NamedTuple):

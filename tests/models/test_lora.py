@@ -126,7 +126,7 @@ def test_coverage_prints_as_a_table_and_as_plain_data() -> None:
     assert coverage.to_dict()["percent"] == coverage.percent
 
 
-@pytest.mark.parametrize("targets", ["auto", "all-linear"])
+@pytest.mark.parametrize("targets", [pytest.param("auto", marks=pytest.mark.slow), "all-linear"])
 @pytest.mark.parametrize("name", TINY)
 def test_every_adapter_is_alive_and_nothing_else_is_trained(name: str, targets: str) -> None:
     lora = Lora(r=3, targets=targets)  # ty: ignore[invalid-argument-type]
@@ -390,9 +390,15 @@ def _exact_loss(name: str) -> float:
         return exact.train()(input_ids=tokens(), labels=tokens(), use_cache=False).loss.item()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "model"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("name", "dtype", "autocast"),
+    [
+        pytest.param(name, dtype, autocast, marks=[pytest.mark.slow] * ((i + j + autocast) % 2))
+        for i, name in enumerate(PLAIN)
+        for j, dtype in enumerate(("float32", "model"))
+        for autocast in (False, True)
+    ],
+)
 def test_adapters_on_a_bfloat16_model(name: str, dtype: str, autocast: bool) -> None:
     lora = Lora(r=4, targets="all-linear", dtype=dtype)  # ty: ignore[invalid-argument-type]
     model, _ = with_adapters(tiny(name, "bfloat16"), lora)

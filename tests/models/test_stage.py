@@ -26,11 +26,16 @@ from shardwise.models.stage import Stage, stages
 from shardwise.parallel.activation_checkpoint import recompute
 from shardwise.parallel.place import materialise
 from tests.models.tiny import relative_error
-from tests.parity.harness import Cell, microbatches, run_config, start
+from tests.parity.harness import Cell, drawn, microbatches, run_config
 
 SCALE = 0.125  # of the loss, before its backward
 ROUTED = [name for name, family in FAMILIES.items() if family.router]
-ALL = [(family, mode) for family in FAMILIES for mode in ("full", "lora")]
+IN_TURN = [
+    pytest.param(family, mode, marks=[pytest.mark.slow] * ((i + j) % 2))
+    for i, family in enumerate(FAMILIES)
+    for j, mode in enumerate(("full", "lora"))
+]
+"""`make test` takes each family in one mode, and `make parity` in both."""
 
 
 def config(family: str, mode: str = "full", variant: str = "", **training: Any) -> RunConfig:
@@ -65,8 +70,8 @@ def names_of(hf: torch.nn.Module) -> set[str]:
 def filled(part: Any, cfg: RunConfig) -> Any:
     """The part with its weights, which depend on their names alone, and on a LoRA factor's."""
     patch(part, cfg, torch.device("cpu"))
-    drawn = {key.removeprefix("weights/"): value for key, value in start(cfg).tensors.items()}
-    factors = [(n, drawn.get(n, value)) for n, value in lora.adapter_weights(part.hf, seed=0)]
+    values = dict(drawn(part.hf))
+    factors = [(n, values.get(n, value)) for n, value in lora.adapter_weights(part.hf, seed=0)]
     wanted = names_of(part.hf)
     load.fill(part.hf, chain(load.weights(part.hf, cfg.model, 0, wanted), factors))
     return part.train()
@@ -153,7 +158,7 @@ def worst(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(relative_error(one[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize(("family", "mode"), ALL)
+@pytest.mark.parametrize(("family", "mode"), IN_TURN)
 def test_a_chain_of_stages_is_the_whole_model(family, mode):
     cfg = config(family, mode)
     check_equal(run_chain(cut(cfg), batches(cfg)), run_whole(whole(cfg), batches(cfg)))
@@ -293,14 +298,7 @@ def test_logits_of_a_chain(family):
 
 
 # `make test` runs each family in one mode, and `make parity` in both.
-@pytest.mark.parametrize(
-    ("family", "mode"),
-    [
-        pytest.param(family, mode, marks=[pytest.mark.slow] * ((i + j) % 2))
-        for i, family in enumerate(FAMILIES)
-        for j, mode in enumerate(("full", "lora"))
-    ],
-)
+@pytest.mark.parametrize(("family", "mode"), IN_TURN)
 def test_hidden_states_have_the_dtype_of_the_weights(family, mode):
     for dtype, precision in (
         ("float32", "float32"),

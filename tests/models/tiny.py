@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,19 @@ TINY_OF = {family: f"tiny-{family.replace('_text', '')}" for family in FAMILIES}
 """The tiny model of each family."""
 PLAIN = tuple(TINY_OF.values())
 TINY = (*PLAIN, "tiny-qwen3_5-tied")
+
+
+def with_every_kind(families: Iterable[str], first: Sequence[str] = ()) -> list[str]:
+    """Return families that have every kind of block of `families` between them: `first`, and those
+    with a kind that the ones before lack."""
+    chosen: list[str] = []
+    kinds: set[str] = set()
+    for family in (*first, *families):
+        own = {block.kind.name for block in FAMILIES[family].blocks}
+        if family in first or not own <= kinds:
+            chosen.append(family)
+            kinds |= own
+    return list(dict.fromkeys(chosen))
 
 
 def tiny(name: str, dtype: str = "float32") -> Model:

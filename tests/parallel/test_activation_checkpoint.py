@@ -21,7 +21,8 @@ from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import FAMILIES, Cell, microbatches, run_config, start
+from tests.models.tiny import with_every_kind
+from tests.parity.harness import FAMILIES, Cell, Start, microbatches, run_config
 
 
 def _build(
@@ -32,7 +33,7 @@ def _build(
         cfg, training=replace(cfg.training, checkpointing=checkpointing, precision=precision)
     )
     mesh = build_mesh(cfg, torch.device("cpu"))
-    return build(cfg, mesh, start(cfg)), mesh, microbatches(cfg, mesh, 1)[:2]
+    return build(cfg, mesh, Start()), mesh, microbatches(cfg, mesh, 1)[:2]
 
 
 class _Products(TorchDispatchMode):
@@ -70,14 +71,21 @@ def _all_ways(
 LATENT = ("kimi_linear", "deepseek_v3")
 """Keys and values of these differ in size, which no kernel fuses on a CPU."""
 WAYS = (("lora", "float32"), ("full", "bfloat16"))
-"""`make test` runs each family in one of these, and `make parity` in both."""
+
+
+QUICK = with_every_kind(FAMILIES, LATENT)
+"""`make test` runs these in one of WAYS in turn, and `make parity` every family in both."""
 
 
 @pytest.mark.parametrize(
     ("family", "mode", "precision"),
     [
-        pytest.param(family, *way, marks=[pytest.mark.slow] * ((i + j) % 2))
-        for i, family in enumerate(FAMILIES)
+        pytest.param(
+            family,
+            *way,
+            marks=[pytest.mark.slow] * (family not in QUICK or (QUICK.index(family) + j) % 2),
+        )
+        for family in FAMILIES
         for j, way in enumerate(WAYS)
     ],
 )

@@ -20,7 +20,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import peak
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, run_config, start
+from tests.parity.harness import Cell, Start, microbatches, run_config
 from tests.planner import grid
 
 
@@ -41,7 +41,7 @@ def _config(
 
 def _gradients(cfg: RunConfig) -> tuple[dict[str, torch.Tensor], int]:
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, start(cfg))
+    job = build(cfg, mesh, Start())
     forward_backward(job.pm, microbatches(cfg, mesh, 1)[:2], mesh)
     grads = {n: p.grad.clone() for n, p in job.pm.named_parameters() if p.grad is not None}
     return grads, _moved(job)
@@ -84,7 +84,7 @@ def _moved_and_formula(family: str, mode: str, precision: str) -> list[tuple[int
     for what in ("full", "none"):
         cfg = _config(family, mode, precision, checkpointing=what)
         mesh = build_mesh(cfg, torch.device("cpu"))
-        job = build(cfg, mesh, start(cfg))
+        job = build(cfg, mesh, Start())
         forward_backward(job.pm, microbatches(cfg, mesh, 1)[:1], mesh)
         run = describe(cfg, 1)
         layers = range(1, 1 + len(run.spec.layers))
@@ -136,7 +136,7 @@ def _offloading(cfg: RunConfig) -> RunConfig:
     return replace(cfg, training=replace(cfg.training, offload_activations=True))
 
 
-@pytest.mark.parametrize("layout", ["single", "1f1b"])
+@pytest.mark.parametrize("layout", ["single", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_device_has_the_activations_of_two_layers(layout, tmp_path, monkeypatch):
     """As it is planned: 0.1 to 1.4 % off on one process, -4 to +9 % on a stage of a pipeline."""
     cells = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.communication import Counted, count
+from tests.communication import Counted, count, described
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell
@@ -189,6 +189,15 @@ LATER = (
     cell("qwen3_5_text", "cp-tp", "full", 4),
     cell("qwen3", "cp", "full", 4),
     cell("qwen3_5_text", "fsdp2-cp", "full", 4),
+    cell("llama", "tp", "full", 2, "adamw8bit"),
+    cell("llama", "tp-sp", "full", 2, "checkpointing"),
+    cell("llama", "tp-sp", "lora", 2, "upper"),
+    cell("qwen3_5_text", "tp-sp", "lora", 2),
+    cell("nemotron_h", "tp", "lora", 2),
+    cell("jamba", "tp-sp", "lora", 2),
+    replace(cell("llama", "tp", "lora", 2), dora=True),
+    cell("falcon_h1", "cp", "lora", 2),
+    cell("kimi_linear", "fsdp2-tp", "lora", 4, "nf4"),
 )
 """Cells of which `make test` counts the other mode, or one that is like it in all that is sent."""
 
@@ -208,6 +217,9 @@ def together(cell: Cell) -> tuple[str, bool, int]:
 def counted_together(group: tuple[str, bool, int]) -> dict[Cell, tuple[Counted, ...]]:
     """Return what each rank counted, for each cell of a group."""
     cells = [cell for cell in CELLS if together(cell) == group]
+    described.cache_clear()
+    for cell in cells:
+        described(cell, "float32")
     return dict(zip(cells, zip(*run_ranks(group[-1], count_each, cells)), strict=True))
 
 

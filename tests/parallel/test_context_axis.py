@@ -37,10 +37,11 @@ CASES: dict[Cell, Sizes] = {
     Cell("llama", "pp-ddp", "full", 4, schedule="1f1b"): (2, 1, 1, 2, 1),
 }
 """Cells of four ranks, and the sizes of the axes of the mesh that takes the place of theirs."""
-KEPT = ("ddp", "zero2", "fsdp1", "fsdp2-tp", "pp-ddp")
-"""Layouts that `make test` runs: gradients summed by hooks, in buckets, over flat and over sharded
-parameters, beside tp and beside stages. `make parity` runs the others, which ask the mesh for the
-same joined axes (tests/parallel/test_mesh.py)."""
+KEPT = ("ddp", "zero2", "fsdp1")
+"""Layouts that `make test` runs: gradients summed by hooks, in buckets and over flat parameters.
+`make parity` runs the others, which ask the mesh for the same joined axes
+(tests/parallel/test_mesh.py), and which cells of parity run with `cp` itself: beside fsdp2, beside
+tp and beside stages."""
 
 
 def _with_context(cell: Cell, sizes: Sizes) -> Outcome:

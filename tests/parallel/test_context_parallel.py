@@ -76,12 +76,12 @@ def _router_shares_of_one_rank(patch: Patch) -> None:
     ("plant", "cell"),
     [
         (_positions_from_0, PAIRS),
-        (_gradients_not_added_up, PAIRS),
-        (_attention_across_a_border, PAIRS),
-        (_places_of_a_stretch, PAIRS),
+        pytest.param(_gradients_not_added_up, PAIRS, marks=pytest.mark.slow),
+        pytest.param(_attention_across_a_border, PAIRS, marks=pytest.mark.slow),
+        pytest.param(_places_of_a_stretch, PAIRS, marks=pytest.mark.slow),
         (_no_state_of_other_ranks, HYBRID),
-        (_no_gradient_of_later_ranks, HYBRID),
-        (_state_across_a_border, HYBRID),
+        pytest.param(_no_gradient_of_later_ranks, HYBRID, marks=pytest.mark.slow),
+        pytest.param(_state_across_a_border, HYBRID, marks=pytest.mark.slow),
         (_router_shares_of_one_rank, MIXTURE),
     ],
 )

@@ -20,7 +20,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, run_config, start
+from tests.parity.harness import Cell, Start, microbatches, run_config
 
 
 def _in_bfloat16(
@@ -31,7 +31,7 @@ def _in_bfloat16(
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, start(cfg))
+    job = build(cfg, mesh, Start())
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     named = dict(job.pm.named_parameters())
     groups = job.optimizer.param_groups

@@ -60,8 +60,15 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(("layout", "copies"), [("fsdp2", 1), ("fsdp1", 2)])
+@pytest.mark.parametrize(
+    ("layout", "copies", "lora"),
+    [
+        ("fsdp2", 1, True),
+        ("fsdp1", 2, False),
+        pytest.param("fsdp2", 1, False, marks=pytest.mark.slow),
+        pytest.param("fsdp1", 2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies, capsys):
     """fsdp1 holds a unit twice while it flattens it: as parameters and end to end, each from a
     multiple of 16 bytes."""

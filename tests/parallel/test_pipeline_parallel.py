@@ -27,7 +27,7 @@ from shardwise.training.evaluate import evaluate
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.unproven import write_config
-from tests.parity.harness import CONFIGS, Cell, microbatches, run_config, start
+from tests.parity.harness import CONFIGS, Cell, Start, microbatches, run_config
 
 RANKS = 2
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -217,7 +217,7 @@ def look(schedule: str | None, mode: str) -> Seen:
     """Two steps; between them evaluations, and a step in which all is of another shape."""
     cfg = run_config_of(schedule, mode)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build.build(cfg, mesh, start(cfg))
+    job = build.build(cfg, mesh, Start())
     shorter = replace(cfg, training=replace(cfg.training, micro_batch_size=1))
 
     def rows(step: int, of: RunConfig = cfg) -> list[Batch]:
@@ -393,7 +393,7 @@ def test_what_a_stage_raises_is_told_as_it_is(capfd):
 def next_tokens(cell: Cell) -> list[int]:
     cfg = run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build.build(cfg, mesh, start(cfg))
+    job = build.build(cfg, mesh, Start())
     ids = (torch.arange(12) * 37 % 256)[None]
     row = Batch(ids, ids, torch.zeros_like(ids), slots=(0,), step=1)
     with torch.no_grad():

@@ -59,7 +59,5 @@ FIXED = (
     _kept("qwen3_5_text", "fsdp2", "full", 2),
     _compiled("llama", "fsdp2", "lora", 2),
     _kept("granitemoehybrid", "tp-sp", "lora", 2),
-    _inputs("kimi_linear", "cp", "lora", 2),
     _kept("qwen3_5_text", "pp", "full", 2, schedule="zbv"),
-    _kept("qwen3_moe", "fsdp2-ep", "full", 2),
 )

@@ -29,9 +29,8 @@ CELLS = tuple(
     )
 )
 FIXED = (
-    Cell("qwen3_5_text", "fsdp2-tp", "lora", 4, "nf4"),
+    Cell("qwen3_5_text", "tp", "lora", 2, "nf4"),
     Cell("granitemoehybrid", "ddp-ep", "lora", 2, "nf4"),
-    Cell("kimi_linear", "tp-sp", "lora", 2, "nf4"),
     Cell("lfm2_moe", "fsdp2", "lora", 2, "int8"),
     Cell("jamba", "pp", "lora", 2, "fp8", "1f1b"),
 )

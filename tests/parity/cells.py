@@ -141,13 +141,10 @@ _FIXED = (
     Cell("olmo_hybrid", "fsdp2", "lora", 2),
     Cell("granitemoehybrid", "fsdp2", "lora", 2),
     Cell("olmo_hybrid", "zero2", "full", 4),
-    Cell("nemotron_h", "hsdp", "lora", 4),
-    Cell("qwen3_next", "fsdp1", "lora", 2, "checkpointing"),
     Cell("qwen3_5_text", "ddp", "lora", 4, "dropout"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "tied"),
     Cell("llama", "fsdp2", "lora", 2, "head"),
     Cell("qwen3_5_text", "fsdp1", "lora", 2, "tied"),
-    Cell("olmo_hybrid", "fsdp1", "lora", 2, "naive"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     Cell("llama", "fsdp2", "full", 2, "offload-optimizer"),
     Cell("llama", "hsdp", "lora", 2, "offload-all"),
@@ -155,7 +152,6 @@ _FIXED = (
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
-    Cell("llama", "fsdp2", "lora", 2, "compile"),
     Cell("nemotron_h", "fsdp1", "lora", 2, "experts"),
     *FIXED_PIPELINES,
     *FIXED_TENSORS,
@@ -179,15 +175,15 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
 
     Each family runs once over its data and once in a pipeline, which cuts what is the family's own.
     Each kind of block runs under tensor parallelism, and in both sorts of layouts over data: those
-    with weights whole on every rank, and those that shard them. Of the two layouts of 8 processes
-    that differ in `sequence_parallel`, one is enough.
+    with weights whole on every rank, and those that shard them. Of two layouts with tp beside other
+    axes that differ in `sequence_parallel`, one is enough.
     """
     kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
     if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1 or cell.faster_b or cell.dora:
         return set()
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
-        layout = cell.layout.removesuffix("-sp") if cell.nproc == 8 else cell.layout
+        layout = cell.layout.removesuffix("-sp") if cell.nproc > 2 else cell.layout
         return {(layout, "tp"), (cell.mode, shared), *((kind, "tp") for kind in kinds)}
     if cell.schedule:
         backward = "halved" if cell.schedule in HALVING else "whole"
@@ -205,7 +201,8 @@ def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
     """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the
     rarest kind.
 
-    Those of 2 processes; of layouts that take more, those of the model with the shortest step.
+    Those of 2 processes; of layouts that take more, those of the model with the shortest step, and
+    in full if either mode will do, which needs no adapters made.
     """
     plain = [
         c
@@ -217,7 +214,12 @@ def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
     while left:
         kinds = Counter((cell.layout, cell.schedule) for cell in chosen)
         best = max(
-            plain, key=lambda cell: (len(pairs(cell) & left), -kinds[cell.layout, cell.schedule])
+            plain,
+            key=lambda cell: (
+                len(pairs(cell) & left),
+                cell.nproc > 2 and cell.mode == "full",
+                -kinds[cell.layout, cell.schedule],
+            ),
         )
         chosen = (*chosen, best)
         left -= pairs(best)

@@ -56,7 +56,7 @@ CELLS = (
     *(_cell("qwen3_moe", layout, nproc=2, variant="upper") for layout in ("ddp-ep", "tp")),
 )
 FIXED = (
-    _cell("llama", "fsdp2-tp", nproc=4),
+    _cell("llama", "tp", nproc=2),
     _cell("gpt2", "tp-sp", nproc=2),
     _cell("jamba", "tp", nproc=2),
     _cell("qwen3_5_text", "pp", nproc=2, schedule="zbv"),

@@ -37,10 +37,11 @@ from shardwise.proof.harness import (
     TOLERANCE,
     Outcome,
     Rows,
+    Start,
     differences,
+    drawn,
     largest,
     microbatches,
-    start,
     tolerance,
     verdict,
     weaknesses,
@@ -58,14 +59,15 @@ __all__ = [
     "TOLERANCE",
     "Cell",
     "Outcome",
+    "Start",
     "compare",
     "control",
     "differences",
+    "drawn",
     "microbatches",
     "run",
     "run_cell",
     "run_config",
-    "start",
     "tolerance",
     "verdict",
 ]
@@ -424,7 +426,7 @@ def run(
     read_back: Any = None,
 ) -> Outcome:
     """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0
-    for its own; `read_back`: see `start`."""
+    for its own; `read_back`: see `Start`."""
     return run_on(cfg, build_mesh(cfg, torch.device("cpu")), batches_of, loss_scale, read_back)
 
 

@@ -50,7 +50,7 @@ CELLS = (
     *(of("qwen3_moe", "fsdp2-ep", "full", 4) for of in (_optimizer, _all)),
 )
 FIXED = (
-    _optimizer("granitemoehybrid", "tp", "full", 4),
-    _all("qwen3_5_text", "fsdp2-tp", "full", 4),
-    _all("qwen3_5_text", "pp-fsdp2", "full", 4, schedule="1f1b"),
+    _optimizer("granitemoehybrid", "tp", "full", 2),
+    _all("llama", "fsdp2-tp", "full", 4),
+    _all("llama", "pp-fsdp2", "full", 4, schedule="1f1b"),
 )

@@ -52,6 +52,5 @@ FIXED = (
     Cell("lfm2_moe", "fsdp2", "full", 2, "tensorwise-curve"),
     Cell("qwen3_5_text", "pp", "full", 2, "rowwise-curve", "zbv"),
     Cell("granitemoehybrid", "ddp", "lora", 2, "tensorwise"),
-    Cell("qwen3_5_text", "tp", "full", 2, "rowwise"),
 )
 """Of these `make test` runs."""

@@ -34,7 +34,7 @@ CELLS = (
 )
 FIXED = (
     _cell("llama", "fsdp1", nproc=2, variant="naive"),
-    _cell("llama", "fsdp2-tp", nproc=4),
+    _cell("llama", "tp", nproc=2),
     _cell("llama", "pp", nproc=2, schedule="1f1b"),
     _cell("qwen3_next", "ddp-ep", nproc=2, variant="experts"),
 )

@@ -29,7 +29,4 @@ CELLS = (
     ),
     *(_mixed("qwen3_moe", "fsdp2-ep", mode, 2) for mode in ("lora", "full")),
 )
-FIXED = (
-    _mixed("qwen3_5_text", "fsdp2", "lora", 2),
-    _mixed("kimi_linear", "pp", "full", 2, schedule="1f1b"),
-)
+FIXED = (_mixed("kimi_linear", "pp", "full", 2, schedule="1f1b"),)

@@ -74,7 +74,6 @@ FIXED = (
     Cell("qwen3_moe", "ddp-ep", "full", 4),
     Cell("qwen3_moe", "fsdp2-ep", "lora", 4, "experts"),
     Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity"),
-    Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity-compile"),
     Cell("qwen3_moe", "fsdp2-ep", "lora", 2, "shared"),
     Cell("deepseek_v3", "ddp-ep", "full", 2, BALANCED),
 )

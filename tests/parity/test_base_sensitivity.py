@@ -18,7 +18,7 @@ from shardwise.models.tensor_cuts import Cut, even
 from tests.parity.bases import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-CUT, SPREAD, _, SHARDED, STAGES = FIXED
+CUT, SPREAD, SHARDED, STAGES = FIXED
 
 
 def scales_of_another_rank():

@@ -14,7 +14,7 @@ from shardwise.parallel import tensor_parallel
 from tests.parity.dora import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-DATA_AND_TENSOR, SHARED_TOKENS, MAMBA, HALVED, STORED, FLAT = FIXED
+TENSOR, SHARED_TOKENS, MAMBA, HALVED, STORED, FLAT = FIXED
 
 
 def length_of_a_ranks_part():
@@ -91,10 +91,10 @@ def start_from_one():
 
 
 BUGS = (
-    *((length_of_a_ranks_part, cell) for cell in (DATA_AND_TENSOR, SHARED_TOKENS, MAMBA, STORED)),
+    *((length_of_a_ranks_part, cell) for cell in (TENSOR, SHARED_TOKENS, MAMBA, STORED)),
     (gradient_through_the_length, FLAT),
     *((length_of_the_base_alone, cell) for cell in (FLAT, STORED)),
-    *((gradient_of_one_rank, cell) for cell in (DATA_AND_TENSOR, SHARED_TOKENS)),
+    *((gradient_of_one_rank, cell) for cell in (TENSOR, SHARED_TOKENS)),
     (lengths_in_another_order, SHARED_TOKENS),
     (no_gradient_in_the_second_half, HALVED),
     (start_from_the_weights_of_the_files, STORED),

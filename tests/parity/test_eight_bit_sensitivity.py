@@ -14,7 +14,7 @@ from shardwise.kernels import eight_bit
 from tests.parity.eight_bit import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-SHARDED, ADAPTERS, SHARED, EXPERTS, BOTH, HALVED, TOKENS, *_ = FIXED
+SHARDED, ADAPTERS, SHARED, EXPERTS, CUT, HALVED, TOKENS, *_ = FIXED
 
 
 def scales_of_another_ranks_blocks():
@@ -82,7 +82,7 @@ BUGS = (
     (selected_by_the_size_of_a_shard, ADAPTERS),
     (everything_in_32_bits, TOKENS),
     (moments_forgotten_in_each_step, EXPERTS),
-    (one_scale_for_a_ranks_columns, BOTH),
+    (one_scale_for_a_ranks_columns, CUT),
     (second_moment_in_the_scales_of_the_first, SHARED),
     (steps_not_counted, HALVED),
 )

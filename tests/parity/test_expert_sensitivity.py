@@ -21,7 +21,7 @@ from shardwise.training import gradients
 from tests.parity.spread_experts import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-FULL, ADAPTERS, LIMITED, _, SHARED, BALANCED = FIXED
+FULL, ADAPTERS, LIMITED, SHARED, BALANCED = FIXED
 
 
 def weights_of_the_router_not_multiplied():

@@ -3,15 +3,13 @@ listed ones."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from shardwise.layouts import NAMES
-from tests.distributed import run_ranks
 from tests.models.unproven import write_config
 from tests.parity import harness
-from tests.parity.harness import Cell, compare, run_cell, verdict
+from tests.parity.harness import Cell, Outcome, compare, verdict
+from tests.parity.together import run_together
 
 CELLS = (
     Cell("mistral", "ddp", "lora", 2),
@@ -26,11 +24,20 @@ CELLS = (
 )
 
 
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, tuple[Outcome, ...]]:
+    with pytest.MonkeyPatch.context() as patch:
+        for family in {cell.family for cell in CELLS}:
+            folder = write_config(family, tmp_path_factory.mktemp(family))
+            patch.setitem(harness.FAMILIES, family, str(folder))
+        references = tuple(dict.fromkeys(cell.reference() for cell in CELLS))
+        return run_together(CELLS) | run_together(references)
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_equals_one_process(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(harness.FAMILIES, cell.family, str(write_config(cell.family, tmp_path)))
-    (reference,) = run_ranks(1, run_cell, cell.reference())
-    errors = compare(run_ranks(cell.nproc, run_cell, cell), reference)
+def test_equals_one_process(cell: Cell, outcomes: dict[Cell, tuple[Outcome, ...]]):
+    (reference,) = outcomes[cell.reference()]
+    errors = compare(outcomes[cell], reference)
     assert not verdict(errors), errors
 
 

@@ -53,7 +53,7 @@ def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
         # gloo's buffers come and go in threads of its own: see PeakMemory.
         (Cell("llama", "fsdp2", "lora", 2), 0.03),
         (Cell("llama", "zero2", "full", 2), 1e-4),
-        (Cell("llama", "ddp", "lora", 2), 1e-4),
+        pytest.param(Cell("llama", "ddp", "lora", 2), 1e-4, marks=pytest.mark.slow),
         (Cell("llama", "pp", "lora", 2, schedule="1f1b"), 1e-3),
         # Messages of a few numbers stay in gloo's threads: two real steps differ by 512 bytes.
         (Cell("llama", "tp", "lora", 2), 1e-3),

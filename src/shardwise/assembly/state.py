@@ -30,7 +30,7 @@ from shardwise.process.watchdog import beat, paused
 class MemoryState:
     """A state in memory: full tensors that every rank has. With no tensors it is a fresh start."""
 
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
     loss_scale: Mapping[str, float | int | bool] | None = None
     lora: Lora | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from shardwise.batches import IGNORED, Batch
 from shardwise.checkpoint.export import save_result
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
-from shardwise.models import dora, load, lora, quantise
+from shardwise.models import dora, load, quantise
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.kinds import RATES
 from shardwise.models.names import hf_name
@@ -98,35 +98,37 @@ def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) 
     return batches
 
 
-def start(cfg: RunConfig, read_back: Format | None = None) -> MemoryState:
-    """Return weights at which gradients show what they are to show.
+@dataclass(frozen=True)
+class Start(MemoryState):
+    """Weights at which gradients show what they are to show, drawn for the model that is built.
 
     LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing.
     Rates of decay are drawn small, so that a recurrent state lives for some tokens: at their usual
-    values it is forgotten at once, and the rates' gradients are so small (1e-5) that they are
-    rounding errors for a good part.
-
-    `read_back`: the frozen matrices of layers are what this format of `model.base` makes of them.
+    values it is forgotten at once, and gradients of rates (1e-5) are rounding errors in good part.
     """
-    hf_config = load.read_config(cfg.model)
-    hf = load.build_meta(cfg.model, hf_config)
-    if cfg.lora is not None:
-        lora.inject(hf, cfg.lora, spec_of(hf_config, hf))
-    state = {f"weights/{name}": value for name, value in _drawn(hf)}
-    if read_back is not None:
-        plain = load.build_meta(cfg.model, hf_config)
-        magnitudes = dora.starts(hf, dict(hf.named_parameters()))
-        names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf_config, hf), family_of(hf))}
-        values = quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names)
-        for name, value in values:
-            state[f"weights/{names[name]}"] = value
-            if names[name] in magnitudes:
-                magnitude, layer = magnitudes[names[name]]
-                state[f"weights/{magnitude}"] = dora.first_magnitude(layer, value)
-    return MemoryState(state)
+
+    read_back: Format | None = None
+    """The frozen matrices of layers are what this format of `model.base` makes of them."""
+
+    def check(self, model: Any, cfg: RunConfig, selected: Collection[str]) -> None:
+        """Draw the weights of this model, which has its adapters."""
+        stored = _stored(model, cfg, self.read_back) if self.read_back else ()
+        self.tensors.update((f"weights/{name}", value) for name, value in (*drawn(model), *stored))
 
 
-def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(hf: Any, cfg: RunConfig, read_back: Format) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, values) of what is read back, and of DoRA's magnitudes, which start from it."""
+    plain = load.build_meta(cfg.model, load.read_config(cfg.model))
+    magnitudes = dora.starts(hf, dict(hf.named_parameters()))
+    names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf.config, hf), family_of(hf))}
+    for name, value in quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names):
+        yield names[name], value
+        if start := magnitudes.get(names[name]):
+            yield start[0], dora.first_magnitude(start[1], value)
+
+
+def drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, values) of the parameters that `Start` draws, by their names."""
     for name, parameter in hf.named_parameters():
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)
@@ -145,9 +147,9 @@ def run(
 ) -> Outcome:
     """Run the steps of `cfg` on these micro-batches of each step, and return what this rank saw.
 
-    `loss_scale`: the first one; 0: that of the run. `read_back`: see `start`.
+    `loss_scale`: the first one; 0: that of the run. `read_back`: see `Start`.
     """
-    job = build(cfg, mesh, start(cfg, read_back))
+    job = build(cfg, mesh, Start(read_back=read_back))
     if loss_scale:
         job.loss_scale.scale = loss_scale
     losses: list[float] = []

@@ -28,10 +28,15 @@ from shardwise.models.patches.cores import use_cores
 from shardwise.models.patches.dropout import DropoutState, SlotDropout
 from shardwise.models.patches.isolation import documents_of, isolate
 from shardwise.parallel.activation_checkpoint import recompute
-from tests.models.tiny import relative_error, with_adapters
+from tests.models.tiny import relative_error, with_adapters, with_every_kind
 from tests.parity.harness import Cell, run_config
 
 ISOLATED = sorted(name for name, family in FAMILIES.items() if family.keeps_documents_apart)
+BY_KIND = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in with_every_kind(ISOLATED)))
+    for name in ISOLATED
+]
+"""`make test` takes families with every kind of block, and `make parity` all."""
 # The tiny models' chunks have 64 (Gated DeltaNet) and 32 tokens (Mamba2), their convolutions reach
 # 3 tokens back: a document longer than a chunk, one of a single token, two, and rows that part in
 # different places; the last is whole.
@@ -158,7 +163,7 @@ def test_logits_are_those_of_the_document_alone(family):
     assert logits_error(model(family, "concat"), packed()) > 1e-2
 
 
-@pytest.mark.parametrize("family", ISOLATED)
+@pytest.mark.parametrize("family", BY_KIND)
 def test_every_kind_of_layer_would_leak(family):
     layers = model(family, "concat").spec.layers
     kinds = {
@@ -174,7 +179,7 @@ def test_every_kind_of_layer_would_leak(family):
         assert logits_error(lm, packed()) > 1e-4, kind  # ten times what isolation may be off by
 
 
-@pytest.mark.parametrize("family", ISOLATED)
+@pytest.mark.parametrize("family", BY_KIND)
 def test_gradients_are_the_sum_over_documents_alone(family):
     batch = packed()
     expected = gradients(model(family), alone(batch))
@@ -182,7 +187,7 @@ def test_gradients_are_the_sum_over_documents_alone(family):
     assert worst(gradients(model(family, "concat"), [batch]), expected) > 1e-2
 
 
-@pytest.mark.parametrize("family", ISOLATED)
+@pytest.mark.parametrize("family", BY_KIND)
 def test_nothing_of_the_first_document_reaches_the_second(family):
     lm, batch = model(family), packed(((40, 70, 5),))
     first, second = slice(0, 40), slice(40, 110)
