@@ -30,19 +30,20 @@ def run_command(
     env: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
+    patience: float = PATIENCE,
 ) -> subprocess.CompletedProcess[str]:
     """What `shardwise ARGUMENTS` prints and returns; its process has `env`, and calls `before` and
-    `after`."""
+    `after`. TimeoutError if it does not end in `patience` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("stdout", "stderr")]
         context = multiprocessing.get_context("fork")
         process = context.Process(target=_main, args=(arguments, env or {}, before, after, streams))
         process.start()
-        process.join(PATIENCE)
+        process.join(patience)
         if process.is_alive():
             process.kill()
             process.join()
-            raise TimeoutError(f"shardwise {' '.join(arguments)} did not end in {PATIENCE} seconds")
+            raise TimeoutError(f"shardwise {' '.join(arguments)} did not end in {patience} seconds")
         assert process.exitcode is not None
         out, err = (Path(stream).read_text(encoding="utf-8") for stream in streams)
         return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
