@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -243,8 +244,8 @@ def test_async_saves_what_the_run_was_when_it_was_asked(tmp_path):
     def body() -> bool:
         cfg = config(tmp_path, async_save=True)
         job, make_step, checkpointer = start_run(cfg)
-        may_write, save = threading.Event(), checkpoint_tensors.save
-        checkpoint_tensors.save = lambda *args: may_write.wait() and save(*args)
+        may_write, write = threading.Event(), checkpoint_tensors.write
+        checkpoint_tensors.write = lambda *args: may_write.wait() and write(*args)
         with checkpointer:
             make_step(1)
             job.loss_scale.scale = 4.0
@@ -294,6 +295,30 @@ def test_a_disk_error_is_one_line_and_leaves_the_older_checkpoints(asynchronous,
     assert (one.exit_code, one.text) == (1, f"error: {one.reason}")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     assert damage(tmp_path / "checkpoints" / "step-1") is None
+
+
+def test_an_error_of_one_rank_before_it_writes_is_every_ranks(monkeypatch, tmp_path):
+    held = checkpoint_tensors.held
+
+    def fail(tensors: checkpoint_tensors.Tensors, rank: int):
+        if rank == 1:
+            raise OSError(errno.EIO, "cannot read")
+        return held(tensors, rank)
+
+    def body() -> str:
+        cfg = config(tmp_path)
+        _, make_step, checkpointer = start_run(
+            replace(cfg, parallel=replace(cfg.parallel, data="ddp"))
+        )
+        make_step(1)
+        with checkpointer, pytest.raises(RunError) as caught:
+            checkpointer.save(1)
+        return str(caught.value)
+
+    monkeypatch.setattr(checkpoint_tensors, "held", fail)
+    one, other = run_ranks(2, body)
+    assert one == other
+    assert "step-1 could not be written: cannot read" in one
 
 
 def test_killed_while_saving(tmp_path):

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from shardwise.checkpoint.output_dir import claim, record_failure, rewind
+from shardwise.checkpoint.output_dir import claim, record_failure, rewind, writing
 from shardwise.config import Data, Model, RunConfig, Training, UserError
+from shardwise.process.ending import RunError
 from shardwise.records.record import RunRecord
 from shardwise.run_file import parse_config
 
@@ -225,3 +228,11 @@ def test_the_first_reason_stays(tmp_path):
 def test_a_record_that_cannot_be_written_does_not_hide_the_error(tmp_path):
     record_failure(config(tmp_path / "gone"), "oom", "because")
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_folder_that_is_gone_is_told_also_by_who_writes_tensors(tmp_path):
+    with (
+        pytest.raises(RunError, match=r"cannot be written \(No such file or directory\)"),
+        writing(config(tmp_path)),
+    ):
+        save_file({"weight": torch.zeros(1)}, tmp_path / "gone" / "model.safetensors")

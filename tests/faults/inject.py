@@ -87,9 +87,9 @@ class Fault:
             case "evaluation":
                 before(session, "evaluate", lambda pm, batches, mesh, done: done == AT_STEP)
             case "save":
-                before(checkpointer.checkpoint_tensors, "save", _is_saving)
+                before(checkpointer.checkpoint_tensors, "write", _is_saving)
             case "written":
-                after(checkpointer.checkpoint_tensors, "save", _is_saving)
+                after(checkpointer.checkpoint_tensors, "write", _is_saving)
             case "rename":
                 before(folder, "publish", lambda source, to: first() and _is_saving(None, to))
                 before(checkpointer.Checkpointer, "_on_main", self._finishes)

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import yaml
 
-from shardwise.checkpoint.folder import complete, step_of
+from shardwise.checkpoint.folder import MANIFEST, complete, step_of
 from tests.command import run_command
 from tests.faults.cases import LAYOUTS, Case
 from tests.faults.inject import AT_STEP, Fault
@@ -175,24 +175,24 @@ def _row(case: Case, shared: Path, folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {}
     try:
         if case.kind == "checkpoint":
-            row |= _damaged(case, runs)
+            _damaged(case, runs, row)
         else:
             if case.kind == "disk":
                 _mount_disk(folder)
-            row |= _disturbed(case, runs, float((undisturbed / "seconds").read_text()))
+            _disturbed(case, runs, float((undisturbed / "seconds").read_text()), row)
         row |= _compared(runs.output_dir, undisturbed, bool(case.resumed_in))
     except Bad as bad:
         row["outcome"] = str(bad)
     return row
 
 
-def _disturbed(case: Case, runs: Runs, seconds: float) -> dict[str, Any]:
-    """What happens in the disturbed run, and in those that go on."""
+def _disturbed(case: Case, runs: Runs, seconds: float, row: dict[str, Any]) -> None:
+    """Fill the row with what happens in the disturbed run, and in those that go on."""
     faults = [(case.fault, case.phase, case.rank), *([case.second] if case.second else [])]
     resumes = case.phase in ("resume", "restore")
     if resumes:
         runs.begin_at(case.layout, AT_STEP - 1)
-    row: dict[str, Any] = {"outcome": SAME, "told": "", "exit_code": 0, "lost_steps": 0}
+    row |= {"outcome": SAME, "told": "", "exit_code": 0, "lost_steps": 0}
     overrides = list(case.overrides)
     for number, (name, phase, rank) in enumerate(faults):
         marker = runs.output_dir.parent / f"happened-{number}"
@@ -203,7 +203,7 @@ def _disturbed(case: Case, runs: Runs, seconds: float) -> dict[str, Any]:
         ended = runs.start(case.layout, *overrides, *going_on, before=fault.install)
         if not marker.exists():
             assert case.kind == "random", f"{name} did not happen: {ended}"
-            return row | {"outcome": "came after the end"}
+            raise Bad("came after the end")
         row |= {"exit_code": ended.exit_code, "told": ended.told[-600:]}
         if ended.exit_code == 0:
             continue
@@ -222,7 +222,6 @@ def _disturbed(case: Case, runs: Runs, seconds: float) -> dict[str, Any]:
         )
     if row["outcome"] == STOPPED:
         _go_on(case, runs, row)
-    return row
 
 
 def _go_on(case: Case, runs: Runs, row: dict[str, Any]) -> None:
@@ -267,8 +266,8 @@ def _repair(case: Case, output_dir: Path) -> None:
         output_dir.with_name("elsewhere").rename(output_dir)
 
 
-def _damaged(case: Case, runs: Runs) -> dict[str, Any]:
-    """What happens to who resumes from a damaged checkpoint, and then from the last whole one."""
+def _damaged(case: Case, runs: Runs, row: dict[str, Any]) -> None:
+    """Resume from a damaged checkpoint, then from the last whole one; fill the row."""
     runs.begin_at(case.layout, AT_STEP)
     newest, whole = complete(runs.output_dir)[:2]
     file = newest / case.file
@@ -290,11 +289,12 @@ def _damaged(case: Case, runs: Runs) -> dict[str, Any]:
     ended = runs.start(case.layout, "training.resume=latest")
     if ended.exit_code == 0:
         raise Bad("resumes from a damaged checkpoint")
-    if ended.exit_code != 2 or case.file not in ended.told or len(ended.told.splitlines()) != 1:
+    # One that is of another run, and whole, blames the files that it lies beside.
+    named = "is damaged" if case.file == MANIFEST and case.fault == "of another run" else case.file
+    if ended.exit_code != 2 or named not in ended.told or len(ended.told.splitlines()) != 1:
         raise Bad(f"does not name the file: {ended.told[-300:]}")
-    row = {"outcome": STOPPED, "told": ended.told[-600:], "exit_code": 2, "lost_steps": 0}
+    row |= {"outcome": STOPPED, "told": ended.told[-600:], "exit_code": 2, "lost_steps": 0}
     _go_on_from(case, runs, row, step_of(whole))
-    return row
 
 
 def _go_on_from(case: Case, runs: Runs, row: dict[str, Any], step: int) -> None:

@@ -232,7 +232,7 @@ def test_one_process_runs_here_and_leaves_no_group(tmp_path):
             "oom",
             f"error: out of memory: tried to allocate {2**50} bytes; lower training.mi",
         ),
-        (bug_on_last, 1, "failed", "Traceback (most recent call last):\n"),
+        (bug_on_last, 1, "failed", "error: KeyError: 'a bug of ours'\nTraceback (most recent"),
     ],
 )
 def test_one_process_that_fails(train, exit_code, status, first, tmp_path, capfd):
@@ -378,7 +378,9 @@ def test_the_first_failure_of_two_processes_is_the_one_reported(
         assert printed.startswith(f"error: {reason}")
         assert printed.count("\n") == 1
     else:
-        assert printed.startswith("error on rank 1 of 2:\nTraceback (most recent call last):\n")
+        assert printed.startswith(
+            "error on rank 1 of 2: KeyError: 'a bug of ours'\nTraceback (most"
+        )
         assert "in bug_on_last" in printed
         assert printed.endswith("\nKeyError: 'a bug of ours'\n")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -185,7 +186,7 @@ class Checkpointer:
                 writing.result()
 
     def _write(self, manifest: Manifest, tensors: Tensors, metrics: bytes) -> None:
-        folder = folder_of(self._output_dir, manifest.step)
+        rank, folder = dist.get_rank(), folder_of(self._output_dir, manifest.step)
         unfinished = folder.with_name(folder.name + UNFINISHED)
 
         files: dict[str, File] = {}
@@ -198,7 +199,7 @@ class Checkpointer:
         @paused()
         def check() -> dict[str, File]:
             names = sorted(path.name for path in unfinished.iterdir())
-            return folders.checksums(unfinished, names[dist.get_rank() :: dist.get_world_size()])
+            return folders.checksums(unfinished, names[rank :: dist.get_world_size()])
 
         @paused()
         def finish() -> None:
@@ -210,9 +211,10 @@ class Checkpointer:
 
         try:
             self._on_main(begin, folder)
-            self._together(
-                lambda: checkpoint_tensors.save(tensors, unfinished, self._group), folder
-            )
+            # What each rank holds, some 100 bytes per shard, goes from every rank to all.
+            ranks = self._together(lambda: checkpoint_tensors.held(tensors, rank), folder)
+            write = partial(checkpoint_tensors.write, tensors, unfinished, ranks, rank)
+            self._together(write, folder)
             for checksums in self._together(check, folder):
                 files |= checksums
             self._on_main(finish, folder)
@@ -248,7 +250,7 @@ def _reason(error: Exception) -> tuple[int, str]:
     Reasons of the operating system (0) come before others (1), which often follow from them.
     """
     if not isinstance(error, OSError):
-        return 1, str(error)
+        return 1, str(error) or type(error).__name__
     reason = str(error.strerror or error)
     if is_full(error):
         return 0, f"{reason}; {MAKE_ROOM}"

@@ -12,7 +12,7 @@ from shardwise.checkpoint import output_lock
 from shardwise.checkpoint.folder import CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import RunError, is_full
+from shardwise.process.ending import RunError, is_full, system_error
 from shardwise.process.world import World
 from shardwise.records.record import RunRecord, Status, write_atomically
 
@@ -91,15 +91,16 @@ def writing(cfg: RunConfig) -> Generator[None]:
     folder = Path(cfg.training.output_dir)
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        cause = system_error(error)
         # `ending.explain` gives the way out of a full disk.
-        if is_full(error) or not isinstance(error.filename, str | Path):
+        if cause is None or is_full(error) or not isinstance(cause.filename, str | Path):
             raise
-        file = Path(error.filename)
+        file = Path(cause.filename)
         if not file.is_relative_to(folder):
             raise
         raise RunError(
-            f"training.output_dir {folder}: {file.name} cannot be written ({error.strerror}); was "
+            f"training.output_dir {folder}: {file.name} cannot be written ({cause.strerror}); was "
             "the folder moved or removed while the run was in it? put it back, then resume with "
             "--resume auto"
         ) from None

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.folder import write_synced
 from shardwise.checkpoint.index import INDEX, Chunk, Entry, Index, encode_index
-from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import paused
 
 DTYPES = {
@@ -48,25 +46,34 @@ class Tensors(Protocol):
         ...
 
 
-def save(tensors: Tensors, folder: Path, group: dist.ProcessGroup) -> None:
-    """Write the tensors of all ranks and `index.json` into a folder that exists.
+def held(tensors: Tensors, rank: int) -> dict[str, Entry]:
+    """Return what this rank holds of each tensor, which all ranks must know before they `write`.
 
-    A tensor is a DTensor, or plain and equal on every rank that has it. Of what several ranks hold,
-    one writes it. One tensor at a time is copied to the CPU. All are asked for twice.
+    A tensor is a DTensor, or plain and equal on every rank that has it.
     """
-    rank = dist.get_rank(group)
-    name = f"tensors-{rank}.safetensors"
     shards: dict[str, Entry] = {}
     for key, tensor in tensors.items():
         begins, sizes, _ = _local_box(tensor)
-        chunks = [Chunk(name, list(begins), list(sizes))] if math.prod(sizes) else []
+        chunks = [Chunk(_name(rank), list(begins), list(sizes))] if math.prod(sizes) else []
         shards[key] = Entry(_NAMES[tensor.dtype], list(tensor.shape), chunks)
-    # What each rank holds, some 100 bytes per shard, goes from every rank to all.
-    index = _index_of(of_every_rank(shards, group))
+    return shards
+
+
+def write(tensors: Tensors, folder: Path, ranks: Sequence[Mapping[str, Entry]], rank: int) -> None:
+    """Write this rank's share into a folder that exists, and on rank 0 `index.json`.
+
+    `ranks` is what each rank has `held`. Of what several ranks hold, one writes it. One tensor at a
+    time is copied to the CPU. No rank waits for another one, which may have failed.
+    """
+    index = _index_of(ranks)
     with paused():
-        _write(folder / name, index.content_of(name), tensors)
+        _write(folder / _name(rank), index.content_of(_name(rank)), tensors)
         if rank == 0:
             write_synced(folder / INDEX, encode_index(index))
+
+
+def _name(rank: int) -> str:
+    return f"tensors-{rank}.safetensors"
 
 
 def _index_of(ranks: Sequence[Mapping[str, Entry]]) -> Index:

@@ -68,8 +68,8 @@ INTERRUPTED = Ending(128 + signal.SIGINT, "interrupted by a signal", "", "stoppe
 def explain(error: BaseException, where: str = "") -> Ending:
     """Return the ending that an error means.
 
-    The user's mistakes and lack of memory get one line, anything else gets its traceback. `where`
-    names the rank where there are several, as in " on rank 1 of 2".
+    The user's mistakes and lack of memory get one line, anything else a line and its traceback.
+    `where` names the rank where there are several, as in " on rank 1 of 2".
     """
     message = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -90,8 +90,9 @@ def explain(error: BaseException, where: str = "") -> Ending:
         way_out = SMALLER_MODEL if _was_building(error) else SMALLER_STEP
         return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}", "oom")
     trace = "".join(traceback.format_exception(error)).rstrip()
-    text = f"error{where}:\n{trace}" if where else trace
-    return Ending(FAILED, f"{type(error).__name__}{where}: {message}", text)
+    kind = type(error).__name__
+    what = f"{kind}: {message}" if message else kind
+    return Ending(FAILED, f"{kind}{where}: {message}", f"error{where}: {what}\n{trace}")
 
 
 def _was_building(error: BaseException) -> bool:
@@ -102,16 +103,25 @@ def _was_building(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether a disk has no room left, or the user's share of it has none.
+    """Return whether a disk has no room left, or the user's share of it has none."""
+    cause = system_error(error)
+    return cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
-    An error of safetensors holds the system's error as text only.
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the system's error that an error is; None if it is another one.
+
+    An error of safetensors holds it as text only.
     """
-    full = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError):
-        return error.errno in full
-    return type(error).__name__ == "SafetensorError" and any(
-        f"(os error {number})" in str(error) for number in full
-    )
+        return error
+    if type(error).__name__ != "SafetensorError":
+        return None
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    path = re.search(r'at path "(.*)"', str(error))
+    if number is None:
+        return None
+    return OSError(int(number[1]), os.strerror(int(number[1])), path[1] if path else None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
