@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -90,6 +90,9 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 	$(BIN)/python tools/compatibility.py
 	$(PYTEST) -m slow
 	$(BIN)/python -m tests.left_out
+
+faults: setup  ## some 380 faults injected into small runs (about an hour); resumable; writes results/faults.json and .md
+	$(BIN)/python -m tests.faults
 
 test-clusters: setup  ## runs on a Slurm of two nodes on this machine, which root starts from the packages slurmctld, slurmd
 	$(BIN)/python -m pytest -m cluster tests/clusters

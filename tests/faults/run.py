@@ -113,7 +113,8 @@ class Runs:
         try:
             done = run_command(arguments, {"OMP_NUM_THREADS": "1"}, begin, patience=LIMIT_SECONDS)
         except TimeoutError:
-            os.killpg(int(leader.read_text()), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(leader.read_text()), signal.SIGKILL)
             raise Bad(f"hangs: no end in {LIMIT_SECONDS:g} seconds") from None
         _wait_for_orphans(int(leader.read_text()))
         return Ended(done.returncode, done.stderr.strip())
@@ -180,7 +181,7 @@ def _row(case: Case, shared: Path, folder: Path) -> dict[str, Any]:
             if case.kind == "disk":
                 _mount_disk(folder)
             _disturbed(case, runs, float((undisturbed / "seconds").read_text()), row)
-        row |= _compared(runs.output_dir, undisturbed, bool(case.resumed_in))
+        row |= compare(runs.output_dir, undisturbed, bool(case.resumed_in))
     except Bad as bad:
         row["outcome"] = str(bad)
     return row
@@ -312,7 +313,7 @@ def hash_of(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _compared(output_dir: Path, undisturbed: Path, layout_changed: bool) -> dict[str, Any]:
+def compare(output_dir: Path, undisturbed: Path, layout_changed: bool) -> dict[str, Any]:
     """How a run's curve and result differ from the undisturbed one's; Bad where they may not."""
     ours, theirs = numbers_of(output_dir), numbers_of(undisturbed)
     if ours.keys() != theirs.keys():

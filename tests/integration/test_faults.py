@@ -1,16 +1,12 @@
-"""Faults, each one for real: signals, killed ranks, a full disk, no memory, damaged files, code in
-a model folder."""
+"""Faults that tests/faults does not have: a removed folder, no memory from the start, damaged and
+hostile files of models."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import pickle
-import re
 import resource
 import shutil
-import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.checkpointer import Checkpointer
@@ -25,139 +22,18 @@ from shardwise.cli import main
 from shardwise.interfaces import Evaluation
 from shardwise.models import load
 from shardwise.records.record import RunRecord
-from shardwise.run_file import load_config
 from tests.command import run_command
-from tests.distributed import PATIENCE
-from tests.integration import kill
-from tests.integration.test_train import CONFIGS, config, run_on
+from tests.integration.test_train import CONFIGS, config
 
 
 @pytest.fixture(scope="module")
 def path(folder) -> Path:
     """The run file of every run here: of a model with short steps."""
-    cfg = kill.kill_config(folder)
-    return kill.run_file(
-        folder, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-llama")))
-    )
-
-
-@pytest.fixture(scope="module")
-def reference(path, folder) -> RunRecord:
-    """The run that nobody disturbs, in forked processes, which need not import anything."""
-    return run_on(kill.NPROC, load_config(path, [f"training.output_dir={folder / 'reference'}"]))
-
-
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
-    path, reference, tmp_path
-):
-    # The first before there is a checkpoint, the second between two.
-    exit_code, told = kill.run_killed(path, tmp_path / "out", (5, 0.0, 0), (27, 0.0, 1))
-    assert exit_code == 0, told
-    for line, rank, restart in zip(told.splitlines(), (0, 1), (1, 2), strict=True):
-        assert line.startswith(f"error: rank {rank} of 2 was killed by SIGKILL")
-        assert line.endswith(f"starting again ({restart} of 2)")
-    record = RunRecord.read(tmp_path / "out" / "record.json")
-    assert record.losses == reference.losses
-    # The second restart took up checkpoint 24; only where the kill came late, after four more
-    # steps, 32.
-    assert record.resumed_from["step"] in (24, 32)
-
-
-def test_a_killed_rank_of_a_pipeline_is_named_in_one_line(path, tmp_path):
-    layout = ["--parallel.data=single", "--parallel.pp=2", "--parallel.schedule=interleaved-1f1b"]
-    process = kill.start(path, tmp_path, *layout)
-    kill.wait_for_step(process, tmp_path, 2)
-    kill.ranks(process)[1].send_signal(signal.SIGKILL)
-    told = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 1
-    assert (
-        told
-        == "error: rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out\n"
-    )
-
-
-@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
-def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(
-    number, nproc, path, reference, tmp_path
-):
-    out = tmp_path / "out"
-    overrides = ["--training.save_every=0"] + (["--parallel.data=single"] if nproc == 1 else [])
-    process = kill.start(path, out, *overrides, nproc=nproc)
-    kill.wait_for_step(process, out, 3)
-    process.send_signal(number)
-    told = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 128 + number
-    done = kill.steps_done(out)
-    saved = out / "checkpoints" / f"step-{done}"
-    # Ranks are told of Ctrl-C by SIGTERM where it did not reach them; here one process gets it
-    # itself.
-    name = signal.Signals(number).name
-    assert told.startswith(f"stopped by {name} after step {done}, saved as {saved}; ")
-    assert told.endswith("--resume latest\n")
-    stopped = RunRecord.read(out / "record.json")
-    assert (stopped.status, stopped.reason) == ("stopped", told.strip())
-    assert saved.is_dir()
-    settings = [f"training.output_dir={out}", "training.resume=latest"]
-    record = run_on(nproc, load_config(path, [*overrides, *settings]))
-    assert record.resumed_from == {"folder": str(saved), "step": done}
-    assert record.status == "ok"
-    if nproc == 2:
-        assert record.losses == reference.losses
-    assert len(record.losses) == kill.STEPS
-
-
-CLONE_NEWNS, CLONE_NEWUSER, MS_REC_PRIVATE, NOT_ALLOWED = 0x20000, 0x10000000, 0x44000, 77
-
-
-def mount_small_disk(folder: Path) -> None:
-    """Make `folder` a disk of 1200 kB for this process alone; a checkpoint takes some 350 kB.
-
-    Not every system lets every user: namespaces, their ids and mounts can each be forbidden.
-    """
-    libc, ids = ctypes.CDLL(None, use_errno=True), {"uid_map": os.getuid(), "gid_map": os.getgid()}
-    try:
-        allowed = libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0
-        if allowed:
-            Path("/proc/self/setgroups").write_text("deny")
-            for name, number in ids.items():
-                Path(f"/proc/self/{name}").write_text(f"0 {number} 1")
-            allowed = libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None) == 0
-            allowed = (
-                allowed and libc.mount(b"none", bytes(folder), b"tmpfs", 0, b"size=1200k") == 0
-            )
-    except PermissionError:
-        allowed = False
-    if not allowed:
-        os._exit(NOT_ALLOWED)
-
-
-def show_what_is_left(folder: Path) -> None:
-    """Print what nobody sees after this process."""
-    left = {
-        "names": os.listdir(folder / "checkpoints"),
-        "record": json.loads((folder / "record.json").read_text()),
-    }
-    print(json.dumps(left))
-
-
-def test_a_disk_that_is_full_ends_the_run_and_keeps_the_checkpoints_before(path, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    arguments = ["--parallel.data=single", "--training.keep_last=9", f"--training.output_dir={out}"]
-    around = partial(mount_small_disk, out), partial(show_what_is_left, out)
-    done = run_command(["train", str(path), *arguments], {}, *around)
-    if done.returncode == NOT_ALLOWED:
-        pytest.skip("this system lets nobody mount a disk of his own")
-    assert done.returncode == 1, (done.stdout, done.stderr)
-    (line,) = done.stderr.strip().splitlines()
-    assert "No space left on device" in line
-    assert "make room" in line
-    assert "--resume latest-good" in line
-    assert re.search(r"checkpoint step-\d+ could not be written", line)
-    left = json.loads(done.stdout.splitlines()[-1])
-    assert "step-8" in left["names"]
-    assert not any("tmp" in name for name in left["names"])
-    assert left["record"]["status"] == "failed"
+    cfg = config(folder, "unused", "ddp", steps=40, save_every=8, eval_every=0)
+    cfg = replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-llama")))
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(cfg.to_dict()))))
+    return file
 
 
 def take_away(folder: Path, how: str) -> None:
