@@ -150,6 +150,12 @@ def _processes() -> Iterator[Case]:
                 overrides=tuple(overrides),
             )
 
+    for name in ("ddp", "pp", "tp", "fsdp2"):
+        for fault, phase in (("exit as if done", "backward"), ("segmentation fault", "clip")):
+            yield Case("process", name, fault, phase, rank=1)
+    yield Case("process", "pp", "exit as if done", "gathering", mode="full")
+    yield Case("process", "ddp", "exit as if done", "record")
+
 
 def _alike(name: str) -> list[str]:
     """Layouts of the same model, on at most two ranks."""

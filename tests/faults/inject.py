@@ -204,6 +204,10 @@ class Fault:
                 os.kill(launcher, signal.SIGINT)
             case "exit":
                 os._exit(7)
+            case "exit as if done":
+                os._exit(0)
+            case "segmentation fault":
+                os.kill(os.getpid(), signal.SIGSEGV)
             case "slow":
                 self._slow_down()
             case "error":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import math
 import multiprocessing
@@ -21,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import yaml
 
 from shardwise.checkpoint.folder import MANIFEST, complete, step_of
+from shardwise.metrics import hardware
 from tests.command import run_command
 from tests.faults.cases import LAYOUTS, Case
 from tests.faults.inject import AT_STEP, Fault
@@ -390,6 +393,9 @@ def _mount_disk(folder: Path) -> None:
 @contextlib.contextmanager
 def shared_folder() -> Generator[Path]:
     """A folder in memory with a corpus, a tokenizer and run files, for undisturbed runs."""
+    # Nobody reads the peak here, and each run would measure it anew.
+    hardware.measured_flops = functools.cache(hardware.measured_flops)
+    hardware.measured_flops(torch.device("cpu"), torch.float32)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name)

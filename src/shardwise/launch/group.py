@@ -75,7 +75,7 @@ class Group:
                 cores = {"OMP_NUM_THREADS": str(threads_each(num_processes))}
                 with _signals_blocked(method), variables(cores):
                     context = multiprocessing.start_processes(
-                        main, (folder,), num_processes, join=False, start_method=method
+                        _run, (main, folder), num_processes, join=False, start_method=method
                     )
                 self._processes = context.processes
                 self._pass_on()  # signals that came while the ranks were started
@@ -146,6 +146,12 @@ def _signals_blocked(method: str) -> Generator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def _run(rank: int, main: Callable[[int, str], None], folder: str) -> None:
+    """Be one rank: a process that ends before `main` returns has failed, whatever its exit code."""
+    main(rank, folder)
+    _path_of_return(folder, rank).touch()
+
+
 def _first_failure(processes: Sequence[BaseProcess], folder: str) -> int | None:
     """Wait until all ranks have succeeded (None), or some have failed: the first of these."""
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -154,7 +160,11 @@ def _first_failure(processes: Sequence[BaseProcess], folder: str) -> int | None:
         ended = [running.pop(sentinel) for sentinel in sentinels]
         for rank in ended:
             processes[rank].join()
-        if failed := [rank for rank in ended if processes[rank].exitcode != 0]:
+        if failed := [
+            rank
+            for rank in ended
+            if processes[rank].exitcode != 0 or not _path_of_return(folder, rank).exists()
+        ]:
             # Several may have ended since the last look. One that was killed has left no ending,
             # and it is the cause of what others report.
             return min(failed, key=lambda rank: _seconds_of_ending(folder, rank))
@@ -189,6 +199,10 @@ def _seconds_of_ending(folder: str, rank: int) -> float:
 
 def _path_of_ending(folder: str, rank: int) -> Path:
     return Path(folder, f"rank-{rank}.json")
+
+
+def _path_of_return(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank-{rank}.returned")
 
 
 def _how_it_died(exit_code: int) -> str:
