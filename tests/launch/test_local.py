@@ -111,6 +111,12 @@ def killed_on_last(cfg: RunConfig, mesh: Mesh) -> None:
     dist.barrier()
 
 
+def left_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(0)  # as a library may
+    dist.barrier()
+
+
 def hang_on_last(cfg: RunConfig, mesh: Mesh) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(600)
@@ -355,6 +361,7 @@ def test_where_not_all_processes_start_none_is_left(tmp_path, capfd):
 
 
 WANT = f"out of memory on rank 1 of 2: tried to allocate {2**50} bytes"
+LEFT = "rank 1 of 2 ended with exit code 0 and without a message"
 KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out"
 
 
@@ -365,6 +372,7 @@ KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory ru
         (out_of_memory_on_last, 3, "oom", WANT, True),
         (bug_on_last, 1, "failed", "KeyError on rank 1 of 2: 'a bug of ours'", False),
         (killed_on_last, 1, "failed", KILLED, True),
+        (left_on_last, 1, "failed", LEFT, True),
     ],
 )
 def test_the_first_failure_of_two_processes_is_the_one_reported(
