@@ -10,6 +10,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -205,25 +206,26 @@ def _disturbed(case: Case, runs: Runs, seconds: float, row: dict[str, Any]) -> N
         fault.seed, fault.seconds = case.seed, seconds
         going_on = ["training.resume=auto"] if resumes or number else []
         ended = runs.start(case.layout, *overrides, *going_on, before=fault.install)
-        if not marker.exists():
-            assert case.kind == "random", f"{name} did not happen: {ended}"
-            raise Bad("came after the end")
+        while case.kind == "random" and not marker.exists():  # it came after the end
+            shutil.rmtree(runs.output_dir)
+            fault.seconds /= 2
+            ended = runs.start(case.layout, *overrides, before=fault.install)
+        assert marker.exists(), f"{name} did not happen: {ended}"
         row |= {"exit_code": ended.exit_code, "told": ended.told[-600:]}
-        if ended.exit_code == 0:
-            continue
-        _check_told(name, ended, runs.output_dir)
-        row["outcome"] = STOPPED
-        _repair(case, runs.output_dir)
         newest = json.loads(marker.read_text())["newest"]
-        if (
-            case.kind == "numbers"
-            and "ranks" not in ended.told
-            and f"rank {rank}" not in ended.told
-        ):
-            raise Bad("the rank is not named")
-        row["lost_steps"] += max(
-            0, newest - max(map(step_of, complete(runs.output_dir)), default=0)
-        )
+        if case.kind == "numbers":
+            _check_named(rank, ended)
+        if ended.exit_code != 0:
+            _check_told(name, ended, runs.output_dir)
+            _repair(case, runs.output_dir)
+            row["outcome"] = STOPPED
+            saved = max(map(step_of, complete(runs.output_dir)), default=0)
+            row["lost_steps"] += max(0, newest - saved)
+        elif "starting again" in ended.told:
+            row["resumed_from"] = _resumed_from(runs.output_dir)
+            row["lost_steps"] += max(0, newest - row["resumed_from"])
+    if row["lost_steps"] > 0:
+        raise Bad(f"lost {row['lost_steps']} steps")
     if row["outcome"] == STOPPED:
         _go_on(case, runs, row)
 
@@ -234,11 +236,25 @@ def _go_on(case: Case, runs: Runs, row: dict[str, Any]) -> None:
     if ended.exit_code != 0:
         row["told"] = ended.told[-600:]
         raise Bad(f"does not resume: exit code {ended.exit_code}")
-    resumed = json.loads((runs.output_dir / "record.json").read_text())["resumed_from"]
-    row["resumed_from"] = resumed["step"] if resumed else 0
+    row["resumed_from"] = _resumed_from(runs.output_dir)
     row["lost_steps"] += saved - row["resumed_from"]
     if row["lost_steps"] > 0:
         raise Bad(f"lost {row['lost_steps']} steps")
+
+
+def _resumed_from(output_dir: Path) -> int:
+    """The step of the checkpoint from which a finished run has resumed; 0: from none."""
+    resumed = json.loads((output_dir / "record.json").read_text())["resumed_from"]
+    return resumed["step"] if resumed else 0
+
+
+def _check_named(rank: int, ended: Ended) -> None:
+    """Bad unless a run ended that computed wrong numbers, and named the rank."""
+    named = re.search(r"differ (?:on rank|between ranks) ([\d, ]+)", ended.told)
+    if ended.exit_code == 0 or named is None:
+        raise Bad("wrong numbers are not found")
+    if str(rank) not in named[1].replace(",", "").split():
+        raise Bad(f"rank {named[1]} is named, and rank {rank} was wrong")
 
 
 def _check_told(fault: str, ended: Ended, output_dir: Path) -> None:
@@ -305,10 +321,10 @@ def _go_on_from(case: Case, runs: Runs, row: dict[str, Any], step: int) -> None:
     ended = runs.start(case.layout, "training.resume=auto")
     if ended.exit_code != 0:
         raise Bad(f"does not go back to the last whole checkpoint: {ended.told[-300:]}")
-    resumed = json.loads((runs.output_dir / "record.json").read_text())["resumed_from"]["step"]
-    row["resumed_from"], row["lost_steps"] = resumed, step - resumed
-    if resumed != step:
-        raise Bad(f"resumed from step {resumed}, and step {step} is whole")
+    row["resumed_from"] = _resumed_from(runs.output_dir)
+    row["lost_steps"] = step - row["resumed_from"]
+    if row["resumed_from"] != step:
+        raise Bad(f"resumed from step {row['resumed_from']}, and step {step} is whole")
 
 
 def hash_of(text: str) -> int:
