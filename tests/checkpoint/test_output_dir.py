@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +238,8 @@ def test_a_folder_that_is_gone_is_told_also_by_who_writes_tensors(tmp_path):
         writing(config(tmp_path)),
     ):
         save_file({"weight": torch.zeros(1)}, tmp_path / "gone" / "model.safetensors")
+
+
+def test_a_disk_that_fails_without_a_name_is_told(tmp_path):
+    with pytest.raises(RunError, match="Input/output error"), writing(config(tmp_path)):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))

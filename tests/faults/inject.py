@@ -220,7 +220,7 @@ class Fault:
                 _mount(out, out, MS_BIND)
                 _mount(None, out, MS_REMOUNT | MS_BIND | MS_RDONLY)
             case "file too large":
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
             case "quota":
                 _fail_to_sync(errno.EDQUOT)
             case "I/O error":

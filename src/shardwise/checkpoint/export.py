@@ -48,8 +48,7 @@ def save_result(
         deque(tensors, maxlen=0)  # takes part in the gathering
         return None
     folder = output_dir / ("model" if cfg.lora is None else "adapter")
-    if not output_dir.is_dir():  # removed or moved; a new one would hold nothing but this result
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
+    begun_in = output_dir.stat()
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     if job.spec.is_own:
@@ -66,6 +65,9 @@ def save_result(
         section = section_of_layers(cfg.lora, job.hf)
         save_adapter(job.hf, section, dict(tensors), unfinished, path, multimodal)
         save_for_generation(unfinished, tokenizer)
+    if not os.path.samestat(begun_in, output_dir.stat()):
+        # Removed or moved on the way; the new one holds nothing but this result.
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     shutil.rmtree(folder, ignore_errors=True)  # of the run that this one resumed
     return unfinished.rename(folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Generator
@@ -26,6 +27,8 @@ Stacks are not among them: one rank may have its file open before another clears
 """
 RESULTS = ("adapter", "model")
 """The folders of what was trained; each gets its name when it is complete."""
+_OF_DISKS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
+"""What a write ends in that names no file."""
 FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
@@ -94,7 +97,14 @@ def writing(cfg: RunConfig) -> Generator[None]:
     except Exception as error:
         cause = system_error(error)
         # `ending.explain` gives the way out of a full disk.
-        if cause is None or is_full(error) or not isinstance(cause.filename, str | Path):
+        if cause is None or is_full(error):
+            raise
+        if cause.filename is None and cause.errno in _OF_DISKS:
+            raise RunError(
+                f"training.output_dir {folder}: a file there cannot be written ({cause.strerror}); "
+                "mend that, then resume with --resume auto"
+            ) from None
+        if not isinstance(cause.filename, str | Path):
             raise
         file = Path(cause.filename)
         if not file.is_relative_to(folder):

@@ -184,7 +184,10 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 def leave_ending(folder: str, rank: int, ending: Ending) -> None:
     """Leave a file for the launcher that says how this rank ends."""
-    write_atomically(_path_of_ending(folder, rank), json.dumps(asdict(ending)))
+    try:
+        write_atomically(_path_of_ending(folder, rank), json.dumps(asdict(ending)))
+    except OSError:  # no room there either
+        print(ending.text, file=sys.stderr, flush=True)
 
 
 def _read_ending(folder: str, rank: int) -> Ending | None:
