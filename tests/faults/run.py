@@ -42,6 +42,8 @@ ORPHAN_SECONDS = 30.0
 """How long ranks may live that have lost their launcher."""
 TOLERANCE = 1e-6
 """Of a loss, relative to the undisturbed run's, where the layout changed on the way."""
+ENDS_AT_ONCE = ("kill", "exit", "segmentation fault")
+"""Faults after which a process says nothing."""
 CLONE_NEWNS, CLONE_NEWUSER, MS_REC_PRIVATE = 0x20000, 0x10000000, 0x44000
 NOT_ALLOWED = "this system lets nobody mount a disk of his own"
 
@@ -216,7 +218,7 @@ def _disturbed(case: Case, runs: Runs, seconds: float, row: dict[str, Any]) -> N
         if case.kind == "numbers":
             _check_named(rank, ended)
         if ended.exit_code != 0:
-            _check_told(name, ended, runs.output_dir)
+            _check_told(name, ended, runs.output_dir, ranks)
             _repair(case, runs.output_dir)
             row["outcome"] = STOPPED
             saved = max(map(step_of, complete(runs.output_dir)), default=0)
@@ -257,10 +259,10 @@ def _check_named(rank: int, ended: Ended) -> None:
         raise Bad(f"rank {named[1]} is named, and rank {rank} was wrong")
 
 
-def _check_told(fault: str, ended: Ended, output_dir: Path) -> None:
+def _check_told(fault: str, ended: Ended, output_dir: Path, ranks: int) -> None:
     """Bad unless a run that ended said why, in one line."""
-    if "launcher-kill" in fault or (fault == "kill" and ended.exit_code == -signal.SIGKILL):
-        return  # SIGKILL of the command itself
+    if fault == "launcher-kill" or (ranks == 1 and fault in ENDS_AT_ONCE):
+        return  # the command itself has ended, with nobody beside it
     lines = [line for line in ended.told.splitlines() if line.startswith(("error", "stopped by"))]
     interrupted = ended.exit_code in (130, 143)
     if not lines and not interrupted:
