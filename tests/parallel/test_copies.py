@@ -33,12 +33,12 @@ def flipped(cell: Cell, steps: int, wrong_rank: int, name: str) -> tuple[list[An
     job = build(cfg, mesh)
     for step in range(steps):
         training_step(job, microbatches(cfg, mesh, step), mesh, 0.1)
-    before = differences(job.pm, mesh)
+    before = differences(job.pm, mesh, job.optimizer)
     if dist.get_rank() == wrong_rank:
         weight = next(p for n, p in job.pm.named_parameters() if name in n)
         bits = local(weight.detach()).flatten()
         bits[:1].view(torch.int32).bitwise_xor_(1)
-    return before, differences(job.pm, mesh)
+    return before, differences(job.pm, mesh, job.optimizer)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
@@ -66,6 +66,23 @@ def test_nothing_is_compared_where_all_is_sharded(monkeypatch):
         assert (
             run_ranks(2, flipped, Cell("llama", layout, "lora", 2), 0, 0, "norm") == [([], [])] * 2
         )
+
+
+def with_a_flipped_state() -> list[Difference]:
+    cfg = run_config(Cell("llama", "ddp", "lora", 2))
+    cfg = replace(cfg, optimizer=replace(cfg.optimizer, name="adamw"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    training_step(job, microbatches(cfg, mesh, 0), mesh, 0.1)
+    if dist.get_rank() == 1:
+        state = next(iter(job.optimizer.state.values()))["exp_avg_sq"]
+        state.flatten()[:1].view(torch.int32).bitwise_xor_(1)
+    return differences(job.pm, mesh, job.optimizer)
+
+
+def test_copies_of_states_count():
+    for (difference,) in run_ranks(2, with_a_flipped_state):
+        assert difference.name.endswith("(exp_avg_sq)")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

@@ -265,11 +265,11 @@ def test_a_disk_without_room_is_told_on_every_rank_before_the_first_step():
 
 def _compared(cfg: RunConfig) -> tuple[int, list[str]]:
     job, mesh = job_of(cfg)
-    equal = copies.differences(job.pm, mesh)
+    equal = copies.differences(job.pm, mesh, job.optimizer)
     name, weight = next(iter(job.pm.named_parameters()))
     if torch.distributed.get_rank() == 1:
         job.pm.from_portable(name, weight, torch.zeros(weight.shape))
-    return len(equal), [found.name for found in copies.differences(job.pm, mesh)]
+    return len(equal), [found.name for found in copies.differences(job.pm, mesh, job.optimizer)]
 
 
 def test_copies_on_disk_are_compared():

@@ -1,8 +1,9 @@
-"""Whether ranks that hold copies of a weight still hold the same bits.
+"""Whether ranks that hold copies of a weight, and of its states, still hold the same bits.
 
 They start with the same bits and make the same updates, so a difference means that a device or its
-memory has computed something wrong, or that the run has a bug. Sends 8 bytes for each weight that
-has copies, and reads each weight once.
+memory has computed something wrong, or that the run has a bug. The states count because a wrong
+gradient may reach them first: Adam's first update of a weight depends on the sign alone. Sends 8
+bytes for each tensor that has copies, and reads each once.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Difference:
     """Whether most ranks of the group agree, so that `ranks` are those that are wrong."""
 
 
-def differences(pm: ParallelModel, mesh: Mesh) -> list[Difference]:
-    """Return the weights whose copies differ, by any rank, in the order of the ranks.
+def differences(
+    pm: ParallelModel, mesh: Mesh, optimizer: torch.optim.Optimizer
+) -> list[Difference]:
+    """Return the weights and states whose copies differ, by any rank, in the order of the ranks.
 
     A collective of all ranks, which all get the same list.
     """
-    by_rank = of_every_rank(list(_seen_here(pm, mesh)))
+    by_rank = of_every_rank(list(_seen_here(pm, mesh, optimizer)))
     return list(dict.fromkeys(difference for rank in by_rank for difference in rank))
 
 
@@ -57,23 +60,29 @@ def explain(found: list[Difference]) -> str:
     return f"copies of {names} differ between ranks {ranks}"
 
 
-def _seen_here(pm: ParallelModel, mesh: Mesh) -> Iterator[Difference]:
+def _seen_here(
+    pm: ParallelModel, mesh: Mesh, optimizer: torch.optim.Optimizer
+) -> Iterator[Difference]:
     """Yield the differences along each axis of this rank's groups."""
     along: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, parameter in pm.named_parameters():
         facts = pm.parameter_facts.get(parameter, PLAIN)
         sharded = sharded_axes(parameter, facts)
+        label = name if is_adapter(name) else hf_name(name)
+        tensors = [(label, parameter.detach())]
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                tensors.append((f"{label} ({state})", value))
         for axis in (*mesh.copy_axes((*axes_of(parameter), *sharded)), "tp"):
             if axis not in sharded and mesh.size(axis) > 1:
-                along.setdefault(axis, []).append((name, parameter.detach()))
+                along.setdefault(axis, []).extend(tensors)
     for axis in sorted(along):
-        names = [name if is_adapter(name) else hf_name(name) for name, _ in along[axis]]
         group = mesh.group(axis)
-        values = (local(pm.storage.values(weight)) for _, weight in along[axis])
-        ours = torch.stack([_sum_of_bits(weight).to(mesh.device) for weight in values])
+        values = (local(pm.storage.values(tensor)) for _, tensor in along[axis])
+        ours = torch.stack([_sum_of_bits(value).to(mesh.device) for value in values])
         gathered = ours.new_empty(mesh.size(axis) * len(ours))
-        all_gather(gathered, ours, group=group)  # 8 bytes a weight, of every rank, to all
-        for name, sums in zip(names, gathered.view(-1, len(ours)).T.tolist()):
+        all_gather(gathered, ours, group=group)  # 8 bytes a tensor, of every rank, to all
+        for (name, _), sums in zip(along[axis], gathered.view(-1, len(ours)).T.tolist()):
             if len(set(sums)) > 1:
                 yield _difference(name, sums, dist.get_process_group_ranks(group))
 

@@ -125,7 +125,7 @@ class Session:
         """Compare the copies of weights, if the run asks for it; RunError if some differ."""
         if self.cfg.training.check_copies_every == 0 or self._checked == step:
             return
-        if found := copies.differences(self.job.pm, self.mesh):
+        if found := copies.differences(self.job.pm, self.mesh, self.job.optimizer):
             raise RunError(
                 f"step {step}: {copies.explain(found)} (equal after step {self._checked}): "
                 "a device or its memory computes wrong numbers; look at it, then resume with "
