@@ -106,6 +106,14 @@ def test_a_full_disk_is_recognised_whoever_writes():
     assert ending.text.count("\n") == 0
 
 
+def test_ranks_that_wait_in_vain_are_one_line():
+    error = RuntimeError("[unbound_buffer.cc:129] Timed out waiting 20000ms for send operation")
+    ending = explain(error, " on rank 0 of 2")
+    assert ending.status == "timeout"
+    assert "20 seconds on rank 0 of 2; " in ending.text
+    assert "\n" not in ending.text
+
+
 def test_anything_else_comes_with_its_traceback():
     ending = explain(raised_by(lambda: {}["key"]), " on rank 1 of 2")
     assert (ending.exit_code, ending.reason) == (1, "KeyError on rank 1 of 2: 'key'")

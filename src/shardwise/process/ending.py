@@ -89,6 +89,10 @@ def explain(error: BaseException, where: str = "") -> Ending:
             reason += f": {request[0].lower()}"
         way_out = SMALLER_MODEL if _was_building(error) else SMALLER_STEP
         return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}", "oom")
+    if waited := re.search(r"Timed out waiting (\d+)ms", message):  # gloo
+        reason = f"nothing came from other ranks in {int(waited[1]) / 1000:g} seconds{where}"
+        way_out = "is one stopped, or its disk slower than training.timeout_seconds allows?"
+        return Ending(FAILED, reason, f"error: {reason}; {way_out}", "timeout")
     trace = "".join(traceback.format_exception(error)).rstrip()
     kind = type(error).__name__
     what = f"{kind}: {message}" if message else kind
