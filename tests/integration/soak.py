@@ -9,6 +9,7 @@ resumes; what it has run lies in `runs/soak`. Outcomes: results/soak.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -26,6 +27,7 @@ from unittest import mock
 
 import psutil
 import torch.distributed as dist
+import yaml
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
@@ -33,11 +35,12 @@ from shardwise.launch.local import launch
 from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
 from tests.distributed import PATIENCE
-from tests.integration.kill import ROOT, in_layout, kill_config, ranks, run_file
 from tests.integration.soak_outcome import KEPT, MOST_BYTES_PER_STEP, SAVE_EVERY, SIDES, outcome
 
 STEPS, NPROC = 10_000, 2
-LAYOUTS = ("pp", "fsdp2")
+ROOT = Path(__file__).parents[2]
+LAYOUTS = {"pp": {"data": "single", "pp": 2, "schedule": "1f1b"}, "fsdp2": {"data": "fsdp2"}}
+"""The keys of `parallel`."""
 LONGEST_GAP = 500
 """Steps between two kills, at most; they come at random, half as many in the mean."""
 VICTIMS = {"rank 0": 9, "rank 1": 9, "command": 2}
@@ -111,7 +114,7 @@ def held(process: psutil.Process) -> dict[str, int]:
 def start(path: Path, folder: Path, layout: str, steps: int) -> subprocess.Popen[bytes]:
     """The run in processes of its own, or what is left of it."""
     overrides = [
-        *in_layout(layout),
+        *(f"--parallel.{key}={value}" for key, value in LAYOUTS[layout].items()),
         f"--training.output_dir={folder / 'run'}",
         f"--training.steps={steps}",
         "--training.resume=auto",
@@ -206,11 +209,21 @@ def disturb(process: subprocess.Popen[bytes], folder: Path, layout: str, steps: 
         before = set(found)
 
 
+def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of the ranks: children of the command beside a helper of multiprocessing's."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # they may be ending
+        for child in psutil.Process(process.pid).children():
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 def all_ranks(
     process: subprocess.Popen[bytes], before: Iterable[psutil.Process]
 ) -> list[psutil.Process]:
     """The ranks that were started after these; nothing until all are there."""
-    found = [rank for rank in ranks(process) if rank not in before]
+    found = [rank for rank in children_of(process) if rank not in before]
     return found if len(found) == NPROC else []
 
 
@@ -238,7 +251,11 @@ def soak_config(folder: Path) -> RunConfig:
     config = json.loads((ROOT / "configs/models/tiny-qwen3_5/config.json").read_text())
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(config | SIZES))
-    cfg = kill_config(folder)
+    from tests.integration.test_train import config as run_config
+
+    cfg = run_config(folder, "unused", "ddp", steps=STEPS, save_every=SAVE_EVERY, eval_every=0)
+    # Small steps do not enlarge rounding.
+    cfg = replace(cfg, optimizer=replace(cfg.optimizer, lr=1e-3))
     return replace(
         cfg,
         model=replace(cfg.model, path=str(folder / "model")),
@@ -269,7 +286,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "run.yaml").exists():
         make_corpus(folder)
-        run_file(folder, soak_config(folder))
+        text = yaml.safe_dump(json.loads(json.dumps(soak_config(folder).to_dict())))
+        (folder / "run.yaml").write_text(text)
     content = {
         "environment": environment(),
         "save_every": SAVE_EVERY,

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.integration.kill import losses, trained
-
 SAVE_EVERY = 50
 KEPT = 2
 """Checkpoints: `training.keep_last`."""
@@ -21,6 +19,17 @@ tokens and seconds, and `metrics.jsonl` a line, of which a checkpoint has a copy
 COUNTS = ("tensor_bytes", "file_handles", "threads", "children")
 """What may not grow from a process's first sample to its last. The range of all samples is there
 too: a small tensor may just be in use, and a rank whose peer was killed has fewer files."""
+
+
+def losses(output_dir: Path) -> dict[int, float]:
+    """The loss of every step in `metrics.jsonl`, whose last line may be half written."""
+    *lines, _ = (output_dir / "metrics.jsonl").read_text().split("\n")
+    return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
+
+
+def trained(output_dir: Path) -> tuple[dict[int, float], bytes]:
+    """Every loss, and what a run leaves."""
+    return losses(output_dir), (output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
