@@ -21,6 +21,7 @@ from shardwise.models.save import save_model
 from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
 from shardwise.training import reporter
+from tests.command import run_command
 from tests.models.tiny import entries, loaded_by_transformers, logits, on_meta, relative_error, tiny
 
 STEPS, HALF = 4, 2
@@ -56,9 +57,12 @@ def run_file(folder) -> Path:
 @pytest.fixture(scope="module")
 def trained(run_file) -> Path:
     """The folder of a run with the experts on two processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reporter, "SHARES_EVERY", 3)  # of the ranks too, which are forked
-        assert main(["train", str(run_file), "--nproc=2"]) == 0
+
+    def often() -> None:  # in the ranks too: forks of a process that has one thread
+        reporter.SHARES_EVERY = 3
+
+    done = run_command(["train", str(run_file), "--nproc=2"], before=often)
+    assert done.returncode == 0, done.stderr
     return run_file.parent / "whole"
 
 

@@ -334,10 +334,10 @@ def run_in_a_fork(function: Callable[[], None]) -> int | None:
 
 
 def test_few_functions_lie_between_the_command_and_a_step(tmp_path):
-    """With `main` and `train` of the command, the loop and a step they are nine."""
+    """With `main` and `train` of the command, the loop and a step they are ten."""
     assert launch_in_a_fork(config(tmp_path), report_own_frames) == 0
     names = json.loads((tmp_path / "frames-1.json").read_text())
-    assert names == ["launch", "start_processes", "Group.run", "rank_process", "run_rank"]
+    assert names == ["launch", "start_processes", "Group.run", "_run", "rank_process", "run_rank"]
 
 
 def report_smallest(cfg: RunConfig, mesh: Mesh) -> None:

@@ -149,7 +149,7 @@ def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def _step(cell: Cell, with_padding: bool) -> tuple[float, float]:
     cfg = harness.run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, harness.start(cfg))
+    job = build(cfg, mesh, harness.Start())
     batches = harness.microbatches(cfg, mesh, 1, _row)
     if not with_padding:
         batches = batches[:2]

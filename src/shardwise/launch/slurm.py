@@ -26,11 +26,10 @@ RAISED = 200
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """Return the batch script of a run, whose folders and interpreter every node can read."""
-    of_run = [override for override in overrides if not override.startswith("--launch.")]
     return job(
         cfg.launch,
         Path(cfg.training.output_dir).absolute(),
-        ["-m", "shardwise", "train", run_file, *of_run, "--resume", "auto"],
+        ["-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"],
         [f"nodes={_nodes(cfg.launch)}", f"ntasks-per-node={cfg.launch.processes}"],
         final=(USER_ERROR, OUT_OF_MEMORY),
     )
