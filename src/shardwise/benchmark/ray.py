@@ -41,7 +41,10 @@ def _run_all(
         reference = task.options(**resources).remote(*arguments, threads, os.getcwd())
         running[reference] = run
     while running:
-        (reference,), _ = ray.wait(list(running), num_returns=1)
+        try:
+            (reference,), _ = ray.wait(list(running), num_returns=1)
+        except SystemError as error:  # so Ray wraps what the handler of a signal raises in it
+            raise error.__cause__ or error from None
         run = running.pop(reference)
         try:
             outcome = ray.get(reference)
