@@ -43,15 +43,14 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     """The page of the table."""
     right = sum(map(is_right, rows.values()))
     lost = sum(row.get("lost_steps", 0) for row in rows.values())
+    left = len(cases()) - len(rows)
     lines = [
         "# Injected faults",
         "",
         "`make faults` injects each fault into a real run of a tiny model, and writes "
         "[faults.json](faults.json) and this page.",
         "",
-        f"{len(cases()) - len(rows)} of the program's {len(cases())} cases have no row: they were "
-        "not run since what they met was mended.",
-        "",
+        *([f"{left} of the program's {len(cases())} cases have no row yet.", ""] if left else []),
         f"Of {len(rows)} cases {right} ended right, {len(rows) - right} did not; steps lost beyond "
         f"the last checkpoint: {lost}. *Same*: the run ended with every loss and the result of the "
         "undisturbed run, bit for bit. *Stopped*: it ended with one line, and the run that went on "
