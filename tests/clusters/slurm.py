@@ -88,7 +88,9 @@ class Slurm:
 
     def kill_node(self, name: str) -> None:
         """Kill a node's slurmd, the tasks there and what watches over them, as a power cut does."""
-        self.daemons.pop(name).kill()
+        daemon = self.daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
         tasks = [pid for pid in _processes() if f"SLURMD_NODENAME={name}" in _words(pid, "environ")]
         watchers = {_parent(pid) for pid in tasks}
         watchers = {pid for pid in watchers if _words(pid, "cmdline")[0].startswith("slurmstepd")}
