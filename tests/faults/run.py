@@ -213,7 +213,7 @@ def _disturbed(case: Case, runs: Runs, seconds: float, row: dict[str, Any]) -> N
             fault.seconds /= 2
             ended = runs.start(case.layout, *overrides, before=fault.install)
         assert marker.exists(), f"{name} did not happen: {ended}"
-        row |= {"exit_code": ended.exit_code, "told": ended.told[-600:]}
+        row |= {"exit_code": ended.exit_code, "told": _short(ended.told)}
         newest = json.loads(marker.read_text())["newest"]
         if case.kind == "numbers":
             _check_named(rank, ended)
@@ -236,7 +236,7 @@ def _go_on(case: Case, runs: Runs, row: dict[str, Any]) -> None:
     saved = max(map(step_of, complete(runs.output_dir)), default=0)
     ended = runs.start(case.resumed_in or case.layout, "training.resume=auto")
     if ended.exit_code != 0:
-        row["told"] = ended.told[-600:]
+        row["told"] = _short(ended.told)
         raise Bad(f"does not resume: exit code {ended.exit_code}")
     row["resumed_from"] = _resumed_from(runs.output_dir)
     row["lost_steps"] += saved - row["resumed_from"]
@@ -257,6 +257,15 @@ def _check_named(rank: int, ended: Ended) -> None:
         raise Bad("wrong numbers are not found")
     if str(rank) not in named[1].replace(",", "").split():
         raise Bad(f"rank {named[1]} is named, and rank {rank} was wrong")
+
+
+def _short(text: str) -> str:
+    """The lines that say why a run ended; where there are none, the end of what was printed.
+
+    Folders of this machine are left out.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(("error", "stopped by"))]
+    return re.sub(r"/[^\s\"']*/(?=(lib/python|src/|tests/))", "", "\n".join(lines) or text)[-600:]
 
 
 def _check_told(fault: str, ended: Ended, output_dir: Path, ranks: int) -> None:
@@ -316,7 +325,7 @@ def _damaged(case: Case, runs: Runs, row: dict[str, Any]) -> None:
     named = "is damaged" if case.file == MANIFEST and case.fault == "of another run" else case.file
     if ended.exit_code != 2 or named not in ended.told or len(ended.told.splitlines()) != 1:
         raise Bad(f"does not name the file: {ended.told[-300:]}")
-    row |= {"outcome": STOPPED, "told": ended.told[-600:], "exit_code": 2, "lost_steps": 0}
+    row |= {"outcome": STOPPED, "told": _short(ended.told), "exit_code": 2, "lost_steps": 0}
     _go_on_from(case, runs, row, step_of(whole))
 
 
