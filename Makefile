@@ -132,7 +132,7 @@ sbom: setup $(AUDIT)/.ok  ## a software bill of materials of .venv, as CycloneDX
 audit: $(AUDIT)/.ok  ## known vulnerabilities of the pinned versions, from the package index
 	$(AUDIT)/bin/python tools/audit.py
 
-soak: setup  ## 10,000 steps with 200 checkpoints under random kills, twice two runs, within an hour; resumable; writes results/soak.json
+soak: setup  ## 10,000 steps with 200 checkpoints under random kills, under two layouts; resumable; writes results/soak.json
 	$(BIN)/python -m tests.integration.soak
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing

@@ -48,7 +48,7 @@ class CellRun:
         if state.cell.plan.nproc > 1:
             self.command.append(f"--nproc={state.cell.plan.nproc}")
         self.arguments = list(self.command)
-        """Of `shardwise train`."""
+        """The arguments of `shardwise train`."""
         with_memory = [record.peak_memory_bytes is not None for record in state.run_records]
         if sum(with_memory) >= sweep.memory_rounds:  # all rounds allocate the same bytes
             self.arguments.append("--measure.memory=false")

@@ -252,7 +252,7 @@ class _Found(NamedTuple):
     files: dict[str, File]
     """The files of the whole checkpoint."""
     good: set[str]
-    """Those that are there, unchanged."""
+    """The files that are there and unchanged."""
 
 
 def _name_of(output_dir: str) -> str | None:
