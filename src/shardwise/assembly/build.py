@@ -108,7 +108,7 @@ class Job:
     notes: tuple[str, ...]
     """Notes for a reader of the result; printed, and kept in the record."""
     build_seconds: float
-    """The cost of building it on this rank."""
+    """The seconds that building it took on this rank."""
     rebuild: Callable[[RunConfig, State], Job]
     """Builds the same run of a transformers model again, under another layout, from a state that
     has all tensors. A module of the caller may share its layers with the stages of this job."""

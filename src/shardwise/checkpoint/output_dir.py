@@ -36,7 +36,7 @@ Stacks are not among them: one rank may have its file open before another clears
 RESULTS = ("adapter", "model")
 """The folders of what was trained; each gets its name when it is complete."""
 _OF_DISKS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-"""The end of a message about a write that names no file."""
+"""The numbers of errors with which a write fails that names no file."""
 FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
