@@ -26,17 +26,22 @@ RAISED = 200
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """Return the batch script of a run, whose folders and interpreter every node can read."""
+    launch = cfg.launch
+    tasks = f"ntasks-per-node={launch.processes}"
+    if launch.min_nodes is None:
+        size, of_srun = [f"nodes={launch.nodes}", tasks], []
+    else:  # sbatch would take so many tasks for the fewest nodes, and give no node beyond them
+        size, of_srun = [f"nodes={launch.min_nodes}-{launch.nodes}"], [f"--{tasks}"]
+        # Without a number of tasks there is room for them on whole nodes only.
+        size += [] if "exclusive" in launch.options else ["exclusive"]
     return job(
-        cfg.launch,
+        launch,
         Path(cfg.training.output_dir).absolute(),
         ["-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"],
-        [f"nodes={_nodes(cfg.launch)}", f"ntasks-per-node={cfg.launch.processes}"],
+        size,
         final=(USER_ERROR, OUT_OF_MEMORY),
+        of_srun=of_srun,
     )
-
-
-def _nodes(launch: Launch) -> str:
-    return f"{launch.nodes}" if launch.min_nodes is None else f"{launch.min_nodes}-{launch.nodes}"
 
 
 def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
@@ -74,16 +79,17 @@ def job(
     size: Sequence[str],
     final: Sequence[int],
     array: Sequence[str] = (),
+    of_srun: Sequence[str] = (),
 ) -> str:
     """Return a batch script that runs Python with these arguments as one task or many.
 
-    `size` are the options of sbatch for nodes and tasks. The job is queued again after every exit
-    code but 0 and `final`. With `array` it is one job for each of its words, which the command gets
-    as its last argument.
+    `size` are the options of sbatch for nodes and tasks, and `of_srun` further ones of srun. The
+    job is queued again after every exit code but 0 and `final`. With `array` it is one job for each
+    of its words, which the command gets as its last argument.
     """
     options = [*size, f"array=0-{len(array) - 1}"] if array else size
     log = "slurm-%A_%a.log" if array else "slurm-%j.log"
-    of_srun, before_python = _container(launch, folder)
+    of_container, before_python = _container(launch, folder)
     command = shlex.join([*before_python, *arguments])
     number = "$SLURM_JOB_ID"  # of an array, that of the last job is the array's own
     if array:
@@ -103,7 +109,7 @@ def job(
         f"# code, at least 143; a rank whose run would end alike again adds {RAISED} to its own.",
         f"rank={shlex.quote(_rank(final))}",
         *([f"words=({shlex.join(array)})"] if array else []),
-        f'srun {shlex.join(of_srun)} bash -c "$rank" rank {command}',
+        f'srun {shlex.join([*of_srun, *of_container])} bash -c "$rank" rank {command}',
         "code=$?",
         '[ -z "${ended:-}" ] || exit "$code"',
         f'[ "$code" -lt {RAISED} ] || exit $((code - {RAISED}))',
