@@ -64,7 +64,6 @@ REST = {
     "offloaded": Case("llama", "full", 2, FORTH, {"offload": "optimizer"}),
     "router biases": Case("glm4_moe", "full", 2, FORTH, {}, "balanced"),
     "recomputed": Case("llama", "full", 2, FORTH, {}, "checkpointing"),
-    "muon": Case("llama", "full", 2, FORTH, {}, "muon"),
     "nf4": Case("qwen3_5_text", "lora", 2, FORTH, {}, "nf4"),
     "dropout": Case("llama", "lora", 2, FORTH, {}, "dropout"),
 }
