@@ -18,6 +18,7 @@ from shardwise.assembly import build
 from shardwise.batches import IGNORED, Batch
 from shardwise.config import Lora, Parallel, RunConfig, UserError
 from shardwise.layouts import HALVING
+from shardwise.metrics.live_tensors import live_tensors
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
@@ -204,6 +205,7 @@ class Seen:
     trained: int  # parameters that this rank's optimizer has
     events: list[Event]  # of the first step
     sent: int  # messages to the other rank in it, hidden states or their gradients
+    kept: int  # bytes of hidden states after the evaluations
 
 
 def run_config_of(schedule: str | None, mode: str) -> RunConfig:
@@ -235,9 +237,10 @@ def look(schedule: str | None, mode: str) -> Seen:
     events = list(job.pm.events())
     for of in (cfg, shorter):
         losses.append(evaluate(job.pm, [rows(7, of)], mesh, 1).loss)
+    kept = sum(t.untyped_storage().nbytes() for t in live_tensors() if t.ndim == 3)
     losses += [train(rows(2, shorter)), train(rows(3))]
     tokens = [job.pm.next_token(job.pm, first_tokens(rows(1)[0], length)) for length in (7, 12)]
-    return Seen(losses, norms, lrs, tokens, len(job.trainable()), events, len(sent))
+    return Seen(losses, norms, lrs, tokens, len(job.trainable()), events, len(sent), kept)
 
 
 def cut(batch: Batch, length: int = 16) -> Batch:
@@ -290,6 +293,11 @@ def test_steps_evaluations_and_tokens_are_those_of_one_process(schedule, mode, s
         assert rank.lrs == one.lrs  # also where there is nothing to train
         assert rank.tokens == one.tokens
     assert sum(rank.trained for rank in seen[schedule, mode]) == one.trained
+
+
+@pytest.mark.parametrize(("schedule", "mode"), CASES)
+def test_no_hidden_states_are_kept_after_an_evaluation(schedule, mode, seen):
+    assert [rank.kept for rank in seen[schedule, mode]] == [0] * RANKS
 
 
 @pytest.mark.parametrize(("schedule", "mode"), CASES)

@@ -123,6 +123,8 @@ class _Runner:
         with torch.set_grad_enabled(train), errors_as_they_are():
             step = schedule.step if train else schedule.eval
             step(*inputs, microbatch=numbers, target=numbers, return_outputs=False)
+        for stage in stages:  # torch's would keep an evaluation's hidden states to the next one
+            stage.clear_runtime_states()
         return sum(self.losses, start=zero) + sum((part.router_total for part in parts), start=zero)
 
     def _loss(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
