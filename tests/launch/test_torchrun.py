@@ -127,6 +127,10 @@ def test_a_command_says_what_the_section_says(folder, capsys):
     ("arguments", "message"),
     [
         (["--launch.options={no-such: 1}"], "torchrun refuses launch.options: "),
+        *[
+            (["--launch.options={%s}" % option], "torchrun refuses launch.options: ")  # noqa: UP031
+            for option in ("help: null", "redirects: 9", "rdzv-conf: x", "rdzv-backend: x")
+        ],
         (["--launch.options={nnodes: 3}"], "which launch itself sets"),
         (["--launch.min_nodes=2"], "launch.min_nodes is 2 of 1 launch.nodes"),
         (
