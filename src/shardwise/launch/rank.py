@@ -22,7 +22,7 @@ from shardwise.config import RunConfig
 from shardwise.launch.group import leave_ending, take_signals
 from shardwise.process import watchdog
 from shardwise.process.ending import FAILED, PATIENCE_SECONDS, Ending, explain, report_ending
-from shardwise.process.world import World, on_loopback, pick_device, threads_each
+from shardwise.process.world import STORE, World, on_loopback, pick_device, threads_each
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 if TYPE_CHECKING:
@@ -52,7 +52,10 @@ def run_rank(
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     train = import_all(train)
     import torch.distributed as dist
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # ty: ignore[import-not-found]
 
+    if STORE in os.environ:  # the only agent has started it: nobody else would end it
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
     stacks = Path(cfg.training.output_dir, f"stacks-rank-{world.rank}.txt")
     at_timeout = partial(_report_hang, cfg, world, stacks, report)
     try:
