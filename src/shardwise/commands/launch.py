@@ -8,7 +8,7 @@ from importlib import import_module
 
 from shardwise import layouts
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import Launch, UserError, require
+from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.rules import check, refusals
 from shardwise.run_file import load_config
 
@@ -43,9 +43,15 @@ def run(args: Namespace) -> int:
             args.on in ("slurm", "torchrun"),
             f"launch.min_nodes is for slurm and torchrun, and not for {args.on}; leave it out",
         )
-        fewest = cfg.launch.min_nodes * cfg.launch.processes
-        for _, problem in refusals(layouts.fitted(cfg, fewest), layouts.Facts(fewest)):
+        for problem in _problems_with(cfg, cfg.launch.min_nodes):
             raise UserError(f"launch.min_nodes is {cfg.launch.min_nodes}: {problem}; or raise it")
+        some = range(cfg.launch.min_nodes, cfg.launch.nodes)
+        if stops := [str(nodes) for nodes in some if _problems_with(cfg, nodes)]:
+            print(
+                f"note: if {' or '.join(stops)} of {cfg.launch.nodes} nodes are left, the run "
+                "stops: its rows or axes do not fit them",
+                file=sys.stderr,
+            )
     launcher = import_module(f"shardwise.launch.{args.on}")
     script = launcher.script(cfg, args.run, args.overrides)
     # Before a job waits in a queue: what each rank would find when it starts.
@@ -58,6 +64,11 @@ def run(args: Namespace) -> int:
         print(script, end="")
         return 0
     return launcher.run(cfg, args.run, args.overrides)
+
+
+def _problems_with(cfg: RunConfig, nodes: int) -> list[str]:
+    ranks = nodes * cfg.launch.processes
+    return [problem for _, problem in refusals(layouts.fitted(cfg, ranks), layouts.Facts(ranks))]
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
