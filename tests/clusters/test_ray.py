@@ -131,15 +131,15 @@ def test_a_stopped_run_has_saved_and_goes_on(nodes, folder):
 
 
 def test_a_mistake_is_not_started_again(nodes, folder):
-    run = launch(nodes, folder, "mistake", "--training.global_batch_size=9")
+    run = launch(nodes, folder, "mistake", "--data.train=nowhere.jsonl")
     printed, _ = run.communicate(timeout=200)
     assert run.returncode == 2, printed
-    assert "\nerror: training.global_batch_size 9 is not a multiple of" in printed
+    assert "\nerror: data.train: nowhere.jsonl matches no file" in printed
     assert "starting again" not in printed
 
 
 def test_a_cluster_that_is_too_small_is_waited_for(nodes, folder):
-    run = launch(nodes, folder, "waits", "--launch.nodes=5")
+    run = launch(nodes, folder, "waits", "--launch.nodes=5", "--training.global_batch_size=20")
     assert run.stdout is not None
     note = next(line for line in run.stdout if line.startswith("note: the run needs"))
     assert "5 CPUs of which the cluster has 4" in note

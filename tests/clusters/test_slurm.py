@@ -252,8 +252,8 @@ def test_a_run_goes_on_on_the_node_that_is_left(slurm, folder):
 
 
 def test_a_mistake_is_not_started_again(slurm, folder):
-    job = submit(slurm, folder, "mistake", "--training.global_batch_size=9")
+    job = submit(slurm, folder, "mistake", "--data.train=nowhere.jsonl")
     wait_for(lambda: slurm.state(job)["JobState"] == "FAILED", "the end")
     assert slurm.state(job)["Restarts"] == "0"
     log = (folder / "runs" / "mistake" / f"slurm-{job}.log").read_text()
-    assert "error: training.global_batch_size 9 is not a multiple of" in log
+    assert "error: data.train: nowhere.jsonl matches no file" in log

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -286,6 +287,34 @@ def test_no_process_of_a_run_on_one_machine_listens_beyond_it(nproc, monkeypatch
         assert listening[0]["launcher"] == []
     assert {ip for addresses in listening for ip in addresses["rank"]} <= {"127.0.0.1"}
     assert not any(name in os.environ for name in SOCKET_INTERFACES)
+
+
+def be_a_task(cfg: RunConfig, port: int, rank: int) -> None:
+    """Be a task of a Slurm step of two on this node."""
+    step = {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "1", "STEP_NODELIST": "n"}
+    place = {"JOB_ID": "5", "PROCID": str(rank), "LOCALID": str(rank)}
+    os.environ.update({f"SLURM_{name}": value for name, value in (step | place).items()})
+    os.environ["MASTER_PORT"] = str(port)
+    sys.exit(launch(cfg, train=report_sockets))
+
+
+def test_no_task_of_slurm_on_one_node_listens_beyond_it(monkeypatch, tmp_path):
+    for name in SOCKET_INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    tasks = [
+        context.Process(target=be_a_task, args=(config(tmp_path), port, rank)) for rank in range(2)
+    ]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join(60)
+        task.kill()
+    assert [task.exitcode for task in tasks] == [0, 0]
+    reports = [json.loads((tmp_path / f"sockets-{rank}.json").read_text()) for rank in range(2)]
+    assert {ip for report in reports for ip in report["rank"]} == {"127.0.0.1"}
 
 
 def report_own_frames(cfg: RunConfig, mesh: Mesh) -> None:

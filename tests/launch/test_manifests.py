@@ -184,6 +184,11 @@ def test_what_would_be_lost_or_cannot_start_is_refused(launcher, launch, message
         launcher.script(config("/data/run", **launch), "run.yaml", [])
 
 
+def test_a_folder_is_where_its_path_leads(tmp_path):
+    with pytest.raises(UserError, match="/run would be lost with its node"):
+        written(config("/data/../run"), tmp_path)
+
+
 def test_mounts_are_paths():
     for mounts in ({"/a": "b,c:/etc"}, {"/a\nb": "c"}, {"/a:/b": "c"}):
         with pytest.raises(UserError, match=r"launch\.mounts has"):

@@ -33,12 +33,17 @@ def folder(tmp_path, monkeypatch, capsys):
 
 def test_a_dry_run_prints_and_starts_nothing(folder, capsys):
     files = sorted(folder.rglob("*"))
-    overrides = ["--launch.nodes=2", "--training.output_dir=a b", "--launch.options={cpus: 4}"]
+    overrides = [
+        "--launch.nodes=2",
+        "--parallel.tp=2",
+        "--training.output_dir=a b",
+        "--launch.options={cpus: 4}",
+    ]
     assert cli.main(["launch", "run.yaml", "--on=ray", "--dry-run", *overrides]) == 0
     assert capsys.readouterr().out == (
         "# Each worker of Ray Train has 4 CPUs, and a GPU where the cluster has GPUs, and is a "
         "rank of:\n"
-        "# shardwise train run.yaml '--training.output_dir=a b' --resume auto\n"
+        "# shardwise train run.yaml --parallel.tp=2 '--training.output_dir=a b' --resume auto\n"
         "address: auto\nworkers: 2\nrestarts: 10\nplacement: STRICT_SPREAD\ncpus: 4\n"
         "accelerator: null\nenvironment: {}\n"
     )

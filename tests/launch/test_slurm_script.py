@@ -138,6 +138,7 @@ def test_hostile_names_are_only_names(monkeypatch, tmp_path):
     ("key", "value", "message"),
     [
         ("time", "tomorrow", "launch.time is 'tomorrow'; give it as 04:00:00"),
+        *[("time", time, "which is at once") for time in ("5", "5:00", "00:05:00", "0-00:05")],
         ("environment", {"A B": "c"}, "which is no name of a variable"),
         ("options", {"--partition": "a"}, "which is no option of sbatch"),
         ("options", {"comment": "a\n#SBATCH --uid=0"}, "which is no option of sbatch"),
@@ -150,13 +151,61 @@ def test_what_is_no_option_is_refused(key, value, message):
         Launch(**{key: value})
 
 
+def test_a_limit_that_leaves_time_to_train_is_kept():
+    for time in ("0", "6", "5:01", "00:05:01", "1-0", "0-1", "0-00:06", "0-00:05:01"):
+        assert Launch(time=time).time == time
+
+
+def test_a_script_is_written_into_no_other_file(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm.shutil, "which", str)
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (slurm.SCRIPT, "slurm-7.log"):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        (folder / name).symlink_to(precious)
+        with pytest.raises(UserError, match="is a link to"):
+            slurm.submit("#!/bin/bash", folder)
+    assert precious.read_text() == "mine"
+    with pytest.raises(UserError, match="cannot write it"):
+        slurm.submit("#!/bin/bash", precious / "runs")
+    with pytest.raises(UserError, match="has a line break"):
+        slurm.script(config("runs/a\nid"), "run.yaml", [])
+
+
+def test_what_ranks_would_refuse_is_refused_before_a_job_waits(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    for launcher in ("local", "slurm", "torchrun", "ray"):
+        command = ["launch", "run.yaml", "--on", launcher, "--dry-run", "--launch.processes=2"]
+        assert cli.main([*command, "--parallel.tp=3"]) == 2
+        assert "parallel.tp is 3" in capsys.readouterr().err
+
+
+def test_keys_that_a_launcher_does_not_use_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    capsys.readouterr()
+    keys = ["--launch.before=[module load cuda]", "--launch.container=a.sif"]
+    for launcher in ("local", "torchrun"):
+        assert cli.main(["launch", "run.yaml", "--on", launcher, "--dry-run", *keys]) == 0
+        expected = f"note: without launch.before, launch.container, which --on {launcher}"
+        assert expected in capsys.readouterr().err
+    assert cli.main(["launch", "run.yaml", "--on=slurm", "--dry-run", *keys]) == 0
+    assert not capsys.readouterr().err
+
+
 def test_dry_runs_print_and_start_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init"]) == 0
     files = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
-    assert cli.main(["launch", "run.yaml", "--dry-run", "--launch.processes=2"]) == 0
-    expected = "shardwise train run.yaml --nproc 2 --launch.processes=2\n"
+    assert (
+        cli.main(["launch", "run.yaml", "--dry-run", "--launch.processes=2", "--parallel.tp=2"])
+        == 0
+    )
+    expected = "shardwise train run.yaml --nproc 2 --launch.processes=2 --parallel.tp=2\n"
     assert capsys.readouterr().out == expected
     assert cli.main(["launch", "run.yaml", "--on", "slurm", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")

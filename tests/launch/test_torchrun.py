@@ -6,16 +6,23 @@ Real runs on two nodes, one of which is lost: tests/clusters.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from shardwise import cli
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
 from shardwise.launch import torchrun
 from shardwise.launch.local import launch
+from shardwise.launch.rank import run_rank
+from shardwise.process.world import ALONE, STORE
 from tests.command import run_command
 from tests.launch.test_local import no_launcher  # noqa: F401
 from tests.process.test_world import TORCHRUN
@@ -90,6 +97,40 @@ def test_a_signal_to_the_agent_reaches_the_ranks(folder, number):
     assert len(starts) == 1
 
 
+def wait_for_the_end(cfg: RunConfig, mesh: Any) -> None:
+    Path("pid.new").write_text(str(os.getpid()))
+    Path("pid.new").rename("pid")
+    time.sleep(60)
+
+
+def be_an_agent(cfg: RunConfig) -> None:
+    """Start a rank, and die as soon as it trains."""
+    os.environ[STORE] = "store"
+    rank = multiprocessing.get_context("fork").Process(
+        target=run_rank, args=(cfg, ALONE, wait_for_the_end)
+    )
+    rank.start()
+    while rank.is_alive() and not Path("pid").exists():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_no_rank_outlives_the_only_agent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = RunConfig(Model("m"), Data("d"), Training(str(tmp_path)))
+    agent = multiprocessing.get_context("fork").Process(target=be_an_agent, args=(cfg,))
+    agent.start()
+    agent.join()
+    assert agent.exitcode == -signal.SIGKILL
+    rank = int(Path("pid").read_text())
+    for _ in range(200):
+        if not psutil.pid_exists(rank) or psutil.Process(rank).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.05)
+    os.kill(rank, signal.SIGKILL)
+    raise AssertionError("the rank goes on")
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [
@@ -123,10 +164,24 @@ def test_a_command_says_what_the_section_says(folder, capsys):
     assert out.endswith("--resume auto\n")
 
 
+def test_a_launch_says_with_how_many_nodes_a_run_would_stop(folder, capsys):
+    arguments = ["--launch.nodes=4", "--parallel.data=ddp", "--training.micro_batch_size=1"]
+    arguments += ["--launch.options={rdzv-endpoint: 'n1:1'}", "--dry-run"]
+    command = ["launch", "run.yaml", "--on=torchrun", "--launch.min_nodes=1", *arguments]
+    assert cli.main(command) == 0
+    assert "note: if 3 of 4 nodes are left, the run stops" in capsys.readouterr().err
+    assert cli.main([*command, "--training.global_batch_size=12"]) == 0
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--launch.options={no-such: 1}"], "torchrun refuses launch.options: "),
+        *[
+            (["--launch.options={%s}" % option], "torchrun refuses launch.options: ")  # noqa: UP031
+            for option in ("help: null", "redirects: 9", "rdzv-conf: x", "rdzv-backend: x")
+        ],
         (["--launch.options={nnodes: 3}"], "which launch itself sets"),
         (["--launch.min_nodes=2"], "launch.min_nodes is 2 of 1 launch.nodes"),
         (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
 
 from shardwise import layouts
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import UserError, require
-from shardwise.rules import refusals
+from shardwise.config import Launch, RunConfig, UserError, require
+from shardwise.rules import check, refusals
 from shardwise.run_file import load_config
 
 LAUNCHERS = {
@@ -24,6 +25,14 @@ LAUNCHERS = {
 The module has `script`, what `--dry-run` prints, and `run`, which starts the run or prints how to,
 and returns the exit code. Both take the run, the name of its file, and the overrides.
 """
+UNUSED = {
+    "local": ("time", "restarts", "before", "options", "container", "mounts", "resources"),
+    "slurm": ("resources",),
+    "torchrun": ("time", "before", "container", "mounts", "resources"),
+    "skypilot": ("time", "options"),
+    "kubernetes": ("time", "restarts", "options"),
+}
+"""The keys of the section `launch` that a launcher has no use for. Ray refuses them itself."""
 
 
 def run(args: Namespace) -> int:
@@ -34,14 +43,32 @@ def run(args: Namespace) -> int:
             args.on in ("slurm", "torchrun"),
             f"launch.min_nodes is for slurm and torchrun, and not for {args.on}; leave it out",
         )
-        fewest = cfg.launch.min_nodes * cfg.launch.processes
-        for _, problem in refusals(layouts.fitted(cfg, fewest), layouts.Facts(fewest)):
+        for problem in _problems_with(cfg, cfg.launch.min_nodes):
             raise UserError(f"launch.min_nodes is {cfg.launch.min_nodes}: {problem}; or raise it")
+        some = range(cfg.launch.min_nodes, cfg.launch.nodes)
+        if stops := [str(nodes) for nodes in some if _problems_with(cfg, nodes)]:
+            print(
+                f"note: if {' or '.join(stops)} of {cfg.launch.nodes} nodes are left, the run "
+                "stops: its rows or axes do not fit them",
+                file=sys.stderr,
+            )
     launcher = import_module(f"shardwise.launch.{args.on}")
+    script = launcher.script(cfg, args.run, args.overrides)
+    # Before a job waits in a queue: what each rank would find when it starts.
+    check(cfg, layouts.Facts(cfg.launch.nodes * cfg.launch.processes))
+    keys = UNUSED.get(args.on, ())
+    if unused := [key for key in keys if getattr(cfg.launch, key) != getattr(Launch(), key)]:
+        names = ", ".join(f"launch.{key}" for key in unused)
+        print(f"note: without {names}, which --on {args.on} does not use", file=sys.stderr)
     if args.dry_run:
-        print(launcher.script(cfg, args.run, args.overrides), end="")
+        print(script, end="")
         return 0
     return launcher.run(cfg, args.run, args.overrides)
+
+
+def _problems_with(cfg: RunConfig, nodes: int) -> list[str]:
+    ranks = nodes * cfg.launch.processes
+    return [problem for _, problem in refusals(layouts.fitted(cfg, ranks), layouts.Facts(ranks))]
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -60,6 +60,11 @@ class Launch(Section):
             f"launch.time is {shown(self.time)}; give it as 04:00:00 or 1-12:00:00, in quotes",
         )
         require(
+            self.time is None or not 0 < _seconds(self.time) <= self.ahead_seconds,
+            f"launch.time is {self.time}, and the run would be told to stop {self.ahead_seconds} "
+            "seconds before (launch.ahead_seconds), which is at once; lower them, or raise it",
+        )
+        require(
             self.min_nodes is None or self.min_nodes <= self.nodes,
             f"launch.min_nodes is {self.min_nodes} of {self.nodes} launch.nodes; lower it",
         )
@@ -85,6 +90,16 @@ class Launch(Section):
                 name not in OWN,
                 f"launch.options has {name}, which launch itself sets; use its other keys",
             )
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of a time limit in one of Slurm's forms; 0: none."""
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not days and len(parts) < 3:  # minutes come first
+        parts.insert(0, 0)
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
 
 
 OWN = (

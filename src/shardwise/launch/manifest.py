@@ -6,6 +6,7 @@ cluster's, so the file lies beside the run file.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from shardwise.config import RunConfig, UserError, require
+from shardwise.records.record import write_atomically
 
 HEADER = "# Written by shardwise launch, which replaces it."
 
@@ -43,7 +45,7 @@ def start(cfg: RunConfig, run_file: str, overrides: Sequence[str], place: Sequen
 
 def check_saves(cfg: RunConfig, outlives: Sequence[str], kind: str) -> None:
     """Raise UserError unless the output folder lies in one of these folders that outlive nodes."""
-    folder = PurePosixPath(cfg.training.output_dir)
+    folder = PurePosixPath(os.path.normpath(cfg.training.output_dir))  # without `..`
     require(
         any(folder.is_relative_to(path) for path in outlives),
         f"training.output_dir {folder} would be lost with its node; put it into a folder of "
@@ -74,7 +76,7 @@ def write(text: str, run_file: str, launcher: str, command: str) -> int:
     try:
         is_ours = not file.exists() or file.read_text(encoding="utf-8").startswith(HEADER)
         require(is_ours, f"{file} was not written by shardwise; move it, or use --dry-run")
-        file.write_text(text, encoding="utf-8")
+        write_atomically(file, text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot write it ({error}); --dry-run prints it") from None
     print(f"wrote {file}; to submit it: {command} {shlex.quote(str(file))}")

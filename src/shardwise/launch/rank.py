@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,11 +23,12 @@ from shardwise.config import RunConfig
 from shardwise.launch.group import leave_ending, take_signals
 from shardwise.process import watchdog
 from shardwise.process.ending import FAILED, PATIENCE_SECONDS, Ending, explain, report_ending
-from shardwise.process.world import World, on_loopback, pick_device, threads_each
+from shardwise.process.world import LOOPBACK, STORE, World, on_loopback, pick_device, threads_each
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from shardwise.interfaces import Mesh
 
@@ -52,7 +54,10 @@ def run_rank(
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     train = import_all(train)
     import torch.distributed as dist
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # ty: ignore[import-not-found]
 
+    if STORE in os.environ:  # the only agent has started it: nobody else would end it
+        _prctl_pr_set_pdeathsig(signal.SIGTERM)
     stacks = Path(cfg.training.output_dir, f"stacks-rank-{world.rank}.txt")
     at_timeout = partial(_report_hang, cfg, world, stacks, report)
     try:
@@ -160,6 +165,8 @@ def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> N
         store = dist.HashStore() if world.store is None else dist.FileStore(world.store, world.size)
         store.set_timeout(timeout)
         options = {"store": store}
+    elif (port := world.loopback_port) is not None:
+        options = {"store": _store_on_loopback(world, port, timeout)}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device
@@ -168,6 +175,16 @@ def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> N
         backend, rank=world.rank, world_size=world.size, timeout=timeout, **options
     )
     dist.barrier()  # nobody writes into the output folder before everybody has claimed it
+
+
+def _store_on_loopback(world: World, port: int, timeout: timedelta) -> dist.Store:
+    """Return the store in which ranks of this machine meet; torch's own listens everywhere."""
+    import torch.distributed as dist
+
+    options: dict[str, Any] = {"timeout": timeout}
+    if world.rank == 0:
+        options["master_listen_fd"] = socket.create_server((LOOPBACK, port)).detach()
+    return dist.TCPStore(LOOPBACK, port, world.size, world.rank == 0, **options)
 
 
 def _report_hang(cfg: RunConfig, world: World, stacks: Path, report: Report) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.process.ending import OUT_OF_MEMORY, USER_ERROR
+from shardwise.records.record import write_atomically
+from shardwise.safety import check_no_links
 
 SCRIPT = "job.sbatch"
 """The name of the script in the output folder."""
@@ -61,9 +63,15 @@ def submit(text: str, folder: Path) -> str:
         shutil.which("sbatch") is not None,
         "no command sbatch here: is this a node of a Slurm cluster? --dry-run prints the script",
     )
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / SCRIPT
-    file.write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_no_links(folder)  # Slurm would follow one with the name of its log
+        write_atomically(file, text)
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot write it ({error.strerror}); --dry-run prints it"
+        ) from None
     submitted = subprocess.run(
         ["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False
     )
@@ -87,6 +95,11 @@ def job(
     job is queued again after every exit code but 0 and `final`. With `array` it is one job for each
     of its words, which the command gets as its last argument.
     """
+    require(
+        "\n" not in f"{Path.cwd()}{folder}",
+        f"{Path.cwd()} or {folder} has a line break, with which a line of the script would end; "
+        "rename it",
+    )
     options = [*size, f"array=0-{len(array) - 1}"] if array else size
     log = "slurm-%A_%a.log" if array else "slurm-%j.log"
     of_container, before_python = _container(launch, folder)

@@ -102,13 +102,12 @@ def _run_agent(arguments: Sequence[str]) -> int:
 
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             parsed = run.get_args_parser().parse_args(arguments)
-    except SystemExit:
-        raise UserError(
-            f"torchrun refuses launch.options: {said.getvalue().splitlines()[-1]}; see its --help"
-        ) from None
-    config, program, words = run.config_from_args(parsed)
+        config, program, words = run.config_from_args(parsed)
+    except (SystemExit, ValueError) as error:
+        is_parsers = isinstance(error, SystemExit)
+        raise _refused(said.getvalue().splitlines()[-1] if is_parsers else error) from None
     endpoint = config.rdzv_endpoint
     handler = None
     try:
@@ -137,6 +136,10 @@ def _run_agent(arguments: Sequence[str]) -> int:
         )
         is_elastic = config.min_nodes < config.max_nodes
         result = _agent(spec, config, is_elastic).run()
+    except ValueError as error:
+        if handler is not None:
+            raise
+        raise _refused(error) from None
     except SignalException as error:
         handler = None  # to close it would end the run of the other nodes too
         return 128 + error.sigval
@@ -157,6 +160,10 @@ def _run_agent(arguments: Sequence[str]) -> int:
         if handler is not None:
             handler.shutdown()
     return exit_code(failure.exitcode for failure in result.failures.values()) if result else 0
+
+
+def _refused(reason: object) -> UserError:
+    return UserError(f"torchrun refuses launch.options: {reason}; see its --help")
 
 
 def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:

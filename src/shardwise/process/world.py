@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 
+LOOPBACK = "127.0.0.1"
+
+
 @dataclass(frozen=True)
 class World:
     """The place of this process among the processes of a run."""
@@ -25,6 +28,12 @@ class World:
     local_rank: int  # index of its GPU among those that it sees
     init_method: str | None  # where the processes meet; None: all are on this machine
     store: str | None = None  # the file in which those of one machine meet; None: there is only one
+
+    @property
+    def loopback_port(self) -> int | None:
+        """The port of loopback where tasks of Slurm on one node meet; None: they meet elsewhere."""
+        here, _, port = (self.init_method or "").rpartition(":")
+        return int(port) if here == f"tcp://{LOOPBACK}" else None
 
     @property
     def where(self) -> str:
@@ -49,7 +58,7 @@ def loopback() -> str:
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
+        if any(address.address == LOOPBACK for address in addresses):
             return name
     raise UserError(
         "no network interface has the address 127.0.0.1; bring the loopback interface up, or name "
@@ -66,7 +75,7 @@ def on_loopback(world: World) -> Generator[None]:
     """
     names: list[str] = []
     meets_here = os.environ.get("MASTER_ADDR", "").startswith("127.")
-    if world.init_method is None or meets_here:
+    if world.init_method is None or meets_here or world.loopback_port is not None:
         names = [name for name in SOCKET_INTERFACES if name not in os.environ]
     with variables(dict.fromkeys(names, loopback()) if names else {}):
         yield
@@ -108,9 +117,10 @@ def find_world(env: Mapping[str, str]) -> World | None:
     step = int(env.get("SLURM_STEP_ID") or -1)
     if "SLURM_PROCID" not in env or size == 1 or not 0 <= step < 2**31:
         return None
-    host = env.get("MASTER_ADDR") or first_host(
-        env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
-    )
+    host = env.get("MASTER_ADDR")
+    if not host and env.get("SLURM_STEP_NUM_NODES") == "1":
+        host = LOOPBACK
+    host = host or first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
     port = env.get("MASTER_PORT") or 15000 + (16 * int(env["SLURM_JOB_ID"]) + step) % 15000
     # With --gpus-per-task each task sees its own GPU only.
     sees_one_gpu = "," not in env.get("CUDA_VISIBLE_DEVICES", ",")
