@@ -32,6 +32,7 @@ RANGES = {
     "launch.processes": (1, 1_024),
     "launch.ahead_seconds": (1, 65_535),
     "launch.restarts": (0, 1_000_000),
+    "launch.timeout_seconds": (0.001, 1_000_000),
     "training.steps": (1, 1_000_000_000),
     "training.epochs": (0.000_001, 1_000_000),
     "training.global_batch_size": (1, 1_000_000),
@@ -43,9 +44,7 @@ RANGES = {
     "training.save_every": (0, 1_000_000_000),
     "training.keep_last": (1, 1_000_000_000),
     "training.memory_checkpoint_every": (0, 1_000_000_000),
-    "training.max_restarts": (0, 1_000_000),
     "training.check_copies_every": (0, 1_000_000_000),
-    "training.timeout_seconds": (0.001, 1_000_000),
     "measure.warmup_steps": (0, 1_000_000_000),
 }
 """The smallest and the largest value of each key that is a number.

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise import rules
-from shardwise.config import REMOVED, RunConfig, Section, UserError, require
+from shardwise.config import MOVED, REMOVED, RunConfig, Section, UserError, require
 from shardwise.keys import known_keys, nearest
 from shardwise.ranges import RANGES, shown
 
@@ -200,6 +200,8 @@ def _first_problem(error: Any) -> str:
     location = [str(part)[:80] for part in (*(p for p in path if p != "Recomputation"), *last)]
     if problem["type"] == "unexpected_keyword_argument":
         key = ".".join(location)
+        if key in MOVED:
+            return f"{key} is called {MOVED[key]}; rename it"
         if key in REMOVED:
             return f"{key} was removed; leave it out"
         return f"unknown key {key}; {nearest(location[-1], known_keys(*location[:-1]))}"

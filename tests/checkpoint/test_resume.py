@@ -18,7 +18,7 @@ from shardwise.assembly.build import build
 from shardwise.assembly.optimizer import lr_factor
 from shardwise.checkpoint.folder import folder_of, take_over
 from shardwise.checkpoint.resume import find_start, may_have_steps
-from shardwise.config import Optimizer, RunConfig, UserError
+from shardwise.config import Launch, Optimizer, RunConfig, UserError
 from shardwise.launch import local as launch
 from shardwise.launch.group import Group
 from shardwise.models import load
@@ -195,6 +195,12 @@ def test_full_training_does_not_go_on_from_adapters(saved):
         run_ranks(1, find_start, replace(config(saved, resume="latest"), lora=None))
 
 
+def restarting(cfg: RunConfig) -> RunConfig:
+    """A run under ddp that starts again when a process has died."""
+    parallel = replace(cfg.parallel, data="ddp")
+    return replace(cfg, parallel=parallel, launch=Launch(restarts=3))
+
+
 @pytest.mark.parametrize("resume", [None, "auto", "latest", "older"])
 def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypatch):
     """The first attempt dies before it saves, the second after.
@@ -214,8 +220,8 @@ def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypat
         return None if len(given) == 4 else Ending(1, "died", "error: died")
 
     monkeypatch.setattr(Group, "run", run)
-    cfg = config(tmp_path, resume=resume, max_restarts=3)
-    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0
+    cfg = config(tmp_path, resume=resume)
+    assert launch.start_processes(restarting(cfg), 2) == 0
     assert given == [resume, resume, "auto", "auto"]
 
 
@@ -234,8 +240,8 @@ def test_what_fails_after_the_results_are_saved_is_not_started_again(
         return Ending(1, "died", "error: died")
 
     monkeypatch.setattr(Group, "run", run)
-    cfg = config(tmp_path, max_restarts=3, save_every=save_every)
-    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 1
+    cfg = config(tmp_path, save_every=save_every)
+    assert launch.start_processes(restarting(cfg), 2) == 1
     assert starts == ([None, "auto"] if save_every else [None])
     assert (tmp_path / "model").is_dir()
     told = capsys.readouterr().err.splitlines()[-1]
@@ -249,5 +255,5 @@ def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(
     (tmp_path / "model").mkdir()
     endings = iter([Ending(1, "died", "error: died"), None])
     monkeypatch.setattr(Group, "run", lambda *_: next(endings))
-    cfg = config(tmp_path, resume="latest", max_restarts=1)
-    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0
+    cfg = config(tmp_path, resume="latest")
+    assert launch.start_processes(restarting(cfg), 2) == 0

@@ -23,7 +23,7 @@ from tests.clusters.nodes import Nodes, prepare, why_not
 RESULTS = Path(__file__).parents[2] / "results" / "network-faults.json"
 STEPS, SAVE_EVERY = 12, 4
 TIMEOUT_SECONDS = 60
-"""`training.timeout_seconds`. A rank that waits while others read files waits twice as long."""
+"""`launch.timeout_seconds`. A rank that waits while others read files waits twice as long."""
 END_SECONDS = 30
 """How much longer processes may take to end, on a busy machine."""
 START_SECONDS = 600
@@ -71,7 +71,7 @@ def start(nodes: Nodes, layout: str, name: str, *overrides: str) -> None:
         *(f"--parallel.{key}" for key in LAYOUTS[layout]),
         *("--training.micro_batch_size=1", "--training.eval_every=0", "--measure.memory=false"),
         *("--training.sample=null", "--data.validation=0", f"--training.steps={STEPS}"),
-        *(f"--training.save_every={SAVE_EVERY}", f"--training.timeout_seconds={TIMEOUT_SECONDS}"),
+        *(f"--training.save_every={SAVE_EVERY}", f"--launch.timeout_seconds={TIMEOUT_SECONDS}"),
         *(f"--training.output_dir=runs/{name}", *overrides),
     )
 

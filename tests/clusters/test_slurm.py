@@ -210,7 +210,7 @@ def test_a_preempted_job_goes_on_later_in_its_container(slurm, folder):
 
 
 def test_a_rank_that_hangs_costs_a_restart(slurm, folder):
-    job = submit(slurm, folder, "hang", "--training.timeout_seconds=20")
+    job = submit(slurm, folder, "hang", "--launch.timeout_seconds=20")
     wait_for_step(folder, "hang", 30)
     os.kill(slurm.ranks(job)[0], signal.SIGSTOP)
     wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart", 200)

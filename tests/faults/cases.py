@@ -133,12 +133,12 @@ def _processes() -> Iterator[Case]:
             fault = FAULTS[(i + 2 * j) % len(FAULTS)]
             if name == "single" and fault == "stop":  # nobody is there who could end it
                 fault = "segmentation fault"
-            overrides = ["training.timeout_seconds=10"] if fault == "stop" else []
+            overrides = ["launch.timeout_seconds=10"] if fault == "stop" else []
             if phase in ("save", "written", "rename", "named") and i % 2:
                 overrides.append("training.async_save=true")
             ends = fault in ("kill", "error", "exit", "stop")
             if ends and phase not in ("resume", "restore") and (i + j) % 3 == 0:
-                overrides.append("training.max_restarts=1")
+                overrides.append("launch.restarts=1")
             others = [n for n in _alike(name) if n != name]
             changes = ends and not overrides and j % 2 and others
             yield Case(
@@ -250,7 +250,7 @@ def _in_a_row() -> Iterator[Case]:
 def _at_random() -> Iterator[Case]:
     for seed in range(1, 16):
         name = list(LAYOUTS)[seed]
-        mode, restarts = ("lora", "full")[seed % 2], ("training.max_restarts=1",) * (seed % 3 == 0)
+        mode, restarts = ("lora", "full")[seed % 2], ("launch.restarts=1",) * (seed % 3 == 0)
         yield Case(
             "random",
             name,

@@ -17,7 +17,7 @@ from tests.faults.table import PAGE, SAME, STOPPED, is_right, page, read_table
 
 CASES = {case.key: case for case in cases()}
 CHOSEN = {
-    "process/kill/forward/rank 1/pp-interleaved/lora/max_restarts=1": SAME,
+    "process/kill/forward/rank 1/pp-interleaved/lora/restarts=1": SAME,
     "numbers/bit of a gradient/clip/rank 0/ddp/lora/check_copies_every=1": STOPPED,
     "disk/full/written/rank 0/single/full": STOPPED,
     "checkpoint/flipped/rank 0/tensors-0.safetensors/single/full": STOPPED,

@@ -266,8 +266,8 @@ def soak_config(folder: Path) -> RunConfig:
             micro_batch_size=1,
             save_every=SAVE_EVERY,
             keep_last=KEPT,
-            max_restarts=1_000_000,
         ),
+        launch=replace(cfg.launch, restarts=1_000_000),
     )
 
 

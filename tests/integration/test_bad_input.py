@@ -100,8 +100,8 @@ CASES = {
         r"training.compile is aot_eager, but with data.packing isolated .*set compile to none",
     ),
     "no time limit": (
-        ["--training.timeout_seconds=.inf"],
-        r"training.timeout_seconds is inf; give at most 1,000,000",
+        ["--launch.timeout_seconds=.inf"],
+        r"launch.timeout_seconds is inf; give at most 1,000,000",
     ),
     "a date that is none": (
         ["--training.seed=2024-06-31"],

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.config import Data, Measure, Model, Parallel, RunConfig, Training, UserError
+from shardwise.config import Data, Launch, Measure, Model, Parallel, RunConfig, Training, UserError
 from shardwise.interfaces import Mesh
 from shardwise.launch.group import Group, can_fork
 from shardwise.launch.local import launch
@@ -436,8 +436,9 @@ def test_the_first_failure_of_two_processes_is_the_one_reported(
 
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, capfd):
     # 20 seconds: less than the test may take, and more than two processes need to meet.
-    assert launch_in_a_fork(config(tmp_path, timeout_seconds=20), hang_on_last) == 1
-    reason = "nothing was finished for 20 seconds (training.timeout_seconds)"
+    cfg = replace(config(tmp_path), launch=Launch(timeout_seconds=20))
+    assert launch_in_a_fork(cfg, hang_on_last) == 1
+    reason = "nothing was finished for 20 seconds (launch.timeout_seconds)"
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["reason"]) == ("timeout", reason)
     printed = capfd.readouterr().err
@@ -455,7 +456,10 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, 
 
 def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd, caplog):
     """In spawned processes too."""
-    assert launch(config(tmp_path, max_restarts=3), 2, stopped) == 128 + signal.SIGTERM
+    assert (
+        launch(replace(config(tmp_path), launch=Launch(restarts=3)), 2, stopped)
+        == 128 + signal.SIGTERM
+    )
     assert caplog.text == ""  # nothing of the libraries' own
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "stopped"
     (line,) = capfd.readouterr().err.splitlines()

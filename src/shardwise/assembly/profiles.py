@@ -50,7 +50,7 @@ _NOT_TIMED_BECAUSE: Mapping[str, str] = {
         "optimizer measure launch training.output_dir training.steps training.epochs "
         "training.eval_every training.eval_batches training.patience training.save_every "
         "training.keep_last training.keep_best training.async_save training.resume "
-        "training.max_restarts training.check_copies_every training.timeout_seconds "
+        "training.check_copies_every "
         "training.memory_checkpoint_every "
         "training.sample training.overwrite model.router_bias_rate"
     ),

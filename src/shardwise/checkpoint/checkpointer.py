@@ -81,7 +81,7 @@ class Checkpointer:
         self._model = fingerprint(cfg) if self._main else {}
         # A group of its own: a save may run beside the collectives of training, and sends objects,
         # not GPU tensors. Its time-out is longer than the watchdog's, which writes stacks.
-        timeout = timedelta(seconds=2 * cfg.training.timeout_seconds)
+        timeout = timedelta(seconds=2 * cfg.launch.timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None

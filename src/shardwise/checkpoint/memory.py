@@ -70,7 +70,7 @@ class MemoryCheckpoints:
 
     def __init__(self, cfg: RunConfig) -> None:
         """Name the folders of the run, and make this node's."""
-        timeout = timedelta(seconds=2 * cfg.training.timeout_seconds)
+        timeout = timedelta(seconds=2 * cfg.launch.timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._output_dir = cfg.training.output_dir
         self.nodes = Nodes(self.group)

@@ -26,7 +26,7 @@ The module has `script`, what `--dry-run` prints, and `run`, which starts the ru
 and returns the exit code. Both take the run, the name of its file, and the overrides.
 """
 UNUSED = {
-    "local": ("time", "restarts", "before", "options", "container", "mounts", "resources"),
+    "local": ("time", "before", "options", "container", "mounts", "resources"),
     "slurm": ("resources",),
     "torchrun": ("time", "before", "container", "mounts", "resources"),
     "skypilot": ("time", "options"),

@@ -27,6 +27,7 @@ from shardwise.config.training import (
 
 __all__ = [
     "CALLERS",
+    "MOVED",
     "REMOVED",
     "Checkpointing",
     "DType",
@@ -47,7 +48,16 @@ __all__ = [
     "way_of",
 ]
 
-REMOVED: dict[str, Any] = {"lora.merged": False}
+MOVED = {
+    "training.max_restarts": "launch.restarts",
+    "training.timeout_seconds": "launch.timeout_seconds",
+}
+"""Keys of an earlier version's run files, and what they are called now."""
+REMOVED: dict[str, Any] = {
+    "lora.merged": False,
+    "training.max_restarts": 0,
+    "training.timeout_seconds": 600.0,
+}
 """Keys of an earlier version's run files, each with the value that equals leaving it out."""
 
 

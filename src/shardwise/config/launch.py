@@ -1,4 +1,4 @@
-"""The section `launch` of the run file: the nodes that `shardwise launch` asks for."""
+"""The section `launch` of the run file: where processes run, for how long, and how often."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 
 @dataclass(frozen=True)
 class Launch(Section):
-    """Nodes and processes of `shardwise launch`. No other command reads them."""
+    """Where `shardwise launch` starts processes, and for how long and how often they may run.
+
+    Of these keys `shardwise train` reads `restarts` and `timeout_seconds`.
+    """
 
     nodes: int = 1
     """Nodes of a cluster."""
@@ -29,10 +32,13 @@ class Launch(Section):
     """Slurm: the job's time limit, as `04:00:00` or `1-12:00:00`; null: the partition's."""
     ahead_seconds: int = 300
     """Slurm: how long before that limit the run is told to finish its step and save."""
-    restarts: int = 10
-    """How often Slurm queues the job again, at its time limit or after a failure; how often
-    torchrun's agents, Ray or SkyPilot start the processes again after a failure, a preempted
-    machine aside."""
+    restarts: int | None = None
+    """How often the processes are started again, from the last checkpoint, after one has died; also
+    at the time limit of a Slurm job. Machines that are preempted do not count. null: 10 times on a
+    cluster or under torchrun, never by `train` and `--on local`."""
+    timeout_seconds: float = 600.0
+    """How long a step, or a rank's wait for others, may take before the run ends and prints every
+    rank's stacks."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the processes."""
     before: list[str] = field(default_factory=list)
@@ -52,6 +58,11 @@ class Launch(Section):
     resources: dict[str, str | int | float | bool] = field(default_factory=dict)
     """What each node has. SkyPilot: its `resources`, such as `accelerators: H100:8`. Kubernetes:
     limits of a container, such as `nvidia.com/gpu: 8`."""
+
+    @property
+    def restarts_on_cluster(self) -> int:
+        """The restarts where nobody watches the run."""
+        return 10 if self.restarts is None else self.restarts
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -178,14 +178,9 @@ class Training(Section):
     """`latest`: resume from the newest checkpoint in `output_dir`. `latest-good`: from the newest
     undamaged one. `auto`: the same, or from scratch where there is none, so that one command may
     run again and again. Or a checkpoint's folder."""
-    max_restarts: int = 0
-    """How often the processes are started again, from the last checkpoint, after one has died."""
     check_copies_every: int = 0
     """Steps between comparisons of the weights that several ranks hold copies of, which must have
     the same bits; also before each checkpoint (0: never). A difference ends the run."""
-    timeout_seconds: float = 600.0
-    """How long a step, or a rank's wait for others, may take before the run ends and prints every
-    rank's stacks."""
     sample: str | None = None
     """A prompt that is continued greedily after training; with `data.format: chat` it is a user's
     message, which is answered."""

@@ -131,7 +131,7 @@ def start_processes(
     lock: Lock | None = None,
     report: Report = report_ending,
 ) -> int:
-    """Run `cfg` on `nproc` new processes, and again after one has died (`training.max_restarts`).
+    """Run `cfg` on `nproc` new processes, and again after one has died (`launch.restarts`).
 
     Returns the exit code; `report` gets the ending of every failure, and the record the last one. A
     run of the training loop that a rule refuses ends before a process starts. Each process holds
@@ -145,7 +145,7 @@ def start_processes(
             record(cfg, explain(error))
             raise
         before = _published(cfg)
-        num_restarts = 0
+        num_restarts, most_restarts = 0, cfg.launch.restarts or 0
         while True:
             ending = group.run(partial(rank_process, cfg, nproc, train, lock), nproc, method)
             if ending is None:
@@ -153,7 +153,7 @@ def start_processes(
             published = {path.name for path, _ in _published(cfg) - before}
             has_results = not published.isdisjoint(output_dir.RESULTS)
             is_last = (
-                num_restarts == cfg.training.max_restarts
+                num_restarts == most_restarts
                 or ending.status not in ("failed", "timeout")
                 or bool(group.signals)
             )
@@ -163,7 +163,7 @@ def start_processes(
                 note = "; the results were saved before, so it does not start again"
             else:
                 num_restarts += 1
-                note = f"; starting again ({num_restarts} of {cfg.training.max_restarts})"
+                note = f"; starting again ({num_restarts} of {most_restarts})"
             if sys.stdout.isatty():
                 print()  # rank 0 may have died in the middle of the line of its progress bar
             report(replace(ending, text=f"{ending.text}{note}"))

@@ -62,7 +62,7 @@ def run_rank(
     at_timeout = partial(_report_hang, cfg, world, stacks, report)
     try:
         with (
-            watchdog.watch(cfg.training.timeout_seconds, stacks, at_timeout),
+            watchdog.watch(cfg.launch.timeout_seconds, stacks, at_timeout),
             on_loopback(world),
             _without_denormals(),
         ):
@@ -159,7 +159,7 @@ def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> N
     import torch.distributed as dist
 
     # Longer than the watchdog waits: its end comes with stacks, a collective's own does not.
-    timeout = timedelta(seconds=2 * cfg.training.timeout_seconds)
+    timeout = timedelta(seconds=2 * cfg.launch.timeout_seconds)
     options: dict[str, Any] = {"init_method": world.init_method}
     if world.init_method is None:
         store = dist.HashStore() if world.store is None else dist.FileStore(world.store, world.size)
@@ -194,8 +194,8 @@ def _report_hang(cfg: RunConfig, world: World, stacks: Path, report: Report) -> 
     with contextlib.suppress(OSError):  # the folder may be gone
         text = f"stacks{world.where}:\n{stacks.read_text(encoding='utf-8')}"
         print(text, file=sys.stderr, flush=True)
-    seconds = cfg.training.timeout_seconds
-    reason = f"nothing was finished for {seconds:g} seconds (training.timeout_seconds)"
+    seconds = cfg.launch.timeout_seconds
+    reason = f"nothing was finished for {seconds:g} seconds (launch.timeout_seconds)"
     text = f"error: {reason}; see the stacks of every rank in {stacks.parent}"
     ending = Ending(FAILED, reason, text, "timeout")
     record(cfg, ending)

@@ -47,7 +47,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     else:
         manifest.check_saves(cfg, [*volumes, *buckets], "a volume, or a bucket such as s3://NAME")
     resources: dict[str, Any] = {
-        "job_recovery": {"max_restarts_on_errors": launch.restarts},
+        "job_recovery": {"max_restarts_on_errors": launch.restarts_on_cluster},
         **launch.resources,
     }
     if launch.container is not None:

@@ -127,7 +127,7 @@ def job(
         '[ -z "${ended:-}" ] || exit "$code"',
         f'[ "$code" -lt {RAISED} ] || exit $((code - {RAISED}))',
         '[ "$code" -ne 0 ] || exit 0',
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launch.restarts} ]; then',
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launch.restarts_on_cluster} ]; then',
         f'  scontrol requeue "{number}"',
         "fi",
         'exit "$code"',

@@ -74,10 +74,10 @@ def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[
     options |= {
         "nnodes": f"{fewest}{launch.nodes}",
         "nproc-per-node": launch.processes,
-        "max-restarts": launch.restarts,
+        "max-restarts": launch.restarts_on_cluster,
         "rdzv-id": Path(cfg.training.output_dir).name or "run",
         # A step and a checkpoint may take so long after a signal.
-        "shutdown-timeout": max(1, round(cfg.training.timeout_seconds)),
+        "shutdown-timeout": max(1, round(cfg.launch.timeout_seconds)),
         "signals-to-handle": _SIGNALS,
     }
     words = [f"--{key}" + ("" if value is None else f"={value}") for key, value in options.items()]

@@ -69,7 +69,7 @@ def calibrate(num_processes: int, path: Path, start: Start) -> int:
     Returns the exit code of the processes; `start` has printed what went wrong.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        training = Training(output_dir=folder, global_batch_size=num_processes, max_restarts=0)
+        training = Training(output_dir=folder, global_batch_size=num_processes)
         cfg = RunConfig(
             Model(folder, init="random"),
             Data("-"),

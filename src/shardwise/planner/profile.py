@@ -71,8 +71,9 @@ def measure(cfg: RunConfig, num_processes: int, start: Start) -> int:
     num = num_busy(cfg, num_processes)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         rows = num * cfg.training.micro_batch_size
-        training = replace(cfg.training, output_dir=folder, global_batch_size=rows, max_restarts=0)
-        alike = replace(cfg, parallel=Parallel(data="ddp"), training=training)
+        training = replace(cfg.training, output_dir=folder, global_batch_size=rows)
+        launch = replace(cfg.launch, restarts=0)
+        alike = replace(cfg, parallel=Parallel(data="ddp"), training=training, launch=launch)
         return start(alike, num, partial(_measure_on_rank, cfg, num_processes))
 
 

@@ -91,7 +91,7 @@ def explain(error: BaseException, where: str = "") -> Ending:
         return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}", "oom")
     if waited := re.search(r"Timed out waiting (\d+)ms", message):  # gloo
         reason = f"nothing came from other ranks in {int(waited[1]) / 1000:g} seconds{where}"
-        way_out = "is one stopped, or its disk slower than training.timeout_seconds allows?"
+        way_out = "is one stopped, or its disk slower than launch.timeout_seconds allows?"
         return Ending(FAILED, reason, f"error: {reason}; {way_out}", "timeout")
     trace = "".join(traceback.format_exception(error)).rstrip()
     kind = type(error).__name__
