@@ -18,7 +18,6 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +27,6 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, Outcome, run_cell, run_config
-from tests.parity.together import run_together
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".pytest_cache" / "parity"
@@ -58,15 +56,6 @@ def reference(cell: Cell) -> Outcome:
         (outcome,) = run_ranks(1, run_cell, cell)
         write(path, outcome)
     return outcome
-
-
-def keep(cells: Iterable[Cell]) -> None:
-    """Compute those cells of one process that are not on disk, in one process, and keep them."""
-    folder = FOLDER / _machine_and_code()
-    missing = [cell for cell in dict.fromkeys(cells) if not (folder / _of_cell(cell)).exists()]
-    if missing:
-        for cell, (outcome,) in run_together(tuple(missing)).items():
-            write(folder / _of_cell(cell), outcome)
 
 
 def fingerprint() -> str:
