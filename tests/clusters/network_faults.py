@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.metrics.hardware import environment
-from tests.clusters.nodes import Nodes, prepare, why_not
+from tests.clusters.nodes import Nodes, why_not
+from tests.clusters.runs import losses, prepare
 
 RESULTS = Path(__file__).parents[2] / "results" / "network-faults.json"
 STEPS, SAVE_EVERY = 12, 4
@@ -79,10 +80,10 @@ def start(nodes: Nodes, layout: str, name: str, *overrides: str) -> None:
 def undisturbed(nodes: Nodes, layout: str) -> list[float]:
     """Return the losses of a run to which nothing is done."""
     name = f"{layout}-undisturbed"
-    if len(nodes.losses(name)) < STEPS:
+    if len(losses(nodes.folder, name)) < STEPS:
         start(nodes, layout, name)
         assert nodes.wait(START_SECONDS) == [0, 0], nodes.log(0) + nodes.log(1)
-    return nodes.losses(name)
+    return losses(nodes.folder, name)
 
 
 def outcome_of(nodes: Nodes, layout: str, fault: str) -> str:
@@ -100,15 +101,15 @@ def outcome_of(nodes: Nodes, layout: str, fault: str) -> str:
         return f"hangs on nodes {where}"
     logs = nodes.log(0) + nodes.log(1)
     if codes == [0, 0]:
-        return SAME if nodes.losses(name) == expected else "other losses"
-    done = nodes.losses(name)
+        return SAME if losses(nodes.folder, name) == expected else "other losses"
+    done = losses(nodes.folder, name)
     if done != expected[: len(done)]:
         return "other losses before it stopped"
     errors = {line for line in logs.splitlines() if line.startswith("error")}
     start(nodes, layout, name, "--training.resume=auto")
     if (again := nodes.wait(START_SECONDS)) != [0, 0]:
         return f"cannot resume: {again}"
-    if nodes.losses(name) != expected:
+    if losses(nodes.folder, name) != expected:
         return "other losses after a resume"
     return RESUMED if len(errors) == 1 else f"resumed, but said {sorted(errors)}"
 

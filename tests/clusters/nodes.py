@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from shardwise import cli
 from tests.clusters.cable import MTU, Cable, Traffic, open_end
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -41,16 +40,6 @@ def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (arguments, done.stderr)
     return done.stdout
-
-
-def prepare(folder: Path) -> None:
-    """Write the files of a run of a small hybrid model into a folder."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        assert cli.main(["init"]) == 0
-    finally:
-        os.chdir(before)
 
 
 class Nodes:
@@ -142,9 +131,3 @@ class Nodes:
         """Return the bytes that both nodes' interfaces have sent, as the system counts them."""
         shown = [_ip("-n", name, "-s", "-j", "link", "show", INTERFACE) for name in self.names]
         return sum(json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in shown)
-
-    def losses(self, name: str) -> list[float]:
-        """Return the losses of the run in `runs/NAME`."""
-        path = self.folder / "runs" / name / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [row["loss"] for row in map(json.loads, lines) if "loss" in row]

@@ -13,8 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +84,6 @@ class RayNodes:
         )
         self.commands.append(command)
         return command
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 180) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}"
-        time.sleep(0.1)
 
 
 def _hold() -> None:

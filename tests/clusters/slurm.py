@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.clusters.runs import wait_for
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun")
@@ -152,14 +153,6 @@ class Slurm:
     def log(self, name: str) -> str:
         """Return what a daemon has printed."""
         return (self.folder / f"{name}.log").read_text()
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}"
-        time.sleep(0.2)
 
 
 def free_ports(number: int) -> list[int]:

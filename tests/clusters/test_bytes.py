@@ -11,7 +11,8 @@ from shardwise.planner.between_nodes import bytes_between_nodes
 from shardwise.planner.share import boundaries_of
 from shardwise.run_file import load_config
 from tests.clusters.cable import MTU, PREAMBLE_BYTES
-from tests.clusters.nodes import ADDRESSES, RANKS_PER_NODE, Nodes, prepare, why_not
+from tests.clusters.nodes import ADDRESSES, RANKS_PER_NODE, Nodes, why_not
+from tests.clusters.runs import prepare
 
 pytestmark = [
     pytest.mark.cluster,
@@ -43,9 +44,7 @@ SIGNAL_BYTES = 8
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory) -> Iterator[Nodes]:
-    folder = tmp_path_factory.mktemp("nodes")
-    prepare(folder)
-    with Nodes(folder) as both:
+    with Nodes(prepare(tmp_path_factory.mktemp("nodes"))) as both:
         yield both
 
 

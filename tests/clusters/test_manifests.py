@@ -6,7 +6,6 @@ set. SkyPilot itself checks its file, in an environment of its own (`make test-c
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -19,7 +18,7 @@ import yaml
 
 from shardwise import cli
 from shardwise.launch import kubernetes, skypilot
-from tests.clusters.slurm import wait_for
+from tests.clusters.runs import losses, prepare, wait_for
 
 pytestmark = pytest.mark.cluster
 SKYPILOT = Path(__file__).parents[2] / ".venv-clusters" / "bin" / "python"
@@ -33,29 +32,15 @@ LAUNCH = ("--launch.nodes=2", "--launch.container=image")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A run file and the outcome of its undisturbed run on two processes of this machine."""
-    path = tmp_path_factory.mktemp("run")
-    before = os.getcwd()
-    os.chdir(path)
-    try:
-        assert cli.main(["init"]) == 0
-        local = [*RUN, "--nproc=2", "--training.output_dir=runs/local"]
-        assert cli.main(["train", "run.yaml", *local]) == 0
-    finally:
-        os.chdir(before)
-    return path
+    return prepare(tmp_path_factory.mktemp("run"), *RUN)
 
 
 def written(folder: Path, where: str, monkeypatch, *options: str) -> list[dict[str, Any]]:
     monkeypatch.chdir(folder)
-    mounts = f"--launch.mounts={{{folder}/kept: volume}}"
-    output = f"--training.output_dir={folder}/kept/{where}"
+    mounts = f"--launch.mounts={{{folder}/runs: volume}}"
+    output = f"--training.output_dir={folder}/runs/{where}"
     assert cli.main(["launch", "run.yaml", f"--on={where}", *RUN, mounts, output, *options]) == 0
     return list(yaml.safe_load_all((folder / f"run.{where}.yaml").read_text()))
-
-
-def losses(run: Path) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
 
 
 def free_port() -> int:
@@ -112,10 +97,10 @@ def test_a_skypilot_task_trains_and_resumes(folder, monkeypatch):
         }
         for rank in range(2)
     ]
-    kept = folder / "kept" / "skypilot"
-    assert "stopped by SIGTERM after step" in run_nodes(script, folder, *nodes, stop=kept)
+    run = folder / "runs" / "skypilot"
+    assert "stopped by SIGTERM after step" in run_nodes(script, folder, *nodes, stop=run)
     assert "resuming after step" in run_nodes(script, folder, *nodes, stop=None)
-    assert losses(kept) == pytest.approx(losses(folder / "runs" / "local"), rel=1e-6)
+    assert losses(folder, "skypilot") == pytest.approx(losses(folder, "local"), rel=1e-6)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -127,7 +112,7 @@ def test_a_trainjob_trains(nodes, folder, monkeypatch):
         *LAUNCH,
         f"--launch.nodes={nodes}",
         f"--launch.processes={3 - nodes}",
-        f"--training.output_dir={folder}/kept/on-{nodes}",
+        f"--training.output_dir={folder}/runs/on-{nodes}",
     )
     of_pod = folder / f"pod-{nodes}"
     of_pod.mkdir()
@@ -148,8 +133,8 @@ def test_a_trainjob_trains(nodes, folder, monkeypatch):
         for rank in range(nodes)
     ]
     run_nodes(script, folder, *pods, stop=None)
-    expected = losses(folder / "runs" / "local")
-    assert losses(folder / "kept" / f"on-{nodes}") == pytest.approx(expected, rel=1e-6)
+    expected = losses(folder, "local")
+    assert losses(folder, f"on-{nodes}") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.skipif(not SKYPILOT.exists(), reason="SkyPilot is not there: make test-clusters")

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clusters.network_faults import FAULTS, LAYOUTS, outcome_of
-from tests.clusters.nodes import Nodes, prepare, why_not
+from tests.clusters.nodes import Nodes, why_not
+from tests.clusters.runs import prepare
 
 pytestmark = [
     pytest.mark.cluster,
@@ -19,9 +20,7 @@ CASES = list(zip(FAULTS, [*LAYOUTS, *LAYOUTS], strict=False))
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory) -> Iterator[Nodes]:
-    folder = tmp_path_factory.mktemp("nodes")
-    prepare(folder)
-    with Nodes(folder) as both:
+    with Nodes(prepare(tmp_path_factory.mktemp("nodes"))) as both:
         yield both
 
 

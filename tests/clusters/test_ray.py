@@ -15,7 +15,8 @@ import pytest
 
 from shardwise import cli
 from shardwise.checkpoint.folder import MANIFEST
-from tests.clusters.ray_nodes import RayNodes, wait_for, why_not
+from tests.clusters.ray_nodes import RayNodes, why_not
+from tests.clusters.runs import losses, prepare, wait_for, wait_for_step
 
 pytestmark = [
     pytest.mark.cluster,
@@ -34,16 +35,7 @@ def nodes() -> Iterator[RayNodes]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A run file and the outcome of its undisturbed run on two processes of this machine."""
-    path = tmp_path_factory.mktemp("run")
-    before = os.getcwd()
-    os.chdir(path)
-    try:
-        assert cli.main(["init"]) == 0
-        local = [*RUN, "--training.output_dir=runs/local", "--nproc=2"]
-        assert cli.main(["train", "run.yaml", *local]) == 0
-    finally:
-        os.chdir(before)
-    return path
+    return prepare(tmp_path_factory.mktemp("run"), *RUN)
 
 
 def launch(nodes: RayNodes, folder: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
@@ -52,18 +44,6 @@ def launch(nodes: RayNodes, folder: Path, name: str, *overrides: str) -> subproc
         folder,
         *("launch", "run.yaml", "--on=ray", *RUN, "--training.save_every=10"),
         *("--launch.nodes=2", f"--training.output_dir=runs/{name}", *overrides),
-    )
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
-
-
-def wait_for_step(folder: Path, name: str, step: int) -> None:
-    metrics = folder / "runs" / name / "metrics.jsonl"
-    wait_for(
-        lambda: metrics.exists() and len(metrics.read_text().splitlines()) > step, f"step {step}"
     )
 
 

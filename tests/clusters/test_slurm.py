@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -15,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise import cli
 from shardwise.checkpoint.folder import MANIFEST
-from tests.clusters.slurm import NODES, Slurm, wait_for, why_not
+from tests.clusters.runs import losses, prepare, wait_for, wait_for_step
+from tests.clusters.slurm import NODES, Slurm, why_not
 
 pytestmark = [
     pytest.mark.cluster,
@@ -48,16 +47,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A run file and the outcome of its undisturbed run on two processes of this machine."""
-    path = tmp_path_factory.mktemp("run")
-    before = os.getcwd()
-    os.chdir(path)
-    try:
-        assert cli.main(["init"]) == 0
-        local = [*RUN, "--training.output_dir=runs/local", "--nproc=2"]
-        assert cli.main(["train", "run.yaml", *local]) == 0
-    finally:
-        os.chdir(before)
-    return path
+    return prepare(tmp_path_factory.mktemp("run"), *RUN)
 
 
 def submit(slurm: Slurm, folder: Path, name: str, *overrides: str) -> str:
@@ -68,18 +58,6 @@ def submit(slurm: Slurm, folder: Path, name: str, *overrides: str) -> str:
         cwd=folder,
     )
     return printed.split()[2].rstrip(":")
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
-
-
-def wait_for_step(folder: Path, name: str, step: int) -> None:
-    metrics = folder / "runs" / name / "metrics.jsonl"
-    wait_for(
-        lambda: metrics.exists() and len(metrics.read_text().splitlines()) > step, f"step {step}"
-    )
 
 
 def resumed_at(folder: Path, name: str, job: str) -> list[int]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import yaml
 
-from shardwise import cli
 from shardwise.benchmark.runner import bench
 from shardwise.report.folder import read_bench
 from shardwise.report.summary import caveats
 from shardwise.report.tables import make_rows
-from tests.clusters.slurm import Slurm, wait_for, why_not
+from tests.clusters.runs import prepare, wait_for
+from tests.clusters.slurm import Slurm, why_not
 
 pytestmark = [
     pytest.mark.cluster,
@@ -38,15 +38,10 @@ SWEEP = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("bench")
-    before = os.getcwd()
-    os.chdir(path)
-    try:
-        assert cli.main(["init"]) == 0
+    path = prepare(tmp_path_factory.mktemp("bench"))
+    with chdir(path):
         Path("sweep.yaml").write_text(yaml.safe_dump(SWEEP, sort_keys=False))
         bench("sweep.yaml", "runs/local")
-    finally:
-        os.chdir(before)
     return path
 
 

@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from shardwise import cli
-from tests.clusters.slurm import free_ports, wait_for
-from tests.clusters.test_slurm import losses, wait_for_step
+from tests.clusters.runs import losses, prepare, wait_for, wait_for_step
+from tests.clusters.slurm import free_ports
 
 pytestmark = pytest.mark.cluster
 
@@ -36,16 +35,7 @@ SAVES = "--training.save_every=10"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A run file and the outcome of its undisturbed run on two processes of this machine."""
-    path = tmp_path_factory.mktemp("run")
-    before = os.getcwd()
-    os.chdir(path)
-    try:
-        assert cli.main(["init"]) == 0
-        local = [*RUN, "--parallel.data=ddp", "--training.output_dir=runs/local", "--nproc=2"]
-        assert cli.main(["train", "run.yaml", *local]) == 0
-    finally:
-        os.chdir(before)
-    return path
+    return prepare(tmp_path_factory.mktemp("run"), *RUN, "--parallel.data=ddp")
 
 
 class Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -19,6 +20,16 @@ DEVICES = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_garbage_collection_stays_as_it_was(capsys):
+    for is_enabled in (True, False):
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, "--top=0"]) == 2
+            assert gc.isenabled() == is_enabled
+        finally:
+            gc.enable()
 
 
 def test_it_prints_the_best_and_the_reasons(capsys):

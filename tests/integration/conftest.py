@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from shardwise.training import evaluate
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_samples() -> Iterator[None]:
+    """Each token of a sample costs a forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "SAMPLE_TOKENS", 12)
+        yield
 
 
 @pytest.fixture(scope="module")

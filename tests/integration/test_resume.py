@@ -74,8 +74,9 @@ ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "hsdp", "pp", "fsdp2-tp")
 
 `make parity` resumes the rest.
 """
-LATER = ("pp-interleaved", "pp-ddp")
-"""Layouts that `make parity` alone resumes: `make test` resumes pipelines, and replicas."""
+LATER = ("pp-interleaved", "pp-ddp", "pp-fsdp2", "zero1")
+"""Layouts that `make parity` alone resumes: `make test` resumes pipelines, replicas and shards, and
+zero2, whose states are those of zero1."""
 PAIRS = [(name, name in ADAPTERS_OF) for name in PROCESSES if name not in LATER]
 PAIRS.append(("single", False))
 REST = [
@@ -331,6 +332,8 @@ def test_each_part_under_another_layout_and_number_of_processes(ran):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
 
 
+# The next test's chain has a pipeline too, beside tp.
+@pytest.mark.slow
 def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
     def deep(name: str, **training: Any) -> RunConfig:
         cfg = config(ran, name, steps=4, micro_batch_size=1, eval_batches=1, **training)

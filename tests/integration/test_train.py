@@ -28,7 +28,7 @@ from shardwise.config import (
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
 from shardwise.records.record import RunRecord
-from shardwise.training import loop
+from shardwise.training import evaluate, loop
 from shardwise.training.loop import train
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
@@ -48,7 +48,7 @@ def config(
             str(CONFIGS / "tiny-qwen3_5"), init="random", tokenizer=str(folder / "tokenizer")
         ),
         lora=Lora(r=4, dropout=0.1) if lora else None,
-        data=Data(str(folder / "corpus.jsonl"), validation=0.07, sequence_length=32),
+        data=Data(str(folder / "corpus.jsonl"), validation=0.02, sequence_length=32),
         parallel=Parallel(
             "fsdp2" if layout == "hsdp" else layout, dp_replicate=2 if layout == "hsdp" else 1
         ),
@@ -335,7 +335,8 @@ def test_a_vocabulary_smaller_than_the_tokenizer(folder):
         run_on(1, cfg)
 
 
-def test_a_compiled_run_has_a_sample(folder):
+def test_a_compiled_run_has_a_sample(folder, monkeypatch):
+    monkeypatch.setattr(evaluate, "SAMPLE_TOKENS", 48)
     # 48 rows, each of another length: as many versions of a compiled layer would be too many (8 for
     # each of 4 layers).
     cfg = config(folder, "compiled", steps=1, eval_every=0, compile="aot_eager", sample="the state")

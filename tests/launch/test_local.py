@@ -32,6 +32,7 @@ from shardwise.launch.local import launch
 from shardwise.process.ending import Stopped
 from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.world import ALONE, SOCKET_INTERFACES, World, loopback, on_loopback
+from tests.command import Forked
 from tests.distributed import PATIENCE
 from tests.process.test_world import SRUN, TORCHRUN
 
@@ -466,55 +467,57 @@ def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd, capl
     assert line.startswith("stopped by SIGTERM after step 3, saved as checkpoints/step-3")
 
 
-START = """
+SPAWNING = """
 import os, sys, threading, time
 from pathlib import Path
-if __name__ == "__main__" and "SLOW_IMPORT" in os.environ:
+if __name__ == "__main__":
     # With a thread, new processes are spawned.
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:
+if __name__ == "__mp_main__":
     # A new process that still imports.
     Path(sys.argv[1], f"pid-{os.getpid()}").touch()
     time.sleep(600)
 from shardwise.launch.local import launch
 from tests.launch import test_local as test_launch
 if __name__ == "__main__":
-    cfg = test_launch.config(Path(sys.argv[1]))
-    sys.exit(launch(cfg, int(sys.argv[2]) or None, getattr(test_launch, sys.argv[3])))
+    sys.exit(launch(test_launch.config(Path(sys.argv[1])), 2, test_launch.sleep))
 """
+Process = subprocess.Popen[str] | Forked
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start `launch` as a shell would: start(nproc, name of the fake run, **environment)."""
-    script = tmp_path / "start.py"
-    script.write_text(START)
-    processes: list[subprocess.Popen[str]] = []
+def start(tmp_path) -> Iterator[Callable[..., Process]]:
+    """Start `launch` as a shell would: start(nproc, fake run, **environment).
 
-    def start(nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(nproc), train],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(sys.path),
-                "TMPDIR": str(tmp_path),
-                **env,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C in a terminal goes to all the processes of a group
-        )
+    Ctrl-C in a terminal goes to all the processes of a group, here those of the new session. A
+    fake run of None: two processes that still import.
+    """
+    processes: list[Process] = []
+
+    def start(nproc: int, train: Callable[..., None] | None, **env: str) -> Process:
+        env["TMPDIR"] = str(tmp_path)
+        if train is None:
+            (tmp_path / "start.py").write_text(SPAWNING)
+            process: Process = subprocess.Popen(
+                [sys.executable, str(tmp_path / "start.py"), str(tmp_path)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        else:
+            process = Forked(partial(launch, config(tmp_path), nproc or None, train), env)
         processes.append(process)
         return process
 
     yield start
     for process in processes:
-        with process:
-            process.kill()
+        process.kill()
+        process.communicate(timeout=PATIENCE)
 
 
-def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[str]:
+def wait_for_pids(process: Process, folder: Path) -> list[str]:
     """Return the ids of the two processes that `process` starts, once they run their task."""
     deadline = time.monotonic() + PATIENCE
     while len(files := list(folder.glob("pid-*"))) < 2:
@@ -538,7 +541,7 @@ def blocks_ctrl_c(pid: str) -> bool:
 
 @pytest.mark.parametrize("importing", [True, False])
 def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
-    process = start(2, "sleep", **({"SLOW_IMPORT": "1"} if importing else {}))
+    process = start(2, None if importing else sleep)
     pids = wait_for_pids(process, tmp_path)
     # While it imports, Python would print where it was interrupted.
     assert [blocks_ctrl_c(pid) for pid in pids] == [importing] * 2
@@ -550,10 +553,10 @@ def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
 @pytest.mark.parametrize(
     ("number", "exit_code", "train"),
     [
-        (signal.SIGKILL, -9, "sleep"),
-        (signal.SIGKILL, -9, "finish_a_step"),
-        (signal.SIGKILL, -9, "finish_the_run"),
-        (signal.SIGTERM, 128 + 15, "sleep"),
+        (signal.SIGKILL, -9, sleep),
+        (signal.SIGKILL, -9, finish_a_step),
+        (signal.SIGKILL, -9, finish_the_run),
+        (signal.SIGTERM, 128 + 15, sleep),
     ],
 )
 def test_processes_end_with_the_one_that_started_them(number, exit_code, train, start, tmp_path):
@@ -574,7 +577,7 @@ def test_two_slurm_tasks_join(start, tmp_path):
         "SLURM_STEP_NODELIST": "localhost",
     }
     tasks = [
-        start(0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        start(0, report_place, **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
         for rank in (0, 1)
     ]
     assert [(*task.communicate(timeout=PATIENCE), task.returncode) for task in tasks] == [

@@ -83,9 +83,15 @@ def test_values_are_near_those_that_were_quantised(method, plain, tmp_path):
         assert error < most, name
 
 
-@pytest.mark.parametrize("source", ["plain", "experts"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "dtype", "source"),
+    [
+        pytest.param(method, dtype, source, marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        for i, method in enumerate(METHODS)
+        for j, dtype in enumerate(("float32", "bfloat16"))
+        for k, source in enumerate(("plain", "experts"))
+    ],
+)
 def test_a_run_stores_a_folder_without_loss(method, dtype, source, tmp_path, request):
     write(tmp_path / "q", request.getfixturevalue(source), method)
     expected = values_of(tmp_path / "q")

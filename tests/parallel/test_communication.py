@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import pytest
 
-from tests.communication import Counted, count, described
+from tests.communication import Counted, Dtype, count, described
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
+from tests.parity.together import groups
 
 ALONE = {
     "ddp": 2,
@@ -198,6 +200,12 @@ LATER = (
     replace(cell("llama", "tp", "lora", 2), dora=True),
     cell("falcon_h1", "cp", "lora", 2),
     cell("kimi_linear", "fsdp2-tp", "lora", 4, "nf4"),
+    # Of three axes, and of axes beside experts, each two are counted together in other cells.
+    *(cell("llama", layout, "full", 8) for layout in ("fsdp2-cp-tp", "pp-fsdp2-cp")),
+    cell("jamba", "ddp-cp-ep", "lora", 4),
+    cell("nemotron_h", "ddp-ep-tp", "full", 4),
+    cell("qwen3_moe", "pp-ddp-ep", "lora", 4, "experts"),
+    cell("llama", "cp", "full", 4, "gather"),
 )
 """Cells of which `make test` counts the other mode, or one that is like it in all that is sent."""
 
@@ -207,20 +215,23 @@ def is_slow(cell: Cell) -> bool:
     return of_pair or cell in LATER
 
 
-def together(cell: Cell) -> tuple[str, bool, int]:
-    """Return what cells have in common that the same processes count, as start-up takes longest."""
-    layout = "ep" if cell.ep > 1 else cell.layout.removesuffix("-sp")
-    return layout, is_slow(cell), cell.nproc
+TOGETHER_AT_MOST = 12
+"""Cells that the same processes count, one after another: start-up takes longest."""
+GROUPS = {
+    cell: group
+    for slow in (False, True)
+    for group in groups([cell for cell in CELLS if is_slow(cell) == slow], TOGETHER_AT_MOST)
+    for cell in group
+}
 
 
 @cache
-def counted_together(group: tuple[str, bool, int]) -> dict[Cell, tuple[Counted, ...]]:
+def counted_together(group: tuple[Cell, ...]) -> dict[Cell, tuple[Counted, ...]]:
     """Return what each rank counted, for each cell of a group."""
-    cells = [cell for cell in CELLS if together(cell) == group]
     described.cache_clear()
-    for cell in cells:
+    for cell in group:
         described(cell, "float32")
-    return dict(zip(cells, zip(*run_ranks(group[-1], count_each, cells)), strict=True))
+    return dict(zip(group, zip(*run_ranks(group[0].nproc, count_each, group)), strict=True))
 
 
 def params() -> list[Any]:
@@ -229,23 +240,23 @@ def params() -> list[Any]:
     ]
 
 
-def count_each(cells: list[Cell]) -> list[Counted]:
-    return [count(cell) for cell in cells]
+def count_each(cells: tuple[Cell, ...], dtype: Dtype = "float32") -> list[Counted]:
+    return [count(cell, dtype) for cell in cells]
 
 
 @pytest.mark.parametrize("cell", params())
 def test_a_step_sends_what_the_formula_says(cell):
-    for rank, counted in enumerate(counted_together(together(cell))[cell]):
+    for rank, counted in enumerate(counted_together(GROUPS[cell])[cell]):
         assert counted.sent == counted.predicted, f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp1", "fsdp2"])
-def test_float32_adapters_beside_a_bfloat16_head(layout):
+def test_float32_adapters_beside_a_bfloat16_head():
     """Weights of two dtypes share no bucket."""
-    for rank, counted in enumerate(
-        run_ranks(2, count, cell("llama", layout, "lora", 2, "head"), "bfloat16")
-    ):
-        assert counted.sent == counted.predicted, f"rank {rank}"
+    layouts = ("ddp", "zero1", "zero2", "fsdp1", "fsdp2")
+    cells = tuple(cell("llama", layout, "lora", 2, "head") for layout in layouts)
+    for rank, each in enumerate(run_ranks(2, count_each, cells, "bfloat16")):
+        for layout, counted in zip(layouts, each, strict=True):
+            assert counted.sent == counted.predicted, f"{layout}, rank {rank}"
 
 
 def test_every_layout_is_counted():
@@ -254,13 +265,19 @@ def test_every_layout_is_counted():
     # Of compositions with `cp` those are counted that join another formula with it.
     assert {"cp", "cp-tp", "cp-tp-sp", "pp-cp", "ddp-cp", "zero1-cp", "fsdp1-cp"} <= layouts
     assert {"fsdp2-cp", "hsdp-cp"} <= layouts <= {*PROVEN, *CONTEXT, *EXPERTS}
-    # What is left to `make parity` here is counted for another model, or is compared with one
-    # process in `make test`, both with or without shared tokens.
-    run_here = {cell.layout for cell in (*FAST, *(c for c in CELLS if not is_slow(c)))}
-    left = {cell.layout for cell in filter(is_slow, CELLS)}
-    assert {name.removesuffix("-sp") for name in left} <= {
-        name.removesuffix("-sp") for name in run_here
+    # Each two axes of what is left to `make parity` here are counted together, or compared with
+    # one process in `make test`, both with or without shared tokens.
+    run_here = [cell.layout for cell in (*FAST, *(c for c in CELLS if not is_slow(c)))]
+    left = [cell.layout for cell in filter(is_slow, CELLS)]
+    assert {two for name in left for two in axes_together(name)} <= {
+        two for name in run_here for two in axes_together(name)
     }
+
+
+def axes_together(layout: str) -> set[frozenset[str]]:
+    """Return each two axes of a layout; the axis of one that has no other."""
+    axes = layout.removesuffix("-sp").split("-")
+    return {frozenset(two) for two in combinations(axes, 2)} or {frozenset(axes)}
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
@@ -275,7 +292,7 @@ def test_a_block_is_one_collective_each_way(mode):
     # LoRA has factors that are whole on every rank; their gradients are summed in one call.
     per_step = norm + (mode == "lora")
     where = cell("llama", "tp", mode, 2)
-    for counted in counted_together(together(where))[where]:
+    for counted in counted_together(GROUPS[where])[where]:
         assert {key: calls for key, (calls, _) in counted.sent.items()} == {
             ("all-reduce", "tp"): microbatches * per_microbatch + per_step
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
+from itertools import combinations, product
 
 from shardwise.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
@@ -46,6 +46,8 @@ LAYOUTS = tuple(
     if layout != "single" and not layout.startswith("pp") and layout not in WITH_TENSOR
 )
 MODES = ("lora", "full")
+BESIDE = {*WITH_DATA, *(name for name in WITH_TENSOR if name.removesuffix("-sp").count("-") < 2)}
+"""Layouts of two axes, with stages or tp among them, and tp alone."""
 
 # One more thing that differs from the plain cell. `naive`: one flat parameter per layer under
 # fsdp1; `offload-...`: parallel.offload; `keep-gathered`: reshard_after_forward is false.
@@ -140,14 +142,11 @@ _FIXED = (
     Cell("qwen3_next", "ddp", "lora", 2),
     Cell("olmo_hybrid", "fsdp2", "lora", 2),
     Cell("granitemoehybrid", "fsdp2", "lora", 2),
-    Cell("olmo_hybrid", "zero2", "full", 4),
     Cell("qwen3_5_text", "ddp", "lora", 4, "dropout"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "tied"),
     Cell("llama", "fsdp2", "lora", 2, "head"),
-    Cell("qwen3_5_text", "fsdp1", "lora", 2, "tied"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     Cell("llama", "fsdp2", "full", 2, "offload-optimizer"),
-    Cell("llama", "hsdp", "lora", 2, "offload-all"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
     Cell("llama", "ddp", "full", 2, "float16"),
@@ -173,22 +172,25 @@ _FIXED = (
 def pairs(cell: Cell) -> set[tuple[str, ...]]:
     """What a plain cell covers.
 
-    Each family runs once over its data and once in a pipeline, which cuts what is the family's own.
-    Each kind of block runs under tensor parallelism, and in both sorts of layouts over data: those
-    with weights whole on every rank, and those that shard them. Of two layouts with tp beside other
-    axes that differ in `sequence_parallel`, one is enough.
+    Each family runs once over its data; its stages are compared with the whole model by
+    tests/models/test_stage.py. Each kind of block runs in a pipeline, under tensor parallelism, and
+    in both sorts of layouts over data: those with weights whole on every rank, and those that shard
+    them. Of layouts with tp beside other axes, each two axes run together, with or without
+    `sequence_parallel`.
     """
     kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
     if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1 or cell.faster_b or cell.dora:
         return set()
+    together = set(combinations(cell.layout.removesuffix("-sp").split("-"), 2))
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
-        layout = cell.layout.removesuffix("-sp") if cell.nproc > 2 else cell.layout
-        return {(layout, "tp"), (cell.mode, shared), *((kind, "tp") for kind in kinds)}
+        together = together or {(cell.layout, "tp")}
+        return {*together, (cell.mode, shared), *((kind, "tp") for kind in kinds)}
     if cell.schedule:
         backward = "halved" if cell.schedule in HALVING else "whole"
         return {
-            (cell.family, "pp"),
+            *together,
+            *((kind, "pp") for kind in kinds),
             (cell.schedule, cell.mode),
             (cell.layout, backward),
             (cell.layout, cell.mode),
@@ -201,14 +203,13 @@ def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
     """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the
     rarest kind.
 
-    Those of 2 processes; of layouts that take more, those of the model with the shortest step, and
-    in full if either mode will do, which needs no adapters made.
+    Those of 2 processes; of layouts of two axes, which take more, those of the model with the
+    shortest step, and in full if either mode will do, which needs no adapters made.
     """
     plain = [
         c
         for c in ALL
-        if pairs(c)
-        and (c.nproc == 2 or ((c.layout in WITH_DATA or c.tp > 1) and c.family == "llama"))
+        if pairs(c) and (c.nproc == 2 or (c.layout in BESIDE and c.family == "llama"))
     ]
     left = set().union(*map(pairs, plain)) - set().union(*map(pairs, chosen))
     while left:

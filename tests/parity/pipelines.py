@@ -164,7 +164,6 @@ FIXED = (
     cell("gpt2", "1f1b", "full"),
     cell("qwen3_next", "interleaved-1f1b", "full"),
     cell("llama", "zbv", "lora", variant="upper"),
-    cell("llama", "1f1b", "lora", variant="upper"),
     cell("llama", "1f1b", "lora", variant="lower"),
     Cell("llama", "pp-ddp", "lora", 4, schedule="zbv"),
     Cell("llama", "pp-fsdp2", "full", 4, schedule="1f1b"),

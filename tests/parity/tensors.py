@@ -93,7 +93,6 @@ FIXED = (
     cell("granitemoehybrid", "tp", "full", nproc=4),
     cell("nemotron_h", "tp-sp", "lora", "checkpointing"),
     cell("llama", "tp-sp", "full", "operators"),
-    cell("olmo_hybrid", "tp", "lora", "isolated"),
     cell("jet_nemotron", "tp", "full"),
     cell("qwen3_next", "fsdp2-tp", "full"),
     cell("llama", "ddp-tp", "lora"),

@@ -25,11 +25,13 @@ def run(args: Namespace) -> int:
     """Print the layouts that fit and train fastest, or the arithmetic of one."""
     # A plan makes hardly any cycles, and Python would look for them in all modules as they are
     # imported: a second of six.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return plan(args)
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def plan(args: Namespace) -> int:
