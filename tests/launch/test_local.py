@@ -299,7 +299,11 @@ def be_a_task(cfg: RunConfig, port: int, rank: int) -> None:
     sys.exit(launch(cfg, train=report_sockets))
 
 
-def test_no_task_of_slurm_on_one_node_listens_beyond_it(monkeypatch, tmp_path):
+@pytest.mark.parametrize("asked", [None, "127.0.0.2"])
+def test_tasks_of_slurm_listen_where_they_meet(asked, monkeypatch, tmp_path):
+    """On one node that is loopback, else the address that MASTER_ADDR has."""
+    if asked:
+        monkeypatch.setenv("MASTER_ADDR", asked)
     for name in SOCKET_INTERFACES:
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -315,7 +319,7 @@ def test_no_task_of_slurm_on_one_node_listens_beyond_it(monkeypatch, tmp_path):
         task.kill()
     assert [task.exitcode for task in tasks] == [0, 0]
     reports = [json.loads((tmp_path / f"sockets-{rank}.json").read_text()) for rank in range(2)]
-    assert {ip for report in reports for ip in report["rank"]} == {"127.0.0.1"}
+    assert {ip for report in reports for ip in report["rank"]} == {"127.0.0.1", asked} - {None}
 
 
 def report_own_frames(cfg: RunConfig, mesh: Mesh) -> None:

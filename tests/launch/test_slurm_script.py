@@ -56,7 +56,9 @@ def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
 #SBATCH --exclusive
 
 export HF_HOME=/data/hf
+set -e
 module load cuda
+set +e
 
 # Slurm sends it where somebody cancels the job, or where it queues the job again itself.
 trap ended=1 TERM

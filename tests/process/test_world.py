@@ -49,8 +49,8 @@ def test_an_srun_environment_is_joined():
     )
     on_one_node = find_world({**SRUN, "SLURM_STEP_NUM_NODES": "1"})
     assert on_one_node.init_method == "tcp://127.0.0.1:17001"
-    assert on_one_node.loopback_port == 17001
-    assert find_world({**SRUN, "SLURM_STEP_NUM_NODES": "2"}).loopback_port is None
+    assert on_one_node.meets_at == ("127.0.0.1", 17001)
+    assert find_world({**SRUN, "SLURM_STEP_NUM_NODES": "2"}).meets_at is None
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ def run(args: Namespace) -> int:
     # Before a job waits in a queue: what each rank would find when it starts.
     check(cfg, layouts.Facts(cfg.launch.nodes * cfg.launch.processes))
     keys = UNUSED.get(args.on, ())
+    if args.on == "slurm" and cfg.launch.container is None:
+        keys += ("mounts",)
     if unused := [key for key in keys if getattr(cfg.launch, key) != getattr(Launch(), key)]:
         names = ", ".join(f"launch.{key}" for key in unused)
         print(f"note: without {names}, which --on {args.on} does not use", file=sys.stderr)

@@ -22,8 +22,15 @@ from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig
 from shardwise.launch.group import leave_ending, take_signals
 from shardwise.process import watchdog
-from shardwise.process.ending import FAILED, PATIENCE_SECONDS, Ending, explain, report_ending
-from shardwise.process.world import LOOPBACK, STORE, World, on_loopback, pick_device, threads_each
+from shardwise.process.ending import (
+    FAILED,
+    PATIENCE_SECONDS,
+    Ending,
+    RunError,
+    explain,
+    report_ending,
+)
+from shardwise.process.world import STORE, World, on_loopback, pick_device, threads_each
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 if TYPE_CHECKING:
@@ -165,8 +172,8 @@ def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> N
         store = dist.HashStore() if world.store is None else dist.FileStore(world.store, world.size)
         store.set_timeout(timeout)
         options = {"store": store}
-    elif (port := world.loopback_port) is not None:
-        options = {"store": _store_on_loopback(world, port, timeout)}
+    elif world.meets_at is not None:
+        options = {"store": _store_at(*world.meets_at, world, timeout)}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device
@@ -177,14 +184,23 @@ def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> N
     dist.barrier()  # nobody writes into the output folder before everybody has claimed it
 
 
-def _store_on_loopback(world: World, port: int, timeout: timedelta) -> dist.Store:
-    """Return the store in which ranks of this machine meet; torch's own listens everywhere."""
+def _store_at(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
+    """Return the store that rank 0 holds at this address alone; torch's own listens everywhere.
+
+    RunError where the address is none of this machine, or the port is taken.
+    """
     import torch.distributed as dist
 
     options: dict[str, Any] = {"timeout": timeout}
     if world.rank == 0:
-        options["master_listen_fd"] = socket.create_server((LOOPBACK, port)).detach()
-    return dist.TCPStore(LOOPBACK, port, world.size, world.rank == 0, **options)
+        try:
+            options["master_listen_fd"] = socket.create_server((host, port)).detach()
+        except OSError as error:
+            raise RunError(
+                f"the first rank cannot listen on {host}:{port} ({error.strerror}); set "
+                "MASTER_ADDR to an address of its node, and MASTER_PORT to a free port"
+            ) from None
+    return dist.TCPStore(host, port, world.size, world.rank == 0, **options)
 
 
 def _report_hang(cfg: RunConfig, world: World, stacks: Path, report: Report) -> None:

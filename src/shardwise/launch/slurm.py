@@ -76,7 +76,10 @@ def submit(text: str, folder: Path) -> str:
         ["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False
     )
     if submitted.returncode:
-        raise UserError(f"sbatch refused {file}: {submitted.stderr.strip()}; change launch.options")
+        raise UserError(
+            f"sbatch refused {file}: {submitted.stderr.strip()}; change the section "
+            "launch, or see whether `sinfo` finds a cluster"
+        )
     return submitted.stdout.strip().partition(";")[0]
 
 
@@ -114,7 +117,8 @@ def job(
         *(f"#SBATCH --{option}" for option in _options(launch, folder, options, log)),
         "",
         *(f"export {key}={shlex.quote(value)}" for key, value in launch.environment.items()),
-        *launch.before,
+        # A line that fails ends the job before a process has started.
+        *(["set -e", *launch.before, "set +e"] if launch.before else []),
         "",
         "# Slurm sends it where somebody cancels the job, or where it queues the job again itself.",
         "trap ended=1 TERM",

@@ -30,10 +30,10 @@ class World:
     store: str | None = None  # the file in which those of one machine meet; None: there is only one
 
     @property
-    def loopback_port(self) -> int | None:
-        """The port of loopback where tasks of Slurm on one node meet; None: they meet elsewhere."""
-        here, _, port = (self.init_method or "").rpartition(":")
-        return int(port) if here == f"tcp://{LOOPBACK}" else None
+    def meets_at(self) -> tuple[str, int] | None:
+        """The IPv4 address and port where tasks of Slurm meet; None: it is a name or elsewhere."""
+        at = re.fullmatch(r"tcp://([\d.]+):(\d+)", self.init_method or "")
+        return (at[1], int(at[2])) if at else None
 
     @property
     def where(self) -> str:
@@ -74,8 +74,8 @@ def on_loopback(world: World) -> Generator[None]:
     interface that the user has named is kept.
     """
     names: list[str] = []
-    meets_here = os.environ.get("MASTER_ADDR", "").startswith("127.")
-    if world.init_method is None or meets_here or world.loopback_port is not None:
+    host, _ = world.meets_at or (os.environ.get("MASTER_ADDR", ""), 0)
+    if world.init_method is None or host.startswith("127."):
         names = [name for name in SOCKET_INTERFACES if name not in os.environ]
     with variables(dict.fromkeys(names, loopback()) if names else {}):
         yield
