@@ -189,6 +189,7 @@ class _Unit:
             on_cpu=device_of(cfg) == "cpu",
             rounds_last=(layer or self.spec.layers[0]).norms.rounds_last,
             shares_rows=None if cfg.parallel.cp == 1 else self._shared_rows(is_windowed),
+            spreads_experts=cfg.parallel.ep > 1,
             is_windowed=is_windowed,
             is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
             buffers=frozenset(name for name, _ in module.named_buffers()),

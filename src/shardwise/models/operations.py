@@ -60,6 +60,8 @@ class Block:
     is_windowed: bool = False
     shares_rows: SharedRows | None = None
     """None: no other rank has tokens of the rows."""
+    spreads_experts: bool = False
+    """Tokens go to the ranks of their experts, by `ep`."""
 
     @property
     def tokens(self) -> int:
