@@ -102,10 +102,10 @@ MOST_LINES = {
     "cli commands library __main__ __init__": 1_717,
     "presets": 300,
     "assembly training checkpoint process launch": 8_275,
-    "models": 11_360,
+    "models": 11_460,
     "parallel": 4_510,
     "data": 3_760,
-    "kernels": 7_440,
+    "kernels": 7_455,
     "planner schedule metrics": 9_495,
     "proof": 1_120,
     "simulation": 520,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 5_280
+    assert lines <= 5_309
 
 
 def every_source() -> list[Path]:

@@ -1,12 +1,18 @@
 """How far the predicted step times are from measured ones, on a machine that was calibrated.
 
-    python tools/plan_times.py [--rounds 2] [--runs runs/plan-times] [--out results/plan]
+    python tools/plan_times.py [--rounds 3] [--runs runs/plan-times] [--out results/plan]
+    python tools/plan_times.py --keep-measured
 
 Each round calibrates with two processes, then trains every case. A case's measured seconds are the
-median of its steps in a round, and the median over rounds. The calibration has seen none of the
+median of its steps in a round, and the median over rounds; so are its predicted seconds, each by
+the calibration of its round. `rounds` of a case has both, so that what a shared machine does from
+one quarter of an hour to the next is seen beside the error. The calibration has seen none of the
 models: its layers have other widths, depths, vocabularies and rows. Nothing is fitted to these
 runs. `choices` has the layout and micro-batch that is predicted fastest for each model, and by how
 much it was slower than the one measured fastest.
+
+The calibrations are kept in OUT/calibrations. With `--keep-measured` predictions alone are made
+again from them, in a minute, on a machine with the same processor.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from shardwise.planner.step_time import time_of_step
 from shardwise.run_file import parse_config
 
 ROOT = Path(__file__).parents[1]
-STEPS, WARM_UP = 8, 3
+STEPS, WARM_UP = 5, 2
 RECOMPUTED = "ddp recomputed"
 """With full activation checkpointing."""
 COMMON = {"num_hidden_layers": 4, "vocab_size": 4096, "hidden_size": 256}
@@ -69,7 +75,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def main() -> None:
     parser = command_line(__doc__, ROOT / "results" / "plan")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep-measured", action="store_true")
     parser.add_argument("--runs", type=Path, default=Path("runs/plan-times"))
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     options = parser.parse_args()
@@ -79,9 +86,16 @@ def main() -> None:
     os.environ["SHARDWISE_CACHE"] = str(options.runs.absolute() / "cache")
     cases = list(cases_of(options.runs, options.layouts.split(",")))
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in cases}
-    for number in range(options.rounds):
+    calibrations = options.out / "calibrations"
+    if options.keep_measured:
+        facts = predict_again(cases, options.out, rows)
+    else:
+        facts = environment(torch.device("cpu"))
+        calibrations.mkdir(parents=True, exist_ok=True)
+    for number in range(0 if options.keep_measured else options.rounds):
         # A machine that others share is not as fast in every quarter of an hour.
         assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
+        shutil.copy(default_path(), calibrations / f"round-{number}.json")
         for name, nproc, cfg in cases[:: 1 if number % 2 == 0 else -1]:
             print(f"round {number}: {name}", flush=True)
             shutil.rmtree(cfg.training.output_dir, ignore_errors=True)
@@ -89,13 +103,13 @@ def main() -> None:
             lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
             steps = [json.loads(line) for line in lines]
             seconds = [step["seconds"] for step in steps if "seconds" in step]
-            rows[name].append(row_of(name, nproc, cfg, seconds[WARM_UP:]))
+            measured = round(statistics.median(seconds[WARM_UP:]), 5)
+            rows[name].append(row_of(name, nproc, cfg, measured))
     middles = [middle_of(of_case) for of_case in rows.values()]
     errors = sorted(abs(row["error"]) for row in middles)
     summary = {"cases": len(middles), "median": statistics.median(errors), "worst": errors[-1]}
     chosen = choices(middles)
     summary["regret"] = max((row["regret"] for row in chosen), default=0.0)
-    facts = environment(torch.device("cpu"))
     content = {"environment": facts, "error": summary, "choices": chosen, "rows": middles}
     write_json(options.out / "times.json", content)
     draw(middles, options.out / "times.svg")
@@ -140,15 +154,26 @@ def cases_of(runs: Path, layouts: list[str]) -> Any:
         yield name, nproc, parse_config(run, name)
 
 
-def row_of(name: str, nproc: int, cfg: RunConfig, seconds: list[float]) -> dict[str, Any]:
+def predict_again(cases: Any, out: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Add the rows of each round, as it was measured, and return where that was."""
+    content = json.loads((out / "times.json").read_text())
+    measured = {row["case"]: row["rounds"] for row in content["rows"]}
+    for number, path in enumerate(sorted((out / "calibrations").iterdir())):
+        default_path().parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, default_path())
+        for name, nproc, cfg in cases:
+            rows[name].append(row_of(name, nproc, cfg, measured[name][number]["measured"]))
+    return content["environment"]
+
+
+def row_of(name: str, nproc: int, cfg: RunConfig, measured: float) -> dict[str, Any]:
     """Return a case's measured and predicted seconds."""
     predicted = time_of_step(cfg, describe(cfg, nproc), cluster_of("here"))
-    middle = statistics.median(seconds)
     return {
         "case": name,
-        "measured": round(middle, 5),
+        "measured": measured,
         "predicted": round(predicted.total, 5),
-        "error": round(predicted.total / middle - 1, 4),
+        "error": round(predicted.total / measured - 1, 4),
         "parts": {part: round(value, 5) for part, value in asdict(predicted).items()},
     }
 
@@ -158,8 +183,12 @@ def middle_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     measured, predicted = (
         statistics.median(r[key] for r in rounds) for key in ("measured", "predicted")
     )
-    error = {"error": round(predicted / measured - 1, 4)}
-    return rounds[-1] | {"measured": measured, "predicted": predicted} | error
+    return rounds[-1] | {
+        "measured": measured,
+        "predicted": predicted,
+        "error": round(predicted / measured - 1, 4),
+        "rounds": [{key: r[key] for key in ("measured", "predicted", "error")} for r in rounds],
+    }
 
 
 def choices(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,17 +25,22 @@ LATER = [
 
 
 @pytest.mark.parametrize(
-    ("preset", "parallel", "checkpointing", "most"),
+    ("preset", "parallel", "checkpointing"),
     [
         # A window has a mask of all tokens of each row, which recomputed layers read again.
-        ("tiny-qwen3", {}, "full", 0.03),
-        pytest.param("tiny-qwen3", {"cp": 2}, "none", 0.03, marks=pytest.mark.slow),
+        ("tiny-qwen3", {}, "full"),
+        pytest.param("tiny-qwen3", {"cp": 2}, "none", marks=pytest.mark.slow),
         # Attention under cp keeps no scores where keys are wider than values.
-        ("tiny-deepseek_v3", {"cp": 2}, "none", 0.06),
-        ("tiny-llama", {"cp": 2}, "full", 0.03),
+        ("tiny-deepseek_v3", {"cp": 2}, "none"),
+        pytest.param("tiny-deepseek_v3", {"cp": 2}, "operators", marks=pytest.mark.slow),
+        ("tiny-llama", {"cp": 2}, "full"),
+        # Each call of an operator has an output, of which `operators` keeps all.
+        ("tiny-llama", {"cp": 2}, "operators"),
+        pytest.param("tiny-falcon_h1", {"cp": 2}, "none", marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3_moe", {"data": "ddp", "ep": 2}, "none", marks=pytest.mark.slow),
     ],
 )
-def test_they_agree_on_long_rows_of_tiny_models(preset, parallel, checkpointing, most):
+def test_they_agree_on_long_rows_of_tiny_models(preset, parallel, checkpointing):
     cfg = RunConfig(
         Model(str(MODELS / preset), init="random"),
         Data("unused", sequence_length=512),
@@ -49,7 +54,7 @@ def test_they_agree_on_long_rows_of_tiny_models(preset, parallel, checkpointing,
         lora=Lora(),
         parallel=Parallel(**parallel),
     )
-    check(cfg, cfg.parallel.ranks_of_a_model, most)
+    check(cfg, max(cfg.parallel.ranks_of_a_model, cfg.parallel.ep))
 
 
 @pytest.mark.parametrize(
@@ -58,12 +63,12 @@ def test_they_agree_on_long_rows_of_tiny_models(preset, parallel, checkpointing,
     ids=lambda cell: cell.id,
 )
 def test_formulas_and_simulation_agree(cell, tmp_path):
-    check(config_of(cell, tmp_path), cell.num_ranks, 0.03)
+    check(config_of(cell, tmp_path), cell.num_ranks)
 
 
-def check(cfg: RunConfig, num_ranks: int, most: float) -> None:
+def check(cfg: RunConfig, num_ranks: int) -> None:
     run = describe(cfg, num_ranks)
     simulated = simulate(cfg, num_ranks, 0)
     first = dict.fromkeys(run.sizes, 0)
     memory = memory_of_rank(cfg, run, first, boundaries_of(cfg, run))
-    assert memory.total == pytest.approx(simulated.peak_bytes, rel=most), (memory, simulated)
+    assert memory.total == pytest.approx(simulated.peak_bytes, rel=0.03), (memory, simulated)

@@ -15,14 +15,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import RunConfig, way_of
+from shardwise.kernels.attention.blocks import queries_computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
 from shardwise.layouts import HALVING
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.facts import context_facts
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, Block, SharedRows
 from shardwise.models.parameters import Adapter, Parameter
 from shardwise.models.published import stored_form
 from shardwise.models.quantise import stored_paths
@@ -30,6 +32,7 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tape import Memory, Slot, Tape, Tensor
 from shardwise.models.tensor_cuts import unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
+from shardwise.schedule.context import reach_of, way_taken
 
 
 class UnitMemory(NamedTuple):
@@ -173,6 +176,7 @@ class _Unit:
         stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
         within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
         parameters, adapters = _weights(module, cuts, within)
+        is_windowed = layer is not None and "sliding" in layer.kind
         return Block(
             self.tape,
             parameters,
@@ -184,11 +188,27 @@ class _Unit:
             cast.itemsize if cast else None,
             on_cpu=device_of(cfg) == "cpu",
             rounds_last=(layer or self.spec.layers[0]).norms.rounds_last,
-            shares_rows=cfg.parallel.cp > 1,
-            is_windowed=layer is not None and "sliding" in layer.kind,
+            shares_rows=None if cfg.parallel.cp == 1 else self._shared_rows(is_windowed),
+            spreads_experts=cfg.parallel.ep > 1,
+            is_windowed=is_windowed,
             is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
             buffers=frozenset(name for name, _ in module.named_buffers()),
         )
+
+    def _shared_rows(self, is_windowed: bool) -> SharedRows:
+        parallel = self.cfg.parallel
+        way, cut = context_facts(self.hf, self.spec).way_and_cut(parallel)
+        window = getattr(self.hf.config, "sliding_window", None) if is_windowed else None
+        chunk = self.length // cut.chunks_per_rank
+        way = way_taken(way, cut, reach_of(window, chunk))
+        row = range(self.length * parallel.cp)
+        if way == "ulysses":  # all queries of some heads
+            return SharedRows(way, parallel.cp, queries_computed(row, row, window) / len(row))
+        places = [range(chunk * i, chunk * (i + 1)) for i in range(len(row) // chunk)]
+        own = [places[i] for i in cut.chunks(parallel.cp - 1)]
+        keys = [row] if way == "gather" else places
+        computed = sum(queries_computed(q, k, window) for q in own for k in keys)
+        return SharedRows(way, parallel.cp, computed / self.length)
 
     def _cuts(self, path: str, layer: LayerSpec | None) -> dict[str, tuple[int, int]]:
         """Return the dim along which `tp` cuts each parameter, and the size that is left."""

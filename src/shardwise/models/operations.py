@@ -9,16 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
 from shardwise.kernels.lora_linear.magnitude import CHUNK_ELEMENTS
 from shardwise.models.parameters import Adapter, Parameter, read_in_backward
 from shardwise.models.tape import Tape, Tensor, parameter
+from shardwise.schedule.context import Way
 
 WIDE = 4
 """Bytes of a number in float32, in which norms, states and softmax are computed."""
+
+
+class SharedRows(NamedTuple):
+    """How rows lie on several ranks, by `cp`."""
+
+    way: Way
+    """In which their attention gets the keys of others."""
+    num_ranks: int
+    """Those of `cp`."""
+    repeats: float
+    """Operators that compute a query's output, each on some of its keys: on average, on the rank
+    with the most."""
 
 
 @dataclass
@@ -45,8 +58,10 @@ class Block:
     is_transposed: bool = False
     """Its linears are transformers' Conv1D."""
     is_windowed: bool = False
-    shares_rows: bool = False
-    """Other ranks have other tokens of the rows, by `cp`."""
+    shares_rows: SharedRows | None = None
+    """None: no other rank has tokens of the rows."""
+    spreads_experts: bool = False
+    """Tokens go to the ranks of their experts, by `ep`."""
 
     @property
     def tokens(self) -> int:
@@ -343,28 +358,6 @@ class Block:
         )[0]
         # On a CPU the output may lie as the queries do; projections want tokens before heads.
         return self.copied(out) if is_copied else out
-
-    def attention_of_latents(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
-        """Return the output of attention whose values have another size than its keys.
-
-        torch has no fused kernel for that on a CPU: there all scores are kept, [B, N, T, T]. The
-        attention of context parallelism takes it everywhere.
-        """
-        if self.shares_rows or not self.on_cpu:
-            return self.fused_attention(q, k, v, v.numel, v.numel // self.tokens // num_heads)
-        itemsize = self.cast or v.itemsize
-        q, k, v = (self.as_dtype(self.as_dtype(x, itemsize), WIDE) for x in (q, k, v))
-        q, k = self.scaled(q), self.scaled(k)
-        pairs = self.rows * num_heads * self.length * self.length
-        scores = self.tape.run(
-            [q, k], [(pairs, q.itemsize)], keeps=[q, k], forward=pairs, product=True
-        )[0]
-        shares = self.pointwise(scores, keeps_outputs=True, forward=pairs)
-        del scores
-        out = self.tape.run([shares, v], [(v.numel, v.itemsize)], keeps=[shares, v], product=True)[
-            0
-        ]
-        return self.as_dtype(self.copied(out), itemsize)
 
     def activation(self, x: Tensor) -> Tensor:
         """Return the activation of an MLP without a gate."""

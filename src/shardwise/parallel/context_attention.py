@@ -119,13 +119,9 @@ class Places(NamedTuple):
         """Yield some queries and some keys, by their place in a tensor, of which any sees any."""
         for rows, queries in _stretches(self.queries):
             for columns, some_keys in _stretches(keys):
-                offset = queries.start - some_keys.start
-                nearest = queries.start - some_keys.stop + 1
-                if offset + len(queries) <= 0 or (
-                    self.window is not None and nearest >= self.window
-                ):
+                sight = Sight(self.scale, queries.start - some_keys.start, self.window)
+                if sight.sees_none(len(queries), len(some_keys)):
                     continue
-                sight = Sight(self.scale, offset, self.window)
                 if self.documents is not None:
                     sight = sight._replace(
                         query_documents=self.documents[:, queries.start : queries.stop],

@@ -102,6 +102,15 @@ def attend_backward(
             gradient[:, :, where] += part
 
 
+def queries_computed(queries: range, keys: range, window: int | None) -> int:
+    """Return the queries at these places of a row, once for each operator that computes them."""
+    sight = Sight(1.0, queries.start - keys.start, window)
+    if sight.sees_none(len(queries), len(keys)):
+        return 0
+    pieces = _pieces(len(queries), len(keys), sight)
+    return sum(piece.queries.stop - piece.queries.start for piece in pieces)
+
+
 def finite(lse: torch.Tensor) -> torch.Tensor:
     """Return lse, 0 for queries that see nothing: e^(-inf - 0) is 0."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

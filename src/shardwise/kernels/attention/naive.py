@@ -22,6 +22,12 @@ class Sight(NamedTuple):
     key_documents: torch.Tensor | None = None
     """[B, T'] int64, with `query_documents`."""
 
+    def sees_none(self, num_queries: int, num_keys: int) -> bool:
+        """Return whether no query sees any key, whatever their documents are."""
+        is_before = self.offset + num_queries <= 0
+        nearest = self.offset - num_keys + 1
+        return is_before or (self.window is not None and nearest >= self.window)
+
     def mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         """Return whether a query sees a key: [T, T'], or [B, 1, T, T'] with documents."""
         queries = torch.arange(num_queries, device=device)[:, None] + self.offset

@@ -6,12 +6,13 @@ Tensor parallelism shards the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Core, Kind
-from shardwise.models.operations import Block
+from shardwise.models.operations import WIDE, Block, SharedRows
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -128,7 +129,10 @@ def activations(block: Block, x: Tensor) -> Tensor:
     has_window = getattr(block.config, "sliding_window", None) and block.is_windowed
     if has_window and not block.shares_rows:  # attention under cp makes none
         mask = block.rows * block.length * block.length
-    out = block.fused_attention(q, k, v, q.numel, size, mask)
+    if block.shares_rows:
+        out = _over_ranks(block, block.shares_rows, q, k, v, (size, size))
+    else:
+        out = block.fused_attention(q, k, v, q.numel, size, mask)
     if gate is not None:
         out = block.product(out, block.pointwise(gate, keeps_outputs=True))
     return block.multiplied(block.linear(output, out), "attention_out_multiplier")
@@ -146,8 +150,9 @@ def activations_of_latent(block: Block, x: Tensor) -> Tensor:
         q = block.linear("q_b_proj", latent)
     num_heads = q.numel // block.tokens // (nope + rope)
     q = block.viewed(q)
+    unrotated = q  # transformers' code refers to it until it returns
     if is_rotated:
-        q = block.rotated(q, rope / (nope + rope))
+        q = block.rotated(unrotated, rope / (nope + rope))
     rank = config.kv_lora_rank
     compressed, k_rot = block.split(joined, (rank, rope))
     compressed = block.rms_norm("kv_a_layernorm.weight", compressed, rank)
@@ -157,15 +162,92 @@ def activations_of_latent(block: Block, x: Tensor) -> Tensor:
     k, v = block.split(expanded, (nope, values))
     keys = num_heads * (nope + rope) * block.tokens
     k = block.tape.run([k, k_rot], [(keys, expanded.itemsize)])[0]
-    out = block.attention_of_latents(q, k, v, num_heads)
+    if block.shares_rows:
+        out = _over_ranks(block, block.shares_rows, q, k, v, (nope + rope, values))
+    else:
+        out = _of_latents(block, q, k, v, num_heads)
     return block.linear("o_proj", out)
+
+
+def _of_latents(block: Block, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
+    """Return the output of attention whose values have another size than its keys.
+
+    torch has no fused kernel for that on a CPU: there all scores are kept, [B, N, T, T].
+    """
+    if not block.on_cpu:
+        return block.fused_attention(q, k, v, v.numel, v.numel // block.tokens // num_heads)
+    itemsize = block.cast or v.itemsize
+    q, k, v = (block.as_dtype(block.as_dtype(x, itemsize), WIDE) for x in (q, k, v))
+    q, k = block.scaled(q), block.scaled(k)
+    if itemsize == WIDE:
+        v = block.copied(v)  # with heads before tokens; else that cast has done it
+    pairs = block.rows * num_heads * block.length * block.length
+    size = [(pairs, q.itemsize)]
+    (scores,) = block.tape.run([q, k], size, keeps=[q, k], forward=pairs, product=True)
+    shares = block.pointwise(scores, keeps_outputs=True, forward=pairs)
+    del scores
+    size = [(v.numel, v.itemsize)]
+    (out,) = block.tape.run([shares, v], size, keeps=[shares, v], product=True)
+    return block.as_dtype(block.copied(out), itemsize)
 
 
 def activations_of_joined(block: Block, x: Tensor) -> Tensor:
     """Keep the input, what the projection gives, and the output once."""
     q, k, v = (block.viewed(part) for part in block.split(block.linear("c_attn", x), (1, 1, 1)))
     size = block.config.n_embd // block.config.n_head
+    if block.shares_rows:
+        return block.linear("c_proj", _over_ranks(block, block.shares_rows, q, k, v, (size, size)))
     return block.linear("c_proj", block.fused_attention(q, k, v, q.numel, size))
+
+
+def _over_ranks(
+    block: Block, shared: SharedRows, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int]
+) -> Tensor:
+    """Return the output of parallel/context_attention.py; `sizes`: of a head of keys and of values.
+
+    An operator computes some queries on some keys, with heads of one size. Its output is scaled, in
+    a new tensor, and added to what is merged. That is kept; selective checkpointing keeps each
+    output of an operator instead.
+    """
+    q, k, v = (block.as_dtype(x, block.cast or x.itemsize) for x in (q, k, v))
+    key_size, value_size = sizes
+    received = None
+    if shared.way == "ulysses":
+        # Ranks exchange tokens for heads; what arrives is copied into tensors of its own.
+        num_heads = k.numel // key_size // block.tokens
+        copies = lcm(num_heads, shared.num_ranks) // num_heads
+        numels = q.numel, k.numel * copies, v.numel * copies
+        received = block.tape.tensor(sum(numels), q.itemsize)
+        q, k, v = (
+            block.tape.run([x], [(numel, x.itemsize)])[0]
+            for x, numel in zip((q, k, v), numels, strict=True)
+        )
+    queries, itemsize = q.numel // key_size, q.itemsize  # of all heads
+    padded = -(-max(sizes) // 8) * 8
+    merged = queries * (value_size + 1) * WIDE
+    each = queries * (padded * itemsize + WIDE)
+    padding = sum(
+        x.numel // size * padded * itemsize
+        for x, size in ((q, key_size), (k, key_size), (v, value_size))
+        if size < padded
+    )
+    forward = block.tape.products_within(
+        int(each * shared.repeats), merged, 2 * merged + each + padding, each
+    )
+    lse = block.tape.tensor(queries, WIDE)
+    # The gradients of other ranks' keys and values, and what an operator gives to be added.
+    others = (k.numel + v.numel) * WIDE + (q.numel + k.numel + v.numel) * itemsize
+    of_outputs = 2 * queries * padded * itemsize * (value_size < padded)
+    (out,) = block.tape.run(
+        [q, k, v],
+        [(queries * value_size, itemsize)],
+        keeps=[q, k, v, lse],
+        keeps_outputs=True,
+        forward=forward,
+        backward=others + padding + of_outputs,
+    )
+    del received
+    return block.copied(out) if shared.way == "ulysses" else out
 
 
 def _normed(block: Block, names: tuple[str, ...], x: Tensor, size: int) -> Tensor:

@@ -115,9 +115,15 @@ def _experts(experts: Block, block: Block, x: Tensor, weights: Tensor) -> Tensor
         up = "gate_up_proj"
     num_out = experts.parameters[up].shape[1]
     order = [block.tape.tensor(rows, 8) for _ in range(2)]
-    taken = block.tape.run([x], [(rows * (x.numel // block.tokens), x.itemsize)], keeps=[order[0]])[
-        0
-    ]
+    size = [(rows * (x.numel // block.tokens), x.itemsize)]
+    (taken,) = block.tape.run([x], size, keeps=[order[0]])
+    sent: list[Tensor] = []
+    if block.spreads_experts:
+        # Rows go to their experts' ranks, where they are sorted once more. What left and what came
+        # stays until the outputs are back; only the sorted ones are kept.
+        sent = [taken, *block.tape.run([taken], size)]
+        order += [block.tape.tensor(rows, 8) for _ in range(2)]
+        (taken,) = block.tape.run([sent[1]], size, keeps=[order[2]])
     hidden = _grouped(experts, up, taken, rows * num_out)
     del taken
     if up == "gate_up_proj":
@@ -126,6 +132,10 @@ def _experts(experts: Block, block: Block, x: Tensor, weights: Tensor) -> Tensor
         hidden = block.activation(hidden)
     y = _grouped(experts, "down_proj", hidden, rows * down.shape[1])
     del hidden
+    if block.spreads_experts:
+        (y,) = block.tape.run([y], [(y.numel, y.itemsize)], keeps=[order[3]])
+        (y,) = block.tape.run([y], [(y.numel, y.itemsize)])
+    del sent
     y = block.tape.run([y], [(y.numel, y.itemsize)], keeps=[order[1]])[0]
     weighted = block.product(y, weights)
     out = block.tape.run([weighted], [(y.numel // block.top_k, weighted.itemsize)], passes=True)[0]
