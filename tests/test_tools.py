@@ -60,7 +60,7 @@ def test_the_page_of_cores_says_what_was_measured() -> None:
             assert f"`{family}` | {' | '.join(cells)} |" in page
 
 
-PLACES = ("ran cpu", "speed cpu", "parts cpu", "sent cpu", "losses cpu", "speed models")
+PLACES = ("ran cpu", "speed cpu", "gradients cpu", "sent cpu", "losses cpu", "speed models")
 FIGURES = ("strategies", "memory", "losses", "sent", "lengths", "models")
 
 
@@ -94,10 +94,7 @@ def test_the_tables_and_figures_of_a_study_go_into_its_page(
         "| `fsdp1` | – |",
         "| `pp` | – |",
     ]
-    assert (
-        found["parts cpu"].splitlines()[2]
-        == "| `single` |  | 40.00 | 10.00 | 20.00 | 25.00 | 5.00 |"
-    )
+    assert found["gradients cpu"].splitlines()[2] == "| `single` | 10.00 · 5.00 |"
     assert "| `zero1` | 1.0e-03 (wrong) |" in found["losses cpu"]
     assert "| `ddp` | 2 |  | 80 MiB | 3 MiB | 3 MiB |" in found["sent cpu"]
     assert "Not ok: ✗ zero1 and fsdp1." in found["ran cpu"]

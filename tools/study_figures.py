@@ -16,7 +16,6 @@ from shardwise.presets import STARTER
 from shardwise.report import figures as report
 from shardwise.report.folder import Bench
 from shardwise.report.losses import losses
-from shardwise.report.names import group_title
 from shardwise.report.panels import BAR_HEIGHT, Drawn, Groups, grid, peak_unit
 from shardwise.report.style import looks
 from shardwise.report.tables import Row, groups_of
@@ -58,9 +57,20 @@ Studies = Mapping[str, Study]
 def in_groups(study: Study, with_controls: bool = False) -> Groups:
     """Return the title and the cells of each group."""
     rows = [row for row in study.rows if with_controls or not row.plan.control]
+    axes = [axis for axis in study.bench.sweep.axes if not axis.compared]
     return [
-        (group_title(group, study.bench.sweep), cells) for group, cells in groups_of(rows).items()
+        (" · ".join(title_of(axis.name, cells[0].plan.values[axis.name]) for axis in axes), cells)
+        for cells in groups_of(rows).values()
     ]
+
+
+def title_of(axis: str, value: str) -> str:
+    """Return the value of an axis in a few words."""
+    return (
+        f"{value} tokens"
+        if axis == LENGTH
+        else {"lora": "LoRA", "full": "in full"}.get(value, value)
+    )
 
 
 def narrow(drawn: Drawn, **changes: Any) -> Drawn:
@@ -112,6 +122,7 @@ def strategies(study: Study) -> Drawn | None:
     left.set_yticks(range(len(labels)), labels)
     right.set_yticks(range(len(labels)), [""] * len(labels))
     left.set_xlim(right=2.1)
+    right.set_xlim(right=1.05 * right.get_xlim()[1])
     most = max(row.plan.nproc for row in study.rows)
     if most == 2:
         left.axvline(2, color=colour("accent"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
@@ -290,7 +301,7 @@ def lengths(study: Study) -> Drawn | None:
         peak = peak_by_length(study.planned[row.plan.id], row)
         errors.append(abs(peak(length) / (row.peak_memory_bytes or 1) - 1))
         if length == most:
-            modes.setdefault(row.plan.values.get("mode", ""), []).append(row)
+            modes.setdefault(title_of("mode", row.plan.values["mode"]), []).append(row)
     names, limits, longest = [], [], {}
     for mode, rows in modes.items():
         names = [row.label for row in rows]

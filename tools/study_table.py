@@ -25,10 +25,9 @@ from shardwise.drawing.svg import drawing, png_of
 from shardwise.records.cell import RECORD, RUN_FILE, SWEEP
 from shardwise.records.record import write_atomically
 from shardwise.report.folder import read_bench
-from shardwise.report.names import group_title
 from shardwise.report.page import write_report
 from shardwise.report.panels import Drawn
-from shardwise.report.tables import MEMORY_PARTS, Row, groups_of, interleaved, make_rows
+from shardwise.report.tables import Row, interleaved, make_rows
 from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]
@@ -105,25 +104,24 @@ def losses(study: Study) -> str:
 
 def by_group(study: Study, figures: Callable[[Row | None], str], with_control: bool = False) -> str:
     """Return a table with a row for each strategy and a column for each group of cells."""
-    groups = groups_of([row for row in study.rows if with_control or not row.plan.control])
-    titles = [group_title(group, study.bench.sweep) for group in groups]
-    labels = dict.fromkeys(row.label for rows in groups.values() for row in rows)
+    groups = in_groups(study, with_control)
+    labels = dict.fromkeys(row.label for _, rows in groups for row in rows)
     lines = []
     for label in labels:
-        cells = [{row.label: row for row in rows} for rows in groups.values()]
+        cells = [{row.label: row for row in rows} for _, rows in groups]
         lines.append([f"`{label}`", *(figures(rows.get(label)) for rows in cells)])
-    return markdown(["", *titles], lines)
+    return markdown(["", *(title for title, _ in groups)], lines)
 
 
-def parts(study: Study) -> str:
-    """Return what the memory is at the peak, in MiB, of the cells in the study's first groups."""
-    lines = []
-    for title, cells in in_groups(study)[: study.num_shown]:
-        for row in cells:
-            if row.memory_parts:
-                mib = [f"{row.memory_parts[part] / 2**20:.2f}" for part in MEMORY_PARTS]
-                lines.append([f"`{row.label}`", title, *mib])
-    return markdown(["", "", *MEMORY_PARTS], lines)
+def gradients(study: Study) -> str:
+    """Return the gradients and the temporary memory at the peak, in MiB, by strategy and group."""
+
+    def figures(row: Row | None) -> str:
+        if row is None or row.memory_parts is None:
+            return NOTHING
+        return " · ".join(f"{row.memory_parts[k] / 2**20:.2f}" for k in ("gradients", "temporary"))
+
+    return by_group(study, figures)
 
 
 def sent(study: Study) -> str:
@@ -172,7 +170,9 @@ def ran(study: Study) -> str:
     rounds = study.bench.sweep.rounds
     earlier = ""
     if not study.is_current:
-        earlier = f" They are of an earlier version: the sweep has {len(study.planned)} cells now."
+        earlier = (
+            f" The figures are of an earlier version: the sweep has {len(study.planned)} cells now."
+        )
     order = "interleaved " if rounds > 1 and interleaved(study.rows) else ""
     bad = [row.name for row in cells if row.state != "ok"]
     commits = ", ".join(commit[:10] for commit in values["commit"])
@@ -199,7 +199,7 @@ def published(name: str, results: Path) -> str:
 TABLES: dict[str, Callable[[Study], str]] = {
     "speed": speed,
     "losses": losses,
-    "parts": parts,
+    "gradients": gradients,
     "sent": sent,
     "bubble": bubble,
     "ran": ran,
