@@ -27,6 +27,8 @@ WIDTH = 6.4
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 LENGTH = "data.sequence_length"
+DEMO = "demo"
+"""The bench of `make demo`, of which the README shows the memory."""
 
 
 @dataclass(frozen=True)
@@ -380,5 +382,6 @@ FIGURES: dict[str, tuple[str, Callable[[Studies], Drawn | None]]] = {
     "sent": of("cpu", sent),
     "sent-compositions": of("compositions", sent),
     "memory-compositions": of("compositions", memory),
+    "memory-demo": of(DEMO, memory),
 }
 """The study of each figure, and what draws it."""

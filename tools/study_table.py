@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from study_figures import FIGURES, Studies, Study, bubbles, in_groups
+from study_figures import DEMO, FIGURES, Studies, Study, bubbles, in_groups
 
 from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
@@ -48,6 +48,9 @@ def read_studies(results: Path) -> Studies:
             cells = read_sweep(ROOT / "configs" / f"study-{name}.yaml", ROOT).cells
             planned = {cell.plan.id: cell.run for cell in cells if not cell.plan.control}
             studies[name] = Study(bench, make_rows(bench), planned)
+    if (folder := results / DEMO).is_dir():
+        bench = read_bench(folder)
+        studies[DEMO] = Study(bench, make_rows(bench), {})
     return studies
 
 
