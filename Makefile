@@ -50,12 +50,14 @@ demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strateg
 
 STUDIES = cpu models experts microbatches compositions
 
-study: setup  ## compare every strategy fairly, in rounds, with a page for each sweep (about two idle hours); resumable
+study: export SHARDWISE_CACHE := $(CURDIR)/runs/study-cache
+study: setup  ## compare every strategy fairly, in rounds: tables and figures of docs/study.md (two to three idle hours); resumable
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
-	set -e; for study in $(STUDIES); do \
-	  $(BIN)/shardwise bench configs/study-$$study.yaml --out runs/study-$$study; \
-	  $(BIN)/shardwise report runs/study-$$study; \
-	done
+	test -f runs/study-calibration.json || $(BIN)/shardwise calibrate --nproc 2 -o runs/study-calibration.json
+	$(BIN)/python tools/pipeline_split.py --costs $(STUDIES:%=configs/study-%.yaml)
+	set -e; for study in $(STUDIES); do $(BIN)/shardwise bench configs/study-$$study.yaml --out runs/study-$$study; done
+	$(BIN)/python tools/study_table.py --runs runs
+	$(BIN)/python tools/diagrams.py
 
 pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, a table (about 15 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py

@@ -79,6 +79,13 @@ def test_the_index_has_every_page():
     assert set((ROOT / "docs").rglob("*.md")) - {index} == found
 
 
+def test_every_page_opens_with_a_question():
+    folders = [ROOT / "docs" / name for name in ("concepts", "guides", "reference")]
+    pages = [ROOT / "docs" / "study.md", *(page for folder in folders for page in folder.iterdir())]
+    question = re.compile(r"# [^\n]+\n\n\*[A-Z][^*\n]{10,100}\?\*\n\n\S")
+    assert not [page for page in pages if not question.match(page.read_text(encoding="utf-8"))]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_shown_commands_parse_and_shown_run_files_hold(page, tmp_path):
     for block in blocks("yaml", page):

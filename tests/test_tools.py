@@ -14,8 +14,15 @@ from typing import Any
 
 import pytest
 
+from shardwise.assembly.describe import describe
+from shardwise.benchmark.sweep import read_sweep
+from shardwise.drawing.svg import drawing
+from shardwise.planner.peak import memory_of_run
+from shardwise.report.folder import Bench
+from shardwise.report.tables import Row, make_rows
+from shardwise.run_file import parse_config
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
-from tests.report.conftest import strategies, write
+from tests.report.conftest import mixtures, pipelines, record, strategies, write
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -53,22 +60,123 @@ def test_the_page_of_cores_says_what_was_measured() -> None:
             assert f"`{family}` | {' | '.join(cells)} |" in page
 
 
+PLACES = ("ran cpu", "speed cpu", "gradients cpu", "sent cpu", "losses cpu", "speed models")
+FIGURES = ("strategies", "memory", "losses", "sent", "lengths", "models")
+
+
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)
-def test_the_table_of_a_study_goes_into_its_page(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_tables_and_figures_of_a_study_go_into_its_page(
+    tool: ModuleType, tmp_path: Path
+) -> None:
     sweep, records = strategies()
     cells = tuple(replace(plan, timed=plan.id != "fsdp2") for plan in sweep.cells)
-    page = tmp_path / "page.md"
-    page.write_text(f"Before\n{tool.BEGIN}old\n{tool.END}After\n")
-    tool.main([str(write(tmp_path / "bench", replace(sweep, cells=cells), records)), str(page)])
-    before, *table, end, after = page.read_text().splitlines()
-    assert (before, end, after) == ("Before", tool.END.strip(), "After")
-    assert table[2:6] == [
+    runs, page = tmp_path / "runs", tmp_path / "page.md"
+    names = (*PLACES, *(f"figure {name}" for name in FIGURES))
+    page.write_text("Before\n" + "".join(f"{tool.BEGIN.format(n)}old\n{tool.END}" for n in names))
+    results = tmp_path / "results"
+    write(runs / "study-cpu", replace(sweep, cells=cells), records)
+    arguments = ["--results", str(results), "--pages", str(page), "--runs", str(runs)]
+    tool.main(arguments)  # a cell has no record, so nothing is copied
+    assert page.read_text().count("was not run yet") == len(names)
+    write(results / "study-cpu", replace(sweep, cells=cells), records)
+    tool.main(arguments)
+    parts = re.findall(r"table.py ([\w -]+) -->\n\n(.*?)\n\n<!-- end", page.read_text(), re.DOTALL)
+    found = dict(parts)
+    assert [*found] == [*names]
+    assert found["speed cpu"].splitlines()[1:5] == [
         "| --- | --- |",
         "| `single` | 1.00 · 100.0 |",
         "| `ddp` | 1.50 · 80.0 |",
         "| `fsdp2` | not timed · 60.0 |",
     ]
-    assert table[6:] == ["| `zero1` | – |", "| `fsdp1` | – |", "| `pp` | – |"]
+    assert found["speed cpu"].splitlines()[5:] == [
+        "| `zero1` | – |",
+        "| `fsdp1` | – |",
+        "| `pp` | – |",
+    ]
+    assert found["gradients cpu"].splitlines()[2] == "| `single` | 10.00 · 5.00 |"
+    assert "| `zero1` | 1.0e-03 (wrong) |" in found["losses cpu"]
+    assert "| `ddp` | 2 |  | 80 MiB | 3 MiB | 3 MiB |" in found["sent cpu"]
+    assert "Not ok: ✗ zero1 and fsdp1." in found["ran cpu"]
+    assert "the sweep has 72 cells now" in found["ran cpu"]
+    drawn = {name for name in FIGURES if f"results/study/{name}.png" in found[f"figure {name}"]}
+    assert drawn == {"strategies", "memory", "losses", "sent"}
+    assert "since it was changed" in found["figure lengths"]
+    assert "was not run yet" in found["speed models"]
+    assert {path.stem for path in (results / "study").iterdir()} == drawn
+
+
+@pytest.mark.parametrize("tool", ["study_table"], indirect=True)
+def test_the_records_of_a_finished_study_are_kept(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "write_report", lambda folder: (folder / "report.html").touch())
+    runs, results = tmp_path / "runs", tmp_path / "results"
+    folder = write(runs / "study-experts", *mixtures())
+    (folder / "single" / "round-1").mkdir()
+    for name in ("record.json", "log.txt"):
+        (folder / "single" / "round-1" / name).write_text("{}")
+    (runs / tool.CALIBRATION).write_text("{}")
+    tool.copy_runs(runs, results)
+    copied = {
+        path.relative_to(results).as_posix() for path in results.rglob("*.*") if path.is_file()
+    }
+    assert {
+        "study/calibration.json",
+        "study-experts/sweep.json",
+        "study-experts/single/run.yaml",
+        "study-experts/single/round-1/record.json",
+        "study-experts/report.html",
+    } <= copied
+    assert not any("log.txt" in name for name in copied)
+
+
+@pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
+def test_the_figure_of_bubbles_has_them_measured_and_simulated(tool: ModuleType) -> None:
+    sweep, records = pipelines()
+    for name, one in records.items():
+        one.config["training"] = {
+            "global_batch_size": 32,
+            "micro_batch_size": 1 + int(name[0] == "4"),
+        }
+    rows = make_rows(Bench(sweep, records))
+    study = tool.Study(Bench(sweep, records), rows, {})
+    points = tool.bubbles(study)
+    assert {(point.microbatches, round(point.formula, 4)) for point in points} == {
+        (32, round(1 / 33, 4)),
+        (16, round(3 / 35, 4)),
+    }
+    for point in points:
+        assert point.simulated == pytest.approx(point.measured)
+    with drawing():
+        assert tool.microbatches(study).name == "microbatches"
+
+
+@pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
+def test_the_longest_row_is_that_whose_planned_peak_is_in_the_memory(tool: ModuleType) -> None:
+    cells = read_sweep(TOOLS.parent / "configs" / "study-cpu.yaml", TOOLS).cells
+    for name in ("single-128-lora", "pp-uniform-128-full"):
+        (cell,) = (cell for cell in cells if cell.plan.id == name)
+        cut = {"boundaries": [0, 2, 10]} if "pp" in name else None  # not that of the run file
+        row = Row(cell.plan, name, "ok", record=record(cell.plan, pipeline=cut))
+        peak = tool.peak_by_length(cell.run, row)
+        assert tool.longest_row(peak, peak(256)) == 256
+        assert tool.longest_row(peak, peak(256) - 1) == 256 - tool.STEP
+    cfg = parse_config({**cell.run, "model": {**cell.run["model"], "tokenizer": None}}, name)
+    assert memory_of_run(cfg, describe(cfg, 2)).total < peak(128)
+
+
+@pytest.mark.parametrize("tool", ["diagrams"], indirect=True)
+def test_the_ring_has_the_times_of_the_largest_messages(tool: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    assert tool.measured_messages(["send"], path) == ""
+    sizes = {2**10: 0.001, 2**25: 0.5}
+    row = {"kind": "send", "num_ranks": 2}
+    rows = [{**row, "num_bytes": size, "seconds": time} for size, time in sizes.items()]
+    path.write_text(json.dumps({"collectives": rows}))
+    assert "32 MiB among 2 CPU processes over gloo: send 500 ms" in tool.measured_messages(
+        ["send"], path
+    )
 
 
 def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):

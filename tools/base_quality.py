@@ -55,7 +55,7 @@ def figure_of(losses: dict[str, dict[str, float]]) -> bytes:
     with drawing():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7, 2.4), layout="constrained")
+        figure = Figure(figsize=(5.8, 2.8), layout="constrained")
         axes = figure.subplots()
         plain = losses["none"]
         differences = {
@@ -70,10 +70,8 @@ def figure_of(losses: dict[str, dict[str, float]]) -> bytes:
             axes.plot(differences[form], [height] * len(plain), "o", color=colour("c1"))
         axes.set_yticks(range(len(forms)), forms)
         axes.set_ylim(-0.6, len(forms) - 0.4)
-        axes.set(
-            title="Validation loss minus that of a bfloat16 base, one point a seed", xlabel="nats"
-        )
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.set(title="Validation loss minus that in bfloat16, a point a seed", xlabel="nats")
+        figure.legend(loc="outside lower right")
         return png_of(figure)
 
 

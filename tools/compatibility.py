@@ -13,6 +13,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "compatibility.md"
 HEAD = """\
 # What may run together
 
+*What may run together with what?*
+
 This page lists which layouts there are, which family trains under which, and what is refused. A
 layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp`
 (fsdp2 with replicas) over the data; `cp` [context parallelism](../concepts/context.md); `ep`

@@ -13,6 +13,8 @@ AS_YAML = {"field(default_factory=list)": "[]", "None": "null", "True": "true", 
 HEAD = """\
 # The run file
 
+*Which keys has a run file?*
+
 This page lists every key of a run file with its type, its default and what it does. A run file is a
 YAML mapping of sections. An unknown or misspelt key is an error that names the nearest. On the
 command line `--section.key=value` replaces a value (values are YAML: `null`, `[a, b]`),

@@ -134,7 +134,7 @@ def figure_of(curves: dict[int, list[int]]) -> bytes:
     with drawing():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = Figure(figsize=(5.8, 2.8), layout="constrained")
         memory, longest = figure.subplots(1, 2)
         for number, sizes in curves.items():
             mib = [size / 2**20 for size in sizes]
@@ -144,15 +144,15 @@ def figure_of(curves: dict[int, list[int]]) -> bytes:
         memory.set_yscale("log", base=2)
         memory.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
         memory.yaxis.set_major_formatter("{x:.0f}")
-        memory.set(title="Activations of the fullest rank", xlabel="tokens of a row", ylabel="MiB")
+        memory.set(title="Activations of a rank", xlabel="tokens of a row", ylabel="MiB")
         memory.legend()
         limit = curves[1][1]
         # Memory is linear in the tokens, so what lies between two lengths does too.
         fitting = [np.interp(limit, sizes, LENGTHS) / 1024 for sizes in curves.values()]
         bars = longest.bar([str(number) for number in curves], fitting, color=colour("c1"))
         longest.bar_label(bars, fmt="%.1fk")
-        title = f"Longest row in {limit / 2**20:.0f} MiB of activations"
-        longest.set(title=title, xlabel="ranks along cp", ylabel="thousands of tokens (1,024)")
+        title = f"Longest row in {limit / 2**20:.0f} MiB"
+        longest.set(title=title, xlabel="ranks along cp", ylabel="1,024 tokens")
         return png_of(figure)
 
 

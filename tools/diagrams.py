@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,12 +35,14 @@ from shardwise.planner.context import Mixer, sent_by_layers
 from shardwise.planner.messages import sizes_of
 from shardwise.planner.pictures import Placed, holding_of
 from shardwise.training.step import forward_backward, training_step
-from shardwise.words import size
+from shardwise.words import seconds, size
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "diagrams"
 LAYOUTS = Path(__file__).with_suffix(".yaml")
 """The layouts to draw, and in words what moves when."""
+CALIBRATION = ROOT / "results" / "study" / "calibration.json"
+"""Of the machine on which the study was measured; the diagram of a ring has no times without it."""
 MODELS = ROOT / "src" / "shardwise" / "presets" / "models"
 ROWS, SEQUENCE = 8, 2048
 LEAST_BYTES = 2**10
@@ -148,9 +151,24 @@ def ring() -> Iterator[tuple[str, str, Canvas]]:
     notes = (
         f"{sent[0]} of a tensor of 1 GiB leave each rank",
         f"{sent[1]} leave each rank",
-        f"Together {sent[2]} of the 1 GiB leave each rank.",
+        f"Together {sent[2]} of the 1 GiB leave each rank.{measured_messages(kinds)}",
     )
     yield "collectives", title, draw_ring(title, 4, notes)
+
+
+def measured_messages(kinds: Sequence[str], path: Path = CALIBRATION) -> str:
+    """Return what the largest messages of these kinds took where the study was measured."""
+    if not path.is_file():
+        return ""
+    rows = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+    largest = {
+        kind: max((row for row in rows if row["kind"] == kind), key=lambda row: row["num_bytes"])
+        for kind in kinds
+    }
+    first = largest[kinds[0]]
+    times = ", ".join(f"{kind} {seconds(row['seconds'])}" for kind, row in largest.items())
+    amount = f"{size(first['num_bytes'])} among {first['num_ranks']} CPU processes over gloo"
+    return f" Measured, {amount}: {times}. gloo's reduce-scatter is an all-reduce inside."
 
 
 def context() -> Iterator[tuple[str, str, Canvas]]:

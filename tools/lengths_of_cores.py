@@ -129,7 +129,7 @@ def figure_of(rows: dict[str, Any]) -> str:
     with drawing():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8, 3), layout="constrained")
+        figure = Figure(figsize=(5.8, 2.8), layout="constrained")
         time, memory = figure.subplots(1, 2)
         for kind, row in rows.items():
             seconds = [row["relative"][str(n)]["median"] for n in LENGTHS]
@@ -140,7 +140,7 @@ def figure_of(rows: dict[str, Any]) -> str:
         time.set(
             title="Time of a token", ylabel="times that in rows of 512", xscale="log", ylim=(0, 2)
         )
-        memory.set(title="Kept for the backward by one row", ylabel="MiB")
+        memory.set(title="Kept for a backward", ylabel="MiB")
         for axes in (time, memory):
             axes.set_xlabel("tokens of a row")
             axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])

@@ -11,6 +11,9 @@ case whose losses differ.
 The bound is what no split could beat: the uniform split's predicted step over `bound_seconds`, in
 which both ranks are busy all the time (`physical`), and over the best of all splits, whose pipeline
 has to fill and drain (`simulated`).
+
+With `--costs SWEEP ...` only the costs are measured that the timed pipelines of these sweeps need
+and the cache ($SHARDWISE_CACHE) does not have.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from shardwise.records.cell import CellRecord
 from shardwise.records.record import RunRecord
 from shardwise.report.verdict import verdicts
 from shardwise.run_file import parse_config
+from shardwise.safety import cache_folder
 from shardwise.schedule.split import bound_seconds
 from shardwise.schedule.timeline import Timeline, unpack
 
@@ -51,7 +55,13 @@ def main() -> None:
     parser = command_line(__doc__, OUT)
     parser.add_argument("--sweep", type=Path, default=ROOT / "configs" / "pipeline-split.yaml")
     parser.add_argument("--runs", type=Path, default=Path("runs/pipeline-split"))
+    parser.add_argument("--costs", type=Path, nargs="+", metavar="SWEEP")
     options = parser.parse_args()
+    if options.costs:
+        cache = cache_folder()
+        for path in options.costs:
+            measure_costs(read_sweep(path, options.runs), cache)
+        return
     sweep, records = measured_bench(options.sweep, options.runs)
     figures = options.out / "figures"
     figures.mkdir(parents=True, exist_ok=True)
@@ -84,19 +94,24 @@ def chart(cells: dict[str, CellRecord]) -> str:
 
 def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]]:
     """Measure the costs that the cells of a sweep need, run it, and return its records by cell."""
-    if torch.get_num_threads() != 1:
-        sys.exit("set OMP_NUM_THREADS=1: two cores can time two processes of one thread each")
     profiles = runs.with_name(f"{runs.name}-profiles")
     for folder in (runs, profiles):
         shutil.rmtree(folder, ignore_errors=True)
     os.environ["SHARDWISE_CACHE"] = str(profiles.absolute())
     sweep = read_sweep(path, runs)
-    for cell in sweep.cells:
-        cfg = parse_config(cell.run, str(path))
-        if not plan(cfg).source.is_measured:
-            print(f"measuring the units of {cell.plan.id}", flush=True)
-            measure(cfg, profiles)
+    measure_costs(sweep, profiles)
     return sweep, {record.cell["id"]: record for record in bench(path, runs)}
+
+
+def measure_costs(sweep: Sweep, cache: Path) -> None:
+    """Measure what the timed pipelines of a sweep need and the cache does not have."""
+    if torch.get_num_threads() != 1:
+        sys.exit("set OMP_NUM_THREADS=1: two cores can time two processes of one thread each")
+    for cell in sweep.cells:
+        cfg = parse_config(cell.run, cell.plan.id)
+        if cfg.parallel.pp > 1 and cell.plan.timed and not plan(cfg).source.is_measured:
+            print(f"measuring the units of {cell.plan.id}", flush=True)
+            measure(cfg, cache)
 
 
 def measure(cfg: RunConfig, cache: Path) -> None:

@@ -16,6 +16,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "guides" / "recipes.md"
 HEAD = """\
 # Recipes
 
+*Is there a run file for my model?*
+
 This page lists the published models for which `shardwise init` writes a run file, and what each
 layout needs. A recipe is named by its model and its layout:
 

@@ -1,62 +1,281 @@
-"""Write a study's table into the guide that quotes it: `python tools/study_table.py [BENCH]
-[PAGE]`.
+"""Write what a study measured into the pages that quote it.
 
-For each strategy and group: tokens/s over the baseline's, and the peak memory of a rank in MiB.
-What was not timed has no speed; a cell without figures has neither.
+    python tools/study_table.py [--runs runs]
+
+Each page says between two comments what belongs there, as in `<!-- tools/study_table.py speed cpu
+-->`: a table of TABLES and a study, or `figure` and a name of `study_figures.FIGURES`. The studies
+are the folders `results/study-NAME`; `--runs` first copies the records of those that have been run
+to their end into them, and draws their reports again. What has not been measured is named as such.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
-import sys
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from study_figures import DEMO, FIGURES, Studies, Study, bubbles, in_groups
+
 from shardwise.benchmark.paired import table as markdown
+from shardwise.benchmark.sweep import read_sweep
+from shardwise.drawing.svg import drawing, png_of
+from shardwise.records.cell import RECORD, RUN_FILE, SWEEP
+from shardwise.records.record import write_atomically
 from shardwise.report.folder import read_bench
-from shardwise.report.names import group_title
-from shardwise.report.tables import Row, groups_of, make_rows
-from shardwise.words import NOTHING
+from shardwise.report.page import write_report
+from shardwise.report.panels import Drawn
+from shardwise.report.tables import Row, interleaved, make_rows
+from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- tools/study_table.py -->\n", "<!-- end -->\n"
+PAGES = [ROOT / "docs" / "study.md"]
+STUDIES = ("cpu", "models", "experts", "microbatches", "compositions")
+CALIBRATION = "study-calibration.json"
+"""What `shardwise calibrate` has measured, beside the runs; the diagram of a ring has its times."""
+BEGIN, END = "<!-- tools/study_table.py {} -->\n", "<!-- end -->\n"
+Figures = dict[str, tuple[Path, Drawn]]
 
 
-def table(folder: Path) -> str:
-    """Return the table of a bench's folder as Markdown, controls aside."""
-    bench = read_bench(folder)
-    groups = groups_of([row for row in make_rows(bench) if not row.plan.control])
-    labels = dict.fromkeys(row.label for rows in groups.values() for row in rows)
+def read_studies(results: Path) -> Studies:
+    """Return the studies that have a folder, by name."""
+    studies = {}
+    for name in STUDIES:
+        if (folder := results / f"study-{name}").is_dir():
+            bench = read_bench(folder)
+            cells = read_sweep(ROOT / "configs" / f"study-{name}.yaml", ROOT).cells
+            planned = {cell.plan.id: cell.run for cell in cells if not cell.plan.control}
+            studies[name] = Study(bench, make_rows(bench), planned)
+    if (folder := results / DEMO).is_dir():
+        bench = read_bench(folder)
+        studies[DEMO] = Study(bench, make_rows(bench), {})
+    return studies
+
+
+def copy_runs(runs: Path, results: Path) -> None:
+    """Copy the records of the studies in which every cell has one, and write their reports."""
+    for name in STUDIES:
+        source, target = runs / f"study-{name}", results / f"study-{name}"
+        if not source.is_dir():
+            continue
+        bench = read_bench(source)
+        if missing := [plan.id for plan in bench.sweep.cells if plan.id not in bench.records]:
+            print(f"{source}: not finished ({listed(missing)}); {target} stays as it is")
+            continue
+        shutil.rmtree(target, ignore_errors=True)
+        for path in [source / SWEEP, *source.glob("*/*"), *source.glob("*/round-*/*")]:
+            if path.name in (SWEEP, RECORD, RUN_FILE) and path.is_file():
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+        write_report(target)
+    if (calibration := runs / CALIBRATION).is_file():
+        (results / "study").mkdir(exist_ok=True)
+        shutil.copyfile(calibration, results / "study" / "calibration.json")
+
+
+# --------------------------------------------------------------------------------------- tables
+
+
+def speed(study: Study) -> str:
+    """Return tokens/s over the baseline's and the peak of a rank, by strategy and group."""
+
+    def figures(row: Row | None) -> str:
+        if row is None or row.peak_memory_bytes is None:
+            return NOTHING
+        speedup = NOTHING if row.speedup is None else f"{row.speedup:.2f}"
+        if not row.plan.timed:
+            speedup = "not timed"
+        return f"{speedup} · {row.peak_memory_bytes / 2**20:.1f}"
+
+    return by_group(study, figures)
+
+
+def losses(study: Study) -> str:
+    """Return the largest difference of a loss from the reference's, by strategy and group."""
+
+    def figures(row: Row | None) -> str:
+        if row is None or row.difference is None:
+            return "the reference" if row and row.is_reference else NOTHING
+        mark = "" if row.state == "ok" else f" ({row.state})"
+        return f"{scientific(row.difference) if row.difference else '0'}{mark}"
+
+    return by_group(study, figures, with_control=True)
+
+
+def by_group(study: Study, figures: Callable[[Row | None], str], with_control: bool = False) -> str:
+    """Return a table with a row for each strategy and a column for each group of cells."""
+    groups = in_groups(study, with_control)
+    labels = dict.fromkeys(row.label for _, rows in groups for row in rows)
     lines = []
     for label in labels:
-        by_group = [{row.label: row for row in rows} for rows in groups.values()]
-        lines.append([f"`{label}`", *(figures(rows.get(label)) for rows in by_group)])
-    return markdown(["", *(group_title(group, bench.sweep) for group in groups)], lines) + "\n"
+        cells = [{row.label: row for row in rows} for _, rows in groups]
+        lines.append([f"`{label}`", *(figures(rows.get(label)) for rows in cells)])
+    return markdown(["", *(title for title, _ in groups)], lines)
 
 
-def figures(row: Row | None) -> str:
-    """Return a cell's speed-up and peak, as in `1.79 · 37.1`."""
-    if row is None or row.peak_memory_bytes is None:
-        return NOTHING
-    speed = NOTHING if row.speedup is None else f"{row.speedup:.2f}"
-    if not row.plan.timed:
-        speed = "not timed"
-    return f"{speed} · {row.peak_memory_bytes / 2**20:.1f}"
+def gradients(study: Study) -> str:
+    """Return the gradients and the temporary memory at the peak, in MiB, by strategy and group."""
+
+    def figures(row: Row | None) -> str:
+        if row is None or row.memory_parts is None:
+            return NOTHING
+        return " · ".join(f"{row.memory_parts[k] / 2**20:.2f}" for k in ("gradients", "temporary"))
+
+    return by_group(study, figures)
 
 
-def put(text: str, content: str) -> str:
-    """Return a page with `content` in the place that it keeps for it."""
-    pattern = re.compile(f"(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", re.DOTALL)
-    assert pattern.search(text), f"the page has no lines {BEGIN.strip()} and {END.strip()}"
-    return pattern.sub(lambda _: content, text)
+def sent(study: Study) -> str:
+    """Return the bytes that leave the rank that sends most, counted and by formula."""
+    lines = []
+    for title, cells in in_groups(study):
+        for row in cells:
+            if row.predicted_bytes is not None:
+                bytes_of = [size(row.sent_bytes), size(row.predicted_bytes)]
+                peak = size(row.peak_memory_bytes)
+                lines.append([f"`{row.label}`", row.plan.nproc, title, peak, *bytes_of])
+    head = ["", "processes", "", "peak of a rank", "sent in a step, counted", "by formula"]
+    return markdown(head, lines) if lines else ""
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the table of a bench (the committed study) into a page (the guide)."""
-    study = ROOT / "results" / "study-cpu", ROOT / "docs" / "guides" / "choosing-a-strategy.md"
-    folder, page = map(Path, (*arguments, *study[len(arguments) :]))
-    page.write_text(put(page.read_text(encoding="utf-8"), table(folder)), encoding="utf-8")
+def bubble(study: Study) -> str:
+    """Return the idle share of pipelines, measured and simulated, and tokens/s."""
+    lines = []
+    for point in bubbles(study):
+        low, high = point.range
+        lines.append(
+            [
+                f"`{point.schedule}`",
+                point.microbatches,
+                f"{percent(point.measured)} ({percent(low)} to {percent(high)})",
+                percent(point.simulated),
+                percent(point.formula),
+                f"{point.row.tokens_per_second or 0:,.0f}",
+                size(point.row.peak_memory_bytes),
+            ]
+        )
+    head = ["", "micro-batches", "bubble", "simulated", "of equal stages"]
+    return markdown([*head, "tokens/s", "peak of a rank"], lines)
+
+
+def ran(study: Study) -> str:
+    """Return where, when and how the cells of a study ran, in a sentence."""
+    cells = [row for row in study.rows if row.record and not row.plan.control]
+    controls = sum(row.plan.control for row in study.rows)
+    facts = [row.record.environment for row in cells if row.record]
+    values = {
+        key: list(dict.fromkeys(str(fact.get(key)) for fact in facts))
+        for key in ("device", "cpu_count", "torch", "commit")
+    }
+    started = min(entry["started"] for row in cells if row.record for entry in row.record.rounds)
+    rounds = study.bench.sweep.rounds
+    earlier = ""
+    if not study.is_current:
+        earlier = (
+            f" The figures are of an earlier version: the sweep has {len(study.planned)} cells now."
+        )
+    order = "interleaved " if rounds > 1 and interleaved(study.rows) else ""
+    bad = [row.name for row in cells if row.state != "ok"]
+    commits = ", ".join(commit[:10] for commit in values["commit"])
+    return (
+        f"*{counted(len(cells), 'cell')} and {counted(controls, 'control')}, {rounds} {order}"
+        f"rounds, begun on {started[:10]} on {listed(values['cpu_count'])} cores of "
+        f"{listed(values['device'])}, torch {listed(values['torch'])}, commit {commits}. "
+        + (f"Not ok: {listed(bad, most=20)}." if bad else "Every cell is ok.")
+        + f"{earlier}*"
+    )
+
+
+def published(name: str, results: Path) -> str:
+    """Return the planned memory of a published run beside what was published, in GB (10^9)."""
+    text = (results / name / "memory.md").read_text(encoding="utf-8")
+    lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
+    wanted = ["layout", "rows", "states", "peak", "plain loss", "published"]
+    places = [lines[0].index(column) for column in wanted]
+    head = ["", "rows of a GPU", "weights, gradients, AdamW", "planned peak"]
+    rows = [[line[place] for place in places] for line in lines[2:]]
+    return markdown([*head, "with all logits at once", "published peak"], rows)
+
+
+TABLES: dict[str, Callable[[Study], str]] = {
+    "speed": speed,
+    "losses": losses,
+    "gradients": gradients,
+    "sent": sent,
+    "bubble": bubble,
+    "ran": ran,
+}
+
+
+# ---------------------------------------------------------------------------------------- pages
+
+
+def content(
+    kind: str, name: str, studies: Studies, figures: Figures, page: Path, results: Path
+) -> str:
+    """Return what belongs between two comments of a page."""
+    if kind == "published":
+        return published(name, results)
+    if kind != "figure":
+        table = TABLES[kind](studies[name]) if name in studies else ""
+        return table or not_measured(name, "table", studies)
+    if name not in figures:
+        return not_measured(FIGURES[name][0], "figure", studies)
+    path, drawn = figures[name]
+    where = os.path.relpath(path, page.parent)
+    return f"![{drawn.title}]({where})\n\n*{drawn.title}.* {drawn.caption}"
+
+
+def not_measured(name: str, what: str, studies: Studies) -> str:
+    """Return a sentence in the place of what the records of a study do not have."""
+    since = "since it was changed" if name in studies else "yet"
+    return f"*The {what} comes with `make study`: `configs/study-{name}.yaml` was not run {since}.*"
+
+
+def write_page(page: Path, studies: Studies, figures: Figures, results: Path) -> None:
+    """Write a page again, with what belongs between its comments."""
+    pattern = re.escape(BEGIN).replace(r"\{\}", r"(\w+) ([\w-]+)") + f".*?{re.escape(END)}"
+
+    def filled(found: re.Match[str]) -> str:
+        kind, name = found.groups()
+        text = content(kind, name, studies, figures, page, results)
+        return f"{BEGIN.format(f'{kind} {name}')}\n{text}\n\n{END}"
+
+    text, count = re.subn(pattern, filled, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert count, f"{page} has no place for a table"
+    write_atomically(page, text)
+
+
+def draw_figures(studies: Studies, folder: Path) -> Figures:
+    """Draw the figures that the studies have data for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures: Figures = {}
+    with drawing():
+        for name, (_, draw) in FIGURES.items():
+            if drawn := draw(studies):
+                figures[name] = folder / f"{name}.png", drawn
+                write_atomically(figures[name][0], png_of(drawn.figure))
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--pages", type=Path, nargs="*", default=PAGES)
+    options = parser.parse_args(arguments)
+    if options.runs:
+        copy_runs(options.runs, options.results)
+    studies = read_studies(options.results)
+    figures = draw_figures(studies, options.results.absolute() / "study")
+    for page in options.pages:
+        write_page(page.absolute(), studies, figures, options.results)
+    print(f"drawn: {listed(list(figures), most=20)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

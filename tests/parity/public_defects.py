@@ -12,6 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "silent-bugs.md"
 HEAD = """\
 # Silent bugs elsewhere
 
+*Which mistakes of other systems would be noticed here?*
+
 A silent bug prints nothing: the run ends, the loss falls, and the result is not that of one
 process. This page lists {count} such bugs of {systems} systems, each with the public thread in
 which it was reported or mended. A test plants it into the code of shardwise, and an unmodified
