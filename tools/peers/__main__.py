@@ -29,6 +29,7 @@ from tools.peers.page import write_page
 from tools.peers.sides import LEARNING_RATE, MODES, ROOT, SIDES, TIMED, WARM_UP, Side, definition
 from tools.peers.work import Watch, Work, batch, packed, uneven
 from torch.multiprocessing.spawn import ProcessException, start_processes
+from transformers import DataCollatorWithFlattening
 
 from shardwise.benchmark.paired import Results, command_line, turns
 from shardwise.config import Model
@@ -61,6 +62,7 @@ def main() -> None:
     begin = time.perf_counter()
     for name in ADAPTED:
         results.add(f"adapters/{name}", partial(adapters, name))
+    results.add("collator/lora/trainer", collator)
     cases = [(mode, name) for mode in MODES for name in SIDES]
     for mode, name in cases:
         results.add(f"checks/{mode}/{name}", partial(run, SIDES[name], mode, True))
@@ -159,6 +161,17 @@ def adapters(name: str) -> dict[str, Any]:
         without = every - lora.adapter_layers(hf).keys()
         ways[way] = {"matrices": len(every), "without": sorted(without)}
     return ways
+
+
+def collator() -> dict[str, Any]:
+    """Return what transformers says of rows whose documents its own collator tells apart."""
+    model = Work("", False, 0, 1, LEARNING_RATE, "").model()
+    documents = [{"input_ids": list(range(n))} for n in (48, 80)]
+    try:
+        model(**DataCollatorWithFlattening(return_seq_idx=True)(documents))
+    except ValueError as error:
+        return {"error": " ".join(str(error).split())}
+    return {}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import Any
 from shardwise.benchmark.paired import table
 from shardwise.drawing.svg import colour, drawing, png_of
 
-RIGHT = 1e-5
-"""A relative difference of losses or norms that rounding may make."""
+RIGHT = {"losses": 1e-6, "norms": 1e-4}
+"""Relative differences that rounding may make."""
+KINDS = {"checks": ", checks", "collator": ", rows of `DataCollatorWithFlattening` with `seq_idx`"}
 NAMES = {"lora": "LoRA", "full": "all weights"}
 HEAD = ("side", "tokens/s", "ours over it", "peak MiB", "weights held", "losses differ by")
 HEAD += ("unequal targets", "packed documents")
@@ -83,7 +84,7 @@ def cells(result: dict[str, Any], mode: str, name: str) -> list[str]:
         f"{max(taken[0]['peak_bytes']) / 2**20:.1f}",
         f"{share:.0%}",
         "–" if name == "single" else f"{max(abs(ours - theirs) for ours, theirs in pairs):.1e}",
-        *(verdicts(checks, rows[f"checks/{mode}/single"]) if "error" not in checks else "??"),
+        *(verdicts(checks, rows[f"checks/{mode}/single"]) if "error" not in checks else ["?", "?"]),
     ]
 
 
@@ -95,10 +96,10 @@ def verdicts(checks: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     weighting, packing = [], "apart"
     for what, key in (("loss", "losses"), ("gradient norm", "norms")):
         difference = checks[key][0] / reference[key][0] - 1
-        if abs(difference) > RIGHT:
+        if abs(difference) > RIGHT[key]:
             weighting.append(f"{what} {difference:+.2%}")
     _, first, second = checks["losses"]
-    if abs(second / first - 1) > RIGHT:
+    if abs(second / first - 1) > RIGHT["losses"]:
         packing = f"leak: loss {second - first:+.4f} by another first document"
     return [", ".join(weighting) or "by token", packing]
 
@@ -156,9 +157,11 @@ def refusals(result: dict[str, Any], modes: Sequence[str]) -> str:
         if "error" in row:
             kind, mode, name = case.split("/")
             place = f"{result['sides'][name]['title']}, {NAMES[mode]}"
-            where = f"{place}{', checks' if kind == 'checks' else ''}"
-            found.setdefault(row["error"], []).append(where)
-    lines = [f"- {'; '.join(dict.fromkeys(who))}: `{error}`" for error, who in found.items()]
+            found.setdefault(row["error"], []).append(place + KINDS.get(kind, ""))
+    lines = [
+        f"- {'; '.join(dict.fromkeys(who))}: `{error.replace('`', '')}`"
+        for error, who in found.items()
+    ]
     return "\n".join(lines) or "Every side runs."
 
 
