@@ -48,14 +48,14 @@ $(RAY)/.ok: $(VENV)/.ok
 
 # Peers on top of what .venv has. torchtitan pins libraries of its own, and needs Triton and fla, beside which layers of
 # transformers break on a CPU: a folder of its own, which one process reads.
-TITAN = torchtitan torchdata torch_checkpointing spmd_types tyro docstring_parser typeguard triton fla-core flash-linear-attention
+TITAN = torchtitan spmd_types tyro docstring_parser triton fla-core flash-linear-attention
 
 $(PEERS)/.ok: $(VENV)/.ok
 	$(PYTHON) -m venv $(PEERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 	$(PEERS)/bin/pip install --quiet --no-deps --editable .
-	$(PEERS)/bin/pip install --quiet --constraint constraints.txt wheel
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt setuptools wheel
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
 	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --no-deps --target $(PEERS)/torchtitan $(TITAN)
 	touch $@

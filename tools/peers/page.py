@@ -45,9 +45,9 @@ def page(result: dict[str, Any]) -> str:
 Commit {environment["commit"]}, {environment["device"]}, {environment["cpu_count"]} cores; \
 {", ".join(f"{name} {number}" for name, number in result["versions"].items())}. A step:
 {work["micro_batches"]} micro-batches of {work["rows"]} rows of {work["tokens"]} tokens, \
-{result["work"]["precision"]}; two processes of one thread, or one. {result["rounds"]} rounds of
-{steps["timed"]} timed steps; medians, and in brackets the smallest and the largest of the rounds. \
-Load average
+{result["work"]["precision"]}; two processes of one thread, or one. Rounds: {result["rounds"]},
+of {steps["timed"]} timed steps each; medians, and in brackets the smallest and the largest of the \
+rounds. Load average
 before a round: {statistics.median(loads):.1f} (median), at most {max(loads):.1f}.
 
 {table(HEAD, lines)}
@@ -100,7 +100,7 @@ def verdicts(checks: dict[str, Any], reference: dict[str, Any]) -> list[str]:
             weighting.append(f"{what} {difference:+.2%}")
     _, first, second = checks["losses"]
     if abs(second / first - 1) > RIGHT["losses"]:
-        packing = f"leak: loss {second - first:+.4f} by another first document"
+        packing = f"leak: loss {second - first:+.4f}"
     return [", ".join(weighting) or "by token", packing]
 
 
@@ -189,17 +189,21 @@ def figure(result: dict[str, Any]) -> bytes:
         chart = Figure(figsize=(10, 3.6 * len(modes)), layout="constrained")
         panels = chart.subplots(len(modes), 2, squeeze=False, sharey="row")
         for (times, peaks), mode in zip(panels, modes, strict=True):
-            sides = result["sides"]
-            names = [name for name in sides if rounds(result, mode, name)][::-1]
+            names = list(result["sides"])[::-1]
             for place, name in enumerate(names):
                 taken, speeds = rounds(result, mode, name), speeds_of(result, mode, name)
-                mine = sides[name]["beside"] is None
+                mine = result["sides"][name]["beside"] is None
                 look = {"color": colour("c1" if mine else "c2"), "hatch": "" if mine else "////"}
                 if speeds:
                     times.barh(place, statistics.median(speeds), **look)
                     times.plot([min(speeds), max(speeds)], [place, place], color=colour("ink"))
-                peaks.barh(place, max(taken[0]["peak_bytes"]) / 2**20, **look)
-            times.set_yticks(range(len(names)), [sides[n]["title"].replace("`", "") for n in names])
-            times.set(title=f"{NAMES[mode]}: tokens/s (line: all rounds)")
+                if taken:
+                    peaks.barh(place, max(taken[0]["peak_bytes"]) / 2**20, **look)
+                else:
+                    peaks.text(0, place, " does not run", va="center", color=colour("muted"))
+            titles = [result["sides"][name]["title"].replace("`", "") for name in names]
+            times.set_yticks(range(len(names)), titles)
+            unit = "not timed" if result["untimed"] else "tokens/s (line: all rounds)"
+            times.set(title=f"{NAMES[mode]}: {unit}")
             peaks.set(title=f"{NAMES[mode]}: peak memory of a rank, MiB")
         return png_of(chart)
