@@ -173,7 +173,7 @@ def adapters(rows: dict[str, Any]) -> str:
             for way, row in ways.items():
                 said = row.get("error")
                 if said is None:
-                    kinds = {name.rpartition(".")[2] for name in row["without"]}
+                    kinds = {".".join(name.split(".")[-2:]) for name in row["without"]}
                     said = f"{len(row['without'])} of {row['matrices']} matrices have none"
                     said += f": {', '.join(sorted(kinds))}" if kinds else ""
                 lines.append([case.partition("/")[2], way, said])
@@ -203,6 +203,9 @@ def figure(result: dict[str, Any]) -> bytes:
                     peaks.text(0, place, " does not run", va="center", color=colour("muted"))
             titles = [result["sides"][name]["title"].replace("`", "") for name in names]
             times.set_yticks(range(len(names)), titles)
+            times.set_ylim(-0.7, len(names) - 0.3)
+            if result["untimed"]:
+                times.set_xticks([])
             unit = "not timed" if result["untimed"] else "tokens/s (line: all rounds)"
             times.set(title=f"{NAMES[mode]}: {unit}")
             peaks.set(title=f"{NAMES[mode]}: peak memory of a rank, MiB")

@@ -61,7 +61,9 @@ class Work:
 
     def adamw(self, model: Any) -> AdamW:
         """Return torch's AdamW of the weights that are trained."""
-        return AdamW([p for p in model.parameters() if p.requires_grad], lr=self.learning_rate)
+        return AdamW(
+            [p for p in model.parameters() if p.requires_grad], self.learning_rate, weight_decay=0
+        )
 
     def share(self, batch: Sequence[Rows]) -> Sequence[Rows]:
         """Return this rank's micro-batches of a global batch."""
