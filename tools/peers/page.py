@@ -70,21 +70,24 @@ before a round: {statistics.median(loads):.1f} (median), at most {max(loads):.1f
 def cells(result: dict[str, Any], mode: str, name: str) -> list[str]:
     """Return what stands in a side's line of the table, after its name."""
     rows = result["rows"]
-    taken = rounds(result, mode, name)
+    taken, checks = rounds(result, mode, name), rows[f"checks/{mode}/{name}"]
+    found = ["–", "–"]
+    if "error" not in checks:
+        found = verdicts(checks, rows[f"checks/{mode}/single"])
     if not taken:
-        return ["does not run", *["–"] * (len(HEAD) - 2)]
+        is_missing = f"round-0/{mode}/{name}" not in rows
+        return ["not measured" if is_missing else "does not run", *["–"] * 4, *found]
     reference = rounds(result, mode, "single")[0]
     share = max(taken[0]["weight_bytes"]) / reference["weight_bytes"][0]
     pairs = zip(taken[0]["losses"], reference["losses"], strict=True)
     speeds, ratio = speeds_of(result, mode, name), ratios(result, mode, name)
-    checks = rows[f"checks/{mode}/{name}"]
     return [
         spread(speeds, ".0f") if speeds else "not timed",
         spread(ratio, ".2f") if ratio else "–",
         f"{max(taken[0]['peak_bytes']) / 2**20:.1f}",
         f"{share:.0%}",
         "–" if name == "single" else f"{max(abs(ours - theirs) for ours, theirs in pairs):.1e}",
-        *(verdicts(checks, rows[f"checks/{mode}/single"]) if "error" not in checks else ["?", "?"]),
+        *found,
     ]
 
 
@@ -105,8 +108,9 @@ def verdicts(checks: dict[str, Any], reference: dict[str, Any]) -> list[str]:
 
 
 def rounds(result: dict[str, Any], mode: str, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a side's rounds; empty where one of them has an error."""
-    rows = [result["rows"][f"round-{number}/{mode}/{name}"] for number in range(result["rounds"])]
+    """Return the rows of a side's rounds; empty where one is missing or has an error."""
+    cases = [f"round-{number}/{mode}/{name}" for number in range(result["rounds"])]
+    rows = [result["rows"].get(case, {"error": "missing"}) for case in cases]
     return [] if any("error" in row for row in rows) else rows
 
 
@@ -200,7 +204,8 @@ def figure(result: dict[str, Any]) -> bytes:
                 if taken:
                     peaks.barh(place, max(taken[0]["peak_bytes"]) / 2**20, **look)
                 else:
-                    peaks.text(0, place, " does not run", va="center", color=colour("muted"))
+                    what = f" {cells(result, mode, name)[0]}"
+                    peaks.text(0, place, what, va="center", color=colour("muted"))
             titles = [result["sides"][name]["title"].replace("`", "") for name in names]
             times.set_yticks(range(len(names)), titles)
             times.set_ylim(-0.7, len(names) - 0.3)
