@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 KERNELS := .venv-kernels
 CLUSTERS := .venv-clusters
 RAY := .venv-ray
+PEERS := .venv-peers
 AUDIT := .venv-audit
 NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
@@ -13,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters soak sbom audit gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters soak sbom audit gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -43,6 +44,20 @@ $(RAY)/.ok: $(VENV)/.ok
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 	$(RAY)/bin/pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	touch $@
+
+# Peers on top of what .venv has. torchtitan pins libraries of its own, and needs Triton and fla, beside which layers of
+# transformers break on a CPU: a folder of its own, which one process reads.
+TITAN = torchtitan spmd_types tyro docstring_parser triton fla-core flash-linear-attention
+
+$(PEERS)/.ok: $(VENV)/.ok
+	$(PYTHON) -m venv $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(PEERS)/bin/pip install --quiet --no-deps --editable .
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt setuptools wheel
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --no-deps --target $(PEERS)/torchtitan $(TITAN)
 	touch $@
 
 demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strategies; writes a page that compares them
@@ -108,6 +123,9 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 	$(PYTEST) -m slow
 	$(BIN)/python -m tests.left_out
 
+peers: $(PEERS)/.ok  ## Trainer, PyTorch, Accelerate, DeepSpeed, torchtitan beside shardwise on the same work; resumable; writes results/peers/
+	$(PEERS)/bin/python -m tools.peers
+
 faults: setup  ## some 380 faults injected into small runs (about an hour); resumable; writes results/faults.json and .md
 	$(BIN)/python -m tests.faults
 
@@ -147,4 +165,4 @@ gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA devi
 	$(PYTHON) -m tests.gpu.jet_nemotron
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) $(AUDIT) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) $(PEERS) $(AUDIT) runs build .pytest_cache .ruff_cache .hypothesis

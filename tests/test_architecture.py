@@ -190,9 +190,9 @@ def test_budgets():
 
 
 def test_programs_that_measure_stay_few():
-    programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
+    programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 5_954
+    assert lines <= 6_764
 
 
 def every_source() -> list[Path]:

@@ -268,3 +268,37 @@ def test_every_version_is_pinned_and_the_checkers_are_no_requirement() -> None:
     project = (TOOLS.parent / "pyproject.toml").read_text()
     assert "pip-audit" not in project
     assert "cyclonedx" not in project
+
+
+def test_the_page_of_peers_is_drawn_from_its_data() -> None:
+    """The committed page, and one of made-up rows, of the sides and the work of today."""
+    page = importlib.import_module("tools.peers.page")
+    sides = importlib.import_module("tools.peers.sides")
+    folder = TOOLS.parent / "results" / "peers"
+    result = json.loads((folder / "peers.json").read_text(encoding="utf-8"))
+    today = json.loads(json.dumps(sides.definition()))
+    assert {key: result[key] for key in today} == today, "run make peers"
+    assert (folder / "peers.md").read_text(encoding="utf-8") == page.page(result)
+    own = {"single", "ddp", "zero1", "zero2", "fsdp2"}
+    assert {n for n, side in sides.SIDES.items() if side.beside is None} == own
+    assert {side.beside for side in sides.SIDES.values()} == {*own, None}
+
+    def row(step: float, **changed: Any) -> dict[str, Any]:
+        numbers = {"losses": [2.0, 2.0, 2.0], "norms": [1.0], "load_average": 0.5}
+        return {**numbers, "seconds": [9.0] * 2 + [step] * 7, "peak_bytes": [2**20]} | changed
+
+    result |= {"rounds": 1, "untimed": False, "rows": {}}
+    for mode in sides.MODES:
+        for name in sides.SIDES:
+            result["rows"][f"checks/{mode}/{name}"] = row(1.0)
+            result["rows"][f"round-0/{mode}/{name}"] = row(1.0, weight_bytes=[100])
+    wrong = row(1.0, losses=[2.2, 2.0, 2.5], norms=[0.5])
+    result["rows"]["checks/lora/deepspeed_1"] = wrong
+    result["rows"]["round-0/lora/deepspeed_1"] = row(0.5, weight_bytes=[50])
+    result["rows"]["round-0/full/torchtitan"] = {"error": "E: no", "load_average": 0.5}
+    lines = page.page(result).splitlines()
+    speeds = "2048 (2048–2048) | 0.50 (0.50–0.50) | 1.0 | 50% | 0.0e+00"
+    checks = "loss +10.00%, gradient norm -50.00% | leak: loss +0.5000"
+    assert f"| DeepSpeed ZeRO-1 | {speeds} | {checks} |" in lines
+    assert "- DeepSpeed ZeRO-1, LoRA: 0.50 (0.50–0.50)" in lines
+    assert "- torchtitan, all weights: `E: no`" in lines

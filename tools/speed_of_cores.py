@@ -152,17 +152,26 @@ def our_step(cfg: RunConfig) -> tuple[Step, StateBytes]:
 
 def trainer_of(cfg: RunConfig) -> tuple[Trainer, Any, torch.optim.Optimizer]:
     """Return Trainer, a model with PEFT's adapters and the weights of a run, and its optimizer."""
-    hf = load.load_whole(cfg.model, load.read_config(cfg.model), cfg.training.seed)
-    names = load.build_meta(cfg.model, hf.config)
-    lora.inject(names, cfg.lora, spec_of(hf.config, names))
-    targets = list(lora.adapter_layers(names))
-    adapted = get_peft_model(hf, LoraConfig(r=cfg.lora.r, lora_alpha=16, target_modules=targets))
-    with torch.no_grad():
-        for name, value in lora.adapter_weights(hf, cfg.training.seed):
-            hf.get_parameter(name).copy_(value)
+    adapted = plain_model(cfg)
     arguments = TrainingArguments(cfg.model.path, use_cpu=True, learning_rate=1e-3)
     trainer = Trainer(adapted, arguments)
     return trainer, adapted, trainer.create_optimizer()
+
+
+def plain_model(cfg: RunConfig) -> Any:
+    """Return transformers' model with the weights of a run; with LoRA, adapted by PEFT."""
+    hf = load.load_whole(cfg.model, load.read_config(cfg.model), cfg.training.seed)
+    if cfg.lora is None:
+        return hf
+    names = load.build_meta(cfg.model, hf.config)
+    lora.inject(names, cfg.lora, spec_of(hf.config, names))
+    targets = list(lora.adapter_layers(names))
+    options = {"r": cfg.lora.r, "lora_alpha": cfg.lora.alpha, "target_modules": targets}
+    adapted = get_peft_model(hf, LoraConfig(**options))
+    with torch.no_grad():
+        for name, value in lora.adapter_weights(hf, cfg.training.seed):
+            hf.get_parameter(name).copy_(value)
+    return adapted
 
 
 def trainer_step(cfg: RunConfig) -> tuple[Step, StateBytes]:
