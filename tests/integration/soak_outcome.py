@@ -17,8 +17,8 @@ MOST_BYTES_PER_STEP = 1024
 """By how much the resident memory of a process may grow. Of each step a run keeps its loss, norm,
 tokens and seconds, and `metrics.jsonl` a line, of which a checkpoint has a copy."""
 COUNTS = ("tensor_bytes", "file_handles", "threads", "children")
-"""What may not grow from a process's first sample to its last. The range of all samples is there
-too: a small tensor may just be in use, and a rank whose peer was killed has fewer files."""
+"""What may not grow in a process's life. The range of all samples is there too: a small tensor may
+just be in use, and a rank whose peer was killed has fewer files."""
 
 
 def losses(output_dir: Path) -> dict[int, float]:
@@ -78,15 +78,23 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "lives": len(lives),
         "samples": len(samples),
         **counted,
-        "grown": sorted(
-            key for key in counted if any(life[-1][key] > life[0][key] for life in lives.values())
-        ),
+        "grown": sorted(key for key in counted if any(grows(life, key) for life in lives.values())),
         "longest_life": {
             "steps": [longest[0]["step"], longest[-1]["step"]],
             "resident_bytes": [longest[0]["resident_bytes"], longest[-1]["resident_bytes"]],
             "resident_bytes_per_step": slope,
         },
     }
+
+
+def grows(life: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Whether the median of a process's later samples is above that of the earlier ones.
+
+    What leaks stays. What is just in use, or gone with a peer that was killed, is in one sample.
+    """
+    half = len(life) // 2
+    later = statistics.median(line[key] for line in life[half:])
+    return half > 0 and later > statistics.median(line[key] for line in life[:half])
 
 
 def problems(

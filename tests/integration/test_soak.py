@@ -15,7 +15,9 @@ HELD = {"file_handles": 9, "threads": 3, "children": 2}
 RANK = HELD | {"tensor_bytes": 4096, "children": 0}
 
 
-def write_side(folder: Path, side: str, change: dict[str, Any], slope: float) -> None:
+def write_side(
+    folder: Path, side: str, change: dict[str, Any], slope: float, number: int = 5
+) -> None:
     """A run of one rank, as it leaves its folder; `change` is what its last sample says."""
     run = folder / side / "run"
     (run / "adapter").mkdir(parents=True)
@@ -30,7 +32,8 @@ def write_side(folder: Path, side: str, change: dict[str, Any], slope: float) ->
         command = {"pid": 7, "resident_bytes": size} | HELD
         sample = {"step": step, "process": "rank 0", "pid": 2, "resident_bytes": size} | RANK
         samples.append(sample | {"checkpoints": kept, "command": command})
-    samples[-1] |= change
+    for sample in samples[-number:]:
+        sample |= change
     lines = [json.dumps(sample) for sample in samples]
     (folder / side / "samples.jsonl").write_text("\n".join([*lines, '{"cut by a ki']))
     (folder / side / "kills.jsonl").write_text('{"victim": "rank 0", "moment": "save"}\n')
@@ -50,6 +53,12 @@ CHANGES: dict[str, tuple[dict[str, Any], float, str]] = {
     "not pruned": ({"checkpoints": ["step-1", "step-450", "step-500"]}, 0.0, "after step 500"),
     "not saved": ({"checkpoints": ["step-450"]}, 0.0, "after step 500"),
 }
+
+
+def test_what_is_just_in_use_does_not_grow(tmp_path):
+    write_side(tmp_path, "undisturbed", {"tensor_bytes": 4100}, 0.0, number=1)
+    write_side(tmp_path, "killed", {}, 0.0)
+    assert soak_outcome.outcome(tmp_path, "pp", STEPS)["ok"]
 
 
 @pytest.mark.parametrize("name", CHANGES)
