@@ -54,8 +54,13 @@ def run_nodes(script: str, folder: Path, *environments: dict[str, str], stop: Pa
 
     With `stop`, the folder of the run, they get SIGTERM after ten of its steps.
     """
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environ["OMP_NUM_THREADS"] = "1"
+    # An environment on top of another one has that one's packages, and not its commands.
+    torchrun = folder / "bin" / "torchrun"
+    torchrun.parent.mkdir(exist_ok=True)
+    torchrun.write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    path = f"{torchrun.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     nodes = [
         subprocess.Popen(
             ["bash", "-c", script],
