@@ -103,7 +103,7 @@ MOST_LINES = {
     "presets": 300,
     "assembly training checkpoint process launch": 8_275,
     "models": 11_460,
-    "parallel": 4_510,
+    "parallel": 4_515,
     "data": 3_760,
     "kernels": 7_455,
     "planner schedule metrics": 9_495,

@@ -50,7 +50,7 @@ def test_a_row_that_one_process_cannot_hold_trains_on_four(tmp_path: Path, nproc
     }
     run["training"] |= {"global_batch_size": 1, "micro_batch_size": 1}
     (tmp_path / "run.yaml").write_text(json.dumps(run))  # JSON is YAML
-    limit = psutil.Process().memory_info().vms + 2 * 2**30
+    limit = psutil.Process().memory_info().vms + 3 * 2**29
     set_limit = partial(resource.setrlimit, resource.RLIMIT_AS, (limit, limit))
     command = ["train", str(tmp_path / "run.yaml"), "--nproc", str(nproc)]
     done = run_command(command, {"OMP_NUM_THREADS": "1"}, set_limit)

@@ -179,8 +179,6 @@ def _of_latents(block: Block, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -
     itemsize = block.cast or v.itemsize
     q, k, v = (block.as_dtype(block.as_dtype(x, itemsize), WIDE) for x in (q, k, v))
     q, k = block.scaled(q), block.scaled(k)
-    if itemsize == WIDE:
-        v = block.copied(v)  # with heads before tokens; else that cast has done it
     pairs = block.rows * num_heads * block.length * block.length
     size = [(pairs, q.itemsize)]
     (scores,) = block.tape.run([q, k], size, keeps=[q, k], forward=pairs, product=True)
