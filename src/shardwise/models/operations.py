@@ -28,7 +28,7 @@ class SharedRows(NamedTuple):
     way: Way
     """In which their attention gets the keys of others."""
     num_ranks: int
-    """Those of `cp`."""
+    """The number of ranks of `cp`."""
     repeats: float
     """Operators that compute a query's output, each on some of its keys: on average, on the rank
     with the most."""
