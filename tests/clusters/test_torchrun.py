@@ -141,6 +141,46 @@ def test_a_run_goes_on_with_one_node_of_two_and_takes_the_other_back(folder, sta
     assert record["status"] == "ok"
 
 
+def test_a_node_that_the_rows_do_not_fit_waits_until_another_is_lost(folder, stack):
+    """Of 4 nodes one is lost: 8 rows go on with 2 of 3. Then one of the 2, and the third helps."""
+    name, (port,) = "spare", free_ports(1)
+    elastic = ["--launch.min_nodes=1", "--launch.nodes=4", "--parallel.data=ddp"]
+    elastic += ["--training.micro_batch_size=2"]
+    first = start(stack, folder, name, "127.0.0.1", port, *elastic)
+    wait_for(lambda: is_open(port), "the meeting place")
+    others = [start(stack, folder, name, f"127.0.0.{i}", port, *elastic) for i in (2, 3, 4)]
+    nodes = [first, *others]
+    wait_for_step(folder, name, 15)
+    others.pop().kill()
+    wait_for(lambda: any(node.says("3 of 4 processes, and 1 wait: ddp") for node in nodes), "3")
+    wait_for_step(folder, name, 25)
+    (waits,) = filter(is_idle, others)
+    next(node for node in others if node is not waits).kill()
+    wait_for(lambda: any(node.says("2 of 4 processes: ddp") for node in nodes), "2")
+    assert first.agent.wait(300) == 0, first.log.read_text()
+    assert waits.agent.wait(60) == 0, waits.log.read_text()
+    check_losses(folder, name)
+
+
+def test_a_node_to_spare_ends_with_the_run(folder, stack):
+    name, (port,) = "spared", free_ports(1)
+    elastic = ["--launch.min_nodes=1", "--launch.nodes=4", "--parallel.data=ddp"]
+    conf = json.dumps({"rdzv-endpoint": f"127.0.0.1:{port}", "rdzv-conf": "last_call_timeout=8"})
+    elastic += ["--training.micro_batch_size=2", f"--launch.options={conf}"]
+    nodes = [start(stack, folder, name, "127.0.0.1", port, *elastic)]
+    wait_for(lambda: is_open(port), "the meeting place")
+    nodes += [start(stack, folder, name, f"127.0.0.{i}", port, *elastic) for i in (2, 3)]
+    assert [node.agent.wait(300) for node in nodes] == [0, 0, 0]
+    assert any(node.says("3 of 4 processes, and 1 wait: ddp") for node in nodes)
+    check_losses(folder, name)
+
+
+def is_idle(node: Node) -> bool:
+    """Whether no rank of a node has imported torch."""
+    files = [file.path for rank in node.ranks() for file in rank.memory_maps()]
+    return bool(files) and not any("libtorch" in file for file in files)
+
+
 def is_open(port: int) -> bool:
     return any(
         c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in psutil.net_connections()

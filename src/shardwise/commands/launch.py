@@ -8,8 +8,9 @@ from importlib import import_module
 
 from shardwise import layouts
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import Launch, RunConfig, UserError, require
-from shardwise.rules import check, refusals
+from shardwise.config import Launch, UserError, require
+from shardwise.launch import elastic
+from shardwise.rules import check
 from shardwise.run_file import load_config
 
 LAUNCHERS = {
@@ -43,13 +44,15 @@ def run(args: Namespace) -> int:
             args.on in ("slurm", "torchrun"),
             f"launch.min_nodes is for slurm and torchrun, and not for {args.on}; leave it out",
         )
-        for problem in _problems_with(cfg, cfg.launch.min_nodes):
+        each = cfg.launch.processes
+        for problem in elastic.problems(cfg, cfg.launch.min_nodes * each):
             raise UserError(f"launch.min_nodes is {cfg.launch.min_nodes}: {problem}; or raise it")
         some = range(cfg.launch.min_nodes, cfg.launch.nodes)
-        if stops := [str(nodes) for nodes in some if _problems_with(cfg, nodes)]:
+        used = {nodes: elastic.most_ranks(cfg, nodes * each) // each for nodes in some}
+        if fewer := [f"{num} of {nodes}" for nodes, num in used.items() if num < nodes]:
             print(
-                f"note: if {' or '.join(stops)} of {cfg.launch.nodes} nodes are left, the run "
-                "stops: its rows or axes do not fit them",
+                f"note: if nodes are lost, the run goes on with {', '.join(fewer)} that are left: "
+                "its rows or axes do not fit more",
                 file=sys.stderr,
             )
     launcher = import_module(f"shardwise.launch.{args.on}")
@@ -66,11 +69,6 @@ def run(args: Namespace) -> int:
         print(script, end="")
         return 0
     return launcher.run(cfg, args.run, args.overrides)
-
-
-def _problems_with(cfg: RunConfig, nodes: int) -> list[str]:
-    ranks = nodes * cfg.launch.processes
-    return [problem for _, problem in refusals(layouts.fitted(cfg, ranks), layouts.Facts(ranks))]
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -14,17 +14,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from shardwise import layouts
 from shardwise.checkpoint import memory_folder, output_dir
 from shardwise.checkpoint.folder import complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError, require
+from shardwise.launch import elastic
 from shardwise.launch.group import Group, can_fork
 from shardwise.launch.rank import Report, Train, import_all, rank_process, record, run_rank
 from shardwise.process.ending import explain, report_ending
 from shardwise.process.stop import on_signals
 from shardwise.process.world import ALONE, World, device_type, find_world
-from shardwise.rules import refusals
 from shardwise.training.trackers import check_installed
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
@@ -72,7 +71,9 @@ def launch(
         world = find_world(os.environ)
         _check_nproc(nproc, world)
         if world is not None:
-            cfg = _fitted(cfg, world)
+            cfg, world = elastic.fit(cfg, world)
+            if world.is_to_spare:
+                return elastic.wait(cfg, world)
         check_installed(cfg.measure.trackers)
         with output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)
@@ -97,31 +98,6 @@ def _check_nproc(nproc: int | None, world: World | None) -> None:
             "leave --nproc out"
         )
     require(nproc is None or nproc >= 1, f"--nproc is {nproc}; give at least 1")
-
-
-def _fitted(cfg: RunConfig, world: World) -> RunConfig:
-    """Return an elastic run as it is on the ranks that there are, and say so if some are lost.
-
-    UserError where it cannot go on with them.
-    """
-    fitted = layouts.fitted(cfg, world.size)
-    if fitted is cfg:
-        return cfg
-    num_ranks = f"{world.size} of {cfg.launch.nodes * cfg.launch.processes} processes"
-    for _, problem in refusals(fitted, layouts.Facts(world.size)):
-        raise UserError(
-            f"{num_ranks} are left, and the run cannot go on with them: {problem}; or start all "
-            "nodes again, and it resumes from its last checkpoint"
-        )
-    if world.rank == 0:
-        layout = layouts.layout_of(fitted.parallel)
-        steps = layouts.num_microbatches(fitted, world.size)
-        print(
-            f"note: {num_ranks}: {layout}, {steps} micro-batches a step",
-            file=sys.stderr,
-            flush=True,
-        )
-    return fitted
 
 
 def start_processes(

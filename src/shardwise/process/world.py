@@ -30,6 +30,11 @@ class World:
     store: str | None = None  # the file in which those of one machine meet; None: there is only one
 
     @property
+    def is_to_spare(self) -> bool:
+        """Whether the run goes on without this process: see `launch/elastic.py`."""
+        return self.rank >= self.size
+
+    @property
     def meets_at(self) -> tuple[str, int] | None:
         """The IPv4 address and port where tasks of Slurm meet; None: it is a name or elsewhere."""
         at = re.fullmatch(r"tcp://([\d.]+):(\d+)", self.init_method or "")
@@ -99,7 +104,7 @@ def variables(values: Mapping[str, str]) -> Generator[None]:
 def find_world(env: Mapping[str, str]) -> World | None:
     """Return the place that the environment variables of torchrun or srun give this process.
 
-    None where there are none. Raises UserError where torchrun's are incomplete.
+    None where there are none. Raises UserError where torchrun's are incomplete or impossible.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
@@ -108,6 +113,8 @@ def find_world(env: Mapping[str, str]) -> World | None:
                 f"RANK is set but not {' nor '.join(missing)}; start with torchrun, or unset RANK"
             )
         place = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"])
+        if place[0] >= place[1]:
+            raise UserError(f"RANK is {place[0]} of WORLD_SIZE {place[1]}; ranks count from 0")
         if STORE in env:
             return World(*place, None, f"{env[STORE]}-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}")
         return World(*place, "env://")

@@ -1,0 +1,142 @@
+"""The ranks of an elastic run on the nodes that are left, and the wait of those to spare."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training, UserError
+from shardwise.launch import elastic
+from shardwise.process.ending import RunError
+from shardwise.process.world import World, find_world
+from shardwise.records.record import RunRecord
+
+
+def config(folder: object = "out", rows: int = 8, processes: int = 1, **parallel: int) -> RunConfig:
+    return RunConfig(
+        Model("m"),
+        Data("d"),
+        Training(str(folder), global_batch_size=rows),
+        parallel=Parallel("ddp", **parallel),
+        launch=Launch(nodes=4, processes=processes, min_nodes=1, timeout_seconds=1.5),
+    )
+
+
+@given(
+    rows=st.integers(1, 48),
+    processes=st.integers(1, 4),
+    axes=st.fixed_dictionaries(dict.fromkeys(("pp", "tp"), st.integers(1, 3))),
+    nodes=st.integers(1, 4),
+)
+def test_a_run_goes_on_with_the_most_whole_nodes_that_fit(rows, processes, axes, nodes):
+    cfg = config(rows=rows, processes=processes, **axes)
+    most = elastic.most_ranks(cfg, nodes * processes)
+    assert most % processes == 0
+    fit = [n for n in range(1, nodes + 1) if not elastic.problems(cfg, n * processes)]
+    assert most == max(fit, default=0) * processes
+
+
+@pytest.mark.parametrize(("left", "size", "note"), [(3, 2, ", and 1 wait: ddp"), (2, 2, ": ddp")])
+def test_what_is_left_is_said(left, size, note, capsys):
+    worlds = [World(rank, left, 0, "env://") for rank in range(left)]
+    fitted = [elastic.fit(config(), world) for world in worlds]
+    assert {world.size for _, world in fitted} == {size}
+    assert [world.is_to_spare for _, world in fitted] == [rank >= size for rank in range(left)]
+    said = capsys.readouterr().err
+    assert said == f"note: {left} of 4 processes{note}, 4 micro-batches a step\n"
+
+
+def test_without_a_loss_nothing_is_said(capsys):
+    cfg, world = config(), World(3, 4, 0, "env://")
+    assert elastic.fit(cfg, world) == (cfg, world)
+    assert not capsys.readouterr().err
+
+
+def test_where_no_number_of_nodes_is_enough_the_run_ends():
+    with pytest.raises(UserError, match=r"3 of 4 processes are left.*parallel.tp is 4.*start all"):
+        elastic.fit(config(tp=4), World(0, 3, 0, "env://"))
+
+
+@pytest.fixture(params=["env://", "tcp://127.0.0.1:{port}"])
+def first_rank(request, monkeypatch):
+    """Where the ranks meet, and the socket of the first of them, which does not listen yet."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield server, World(2, 2, 0, request.param.format(port=port))
+
+
+def after(seconds: float, what) -> threading.Timer:
+    timer = threading.Timer(seconds, what)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1), (None, 1)])
+def test_a_rank_to_spare_ends_as_the_others_do(first_rank, tmp_path, status, code):
+    server, world = first_rank
+
+    def run() -> None:
+        server.listen()
+        connection, _ = server.accept()
+        time.sleep(2 * elastic.LOOK_SECONDS)
+        if status is not None:
+            RunRecord(status, {}).write(tmp_path / "record.json")
+        connection.close()
+
+    first = after(0.3, run)
+    assert elastic.wait(config(tmp_path), world) == code
+    first.join()
+
+
+def test_a_rank_to_spare_does_not_wait_for_ever(first_rank, tmp_path):
+    with pytest.raises(RunError, match=r"the first rank does not come to 127\.0\.0\.1:\d+"):
+        elastic.wait(config(tmp_path), first_rank[1])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_signal_ends_the_wait_under_an_agent_and_under_slurm_with_the_others(
+    first_rank, tmp_path, is_there
+):
+    server, world = first_rank
+    if is_there:
+        server.listen()
+    lasts = 6 * elastic.LOOK_SECONDS
+    begin = time.monotonic()
+    sent = after(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+    def end() -> None:
+        if is_there:
+            server.accept()[0].close()
+
+    others = after(lasts, end)
+    code = elastic.wait(replace_timeout(config(tmp_path)), world)
+    took = time.monotonic() - begin
+    sent.join()
+    others.join()
+    assert code == 128 + signal.SIGUSR1
+    if is_there and world.init_method != "env://":
+        assert took >= lasts
+    else:
+        assert took < lasts
+
+
+def replace_timeout(cfg: RunConfig) -> RunConfig:
+    return replace(cfg, launch=replace(cfg.launch, timeout_seconds=60))
+
+
+def test_a_rank_beyond_the_others_is_a_mistake():
+    env = {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    with pytest.raises(UserError, match="RANK is 2 of WORLD_SIZE 2"):
+        find_world({**env, "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+
