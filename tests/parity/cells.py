@@ -148,10 +148,8 @@ _FIXED = (
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     Cell("llama", "fsdp2", "full", 2, "offload-optimizer"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
-    Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
-    Cell("nemotron_h", "fsdp1", "lora", 2, "experts"),
     *FIXED_PIPELINES,
     *FIXED_TENSORS,
     *FIXED_CONTEXTS,
@@ -173,9 +171,9 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
     """What a plain cell covers.
 
     Each family runs once over its data; its stages are compared with the whole model by
-    tests/models/test_stage.py. Each kind of block runs in a pipeline, under tensor parallelism, and
-    in both sorts of layouts over data: those with weights whole on every rank, and those that shard
-    them. Of layouts with tp beside other axes, each two axes run together, with or without
+    tests/models/test_stage.py. Each kind of block runs in a pipeline, under tensor parallelism and
+    in a layout over data. Each layout over data runs in both modes, each schedule and layout with
+    stages in one. Of layouts with tp beside other axes, each two axes run together, with or without
     `sequence_parallel`.
     """
     kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
@@ -183,20 +181,16 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
         return set()
     together = set(combinations(cell.layout.removesuffix("-sp").split("-"), 2))
     if cell.tp > 1:
-        shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
-        together = together or {(cell.layout, "tp")}
-        return {*together, (cell.mode, shared), *((kind, "tp") for kind in kinds)}
+        return {*(together or {(cell.layout,)}), *((kind, "tp") for kind in kinds)}
     if cell.schedule:
         backward = "halved" if cell.schedule in HALVING else "whole"
         return {
             *together,
             *((kind, "pp") for kind in kinds),
-            (cell.schedule, cell.mode),
+            (cell.schedule,),
             (cell.layout, backward),
-            (cell.layout, cell.mode),
         }
-    weights = "whole" if cell.layout in ("ddp", "zero1", "zero2") else "sharded"
-    return {(cell.family, "data"), (cell.layout, cell.mode), *((kind, weights) for kind in kinds)}
+    return {(cell.family, "data"), (cell.layout, cell.mode), *((kind, "data") for kind in kinds)}
 
 
 def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:

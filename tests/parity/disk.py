@@ -55,7 +55,6 @@ FIXED = (
     _disk("qwen3_5_text", "single", "full", 1),
     _disk("kimi_linear", "single", "lora", 1),
     _again("granitemoehybrid", "single", "full", 1),
-    _products("jet_nemotron", "single", "lora", 1),
     _disk("qwen3_5_text", "pp", "full", 2, schedule="dualpipe-v"),
     _disk("granitemoehybrid", "tp-sp", "full", 2),
 )

@@ -168,11 +168,9 @@ FIXED = (
     Cell("llama", "pp-ddp", "lora", 4, schedule="zbv"),
     Cell("llama", "pp-fsdp2", "full", 4, schedule="1f1b"),
     cell("llama", "1f1b", "full", 4, split=(0, 1, 3, 0)),
-    cell("qwen3_next", "dualpipe-v", "lora", split=(0, 2, 2, 0)),
     replace(cell("llama", "interleaved-zero-bubble", "lora", 4), rows=4),
     cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout"),
     cell("llama", "1f1b", "lora", variant="checkpointing-dropout"),
     cell("olmo_hybrid", "1f1b", "full", variant="checkpointing-isolated"),
-    cell("llama", "looped-bfs", "full", variant="float16"),
     cell("llama", "zbv", "full", variant="bfloat16"),
 )

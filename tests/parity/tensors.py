@@ -91,7 +91,6 @@ FIXED = (
     cell("gpt2", "tp", "full"),
     cell("llama", "tp", "lora", "dropout"),
     cell("granitemoehybrid", "tp", "full", nproc=4),
-    cell("nemotron_h", "tp-sp", "lora", "checkpointing"),
     cell("llama", "tp-sp", "full", "operators"),
     cell("jet_nemotron", "tp", "full"),
     cell("qwen3_next", "fsdp2-tp", "full"),
