@@ -162,7 +162,7 @@ def test_a_node_that_the_rows_do_not_fit_waits_until_another_is_lost(folder, sta
     check_losses(folder, name)
 
 
-def test_a_node_to_spare_ends_with_the_run(folder, stack):
+def test_a_spare_node_ends_with_the_run(folder, stack):
     name, (port,) = "spared", free_ports(1)
     elastic = ["--launch.min_nodes=1", "--launch.nodes=4", "--parallel.data=ddp"]
     conf = json.dumps({"rdzv-endpoint": f"127.0.0.1:{port}", "rdzv-conf": "last_call_timeout=8"})

@@ -1,4 +1,4 @@
-"""The ranks of an elastic run on the nodes that are left, and the wait of those to spare."""
+"""The ranks of an elastic run on the nodes that are left, and the wait of spare ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_is_left_is_said(left, size, note, capsys):
     worlds = [World(rank, left, 0, "env://") for rank in range(left)]
     fitted = [elastic.fit(config(), world) for world in worlds]
     assert {world.size for _, world in fitted} == {size}
-    assert [world.is_to_spare for _, world in fitted] == [rank >= size for rank in range(left)]
+    assert [world.is_spare for _, world in fitted] == [rank >= size for rank in range(left)]
     said = capsys.readouterr().err
     assert said == f"note: {left} of 4 processes{note}, 4 micro-batches a step\n"
 
@@ -83,7 +83,7 @@ def after(seconds: float, what) -> threading.Timer:
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("failed", 1), (None, 1)])
-def test_a_rank_to_spare_ends_as_the_others_do(first_rank, tmp_path, status, code):
+def test_a_spare_rank_ends_as_the_others_do(first_rank, tmp_path, status, code):
     server, world = first_rank
 
     def run() -> None:
@@ -99,7 +99,7 @@ def test_a_rank_to_spare_ends_as_the_others_do(first_rank, tmp_path, status, cod
     first.join()
 
 
-def test_a_rank_to_spare_does_not_wait_for_ever(first_rank, tmp_path):
+def test_a_spare_rank_does_not_wait_for_ever(first_rank, tmp_path):
     with pytest.raises(RunError, match=r"the first rank does not come to 127\.0\.0\.1:\d+"):
         elastic.wait(config(tmp_path), first_rank[1])
 

@@ -16,11 +16,11 @@ HEAD = """\
 
 A silent bug prints nothing: the run ends, the loss falls, and the result is not that of one
 process. This page lists {count} such bugs of {systems} systems, each with the public thread in
-which it was reported or mended. A test plants it into the code of shardwise, and an unmodified
+which it was reported or fixed. A test plants it into the code of shardwise, and an unmodified
 comparison with one process turns red. So you see which mistakes [parity](parity.md) notices, and
 which ones to look for where nothing is compared.
 
-This is no ranking. These systems found their bugs, said so in public, and mended most of them. The
+This is no ranking. These systems found their bugs, said so in public, and fixed most of them. The
 threads were read as they stood in September 2026. More than a hundred other bugs are planted here
 too.
 

@@ -1,4 +1,4 @@
-"""An elastic run (`launch.min_nodes`) on the nodes that are left: its ranks, and those to spare.
+"""An elastic run (`launch.min_nodes`) on the nodes that are left: its ranks, and the spare ones.
 
 Where the rows of a step or the axes of the layout do not fit all nodes that are left, the run goes
 on with as many as they fit. The ranks of the others wait: they are needed when another node is
@@ -24,7 +24,7 @@ from shardwise.records.record import RunRecord
 from shardwise.rules import refusals
 
 LOOK_SECONDS = 0.5
-"""How often a rank to spare looks whether the run has ended, or a signal has come."""
+"""How often a spare rank looks whether the run has ended, or a signal has come."""
 
 
 def most_ranks(cfg: RunConfig, num_ranks: int) -> int:
@@ -45,7 +45,7 @@ def problems(cfg: RunConfig, num_ranks: int) -> list[str]:
 def fit(cfg: RunConfig, world: World) -> tuple[RunConfig, World]:
     """Return a run and this process's place in it, on the ranks that there are.
 
-    Says so where some are lost. A rank to spare keeps its number, which is then no smaller than
+    Says so where some are lost. A spare rank keeps its number, which is then no smaller than
     `World.size`. UserError where no number of nodes that are left is enough.
     """
     if layouts.fitted(cfg, world.size) is cfg:
@@ -72,7 +72,7 @@ def fit(cfg: RunConfig, world: World) -> tuple[RunConfig, World]:
 
 
 def wait(cfg: RunConfig, world: World) -> int:
-    """Be a rank to spare until the others have ended; return its exit code: 0 if the run is done.
+    """Be a spare rank until the others have ended; return its exit code: 0 if the run is done.
 
     The end of the connection to the first rank is their end. A signal ends it, under an agent at
     once; under Slurm a task that ended first would take the others, which save, with it.

@@ -72,7 +72,7 @@ def launch(
         _check_nproc(nproc, world)
         if world is not None:
             cfg, world = elastic.fit(cfg, world)
-            if world.is_to_spare:
+            if world.is_spare:
                 return elastic.wait(cfg, world)
         check_installed(cfg.measure.trackers)
         with output_dir.locked(cfg, world) as lock:

@@ -30,7 +30,7 @@ class World:
     store: str | None = None  # the file in which those of one machine meet; None: there is only one
 
     @property
-    def is_to_spare(self) -> bool:
+    def is_spare(self) -> bool:
         """Whether the run goes on without this process: see `launch/elastic.py`."""
         return self.rank >= self.size
 
