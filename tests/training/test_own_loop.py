@@ -346,7 +346,7 @@ def test_wrong_tokens_get_one_line(name, change, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_loop_that_ends_early_says_so(tmp_path, capfd):
+def test_a_loop_that_ends_early_says_so_and_saves_the_step_that_it_was_in(tmp_path, capfd):
     def main(cfg, mesh):
         with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
             for step in run.steps():
@@ -355,7 +355,9 @@ def test_a_loop_that_ends_early_says_so(tmp_path, capfd):
                     break
             run.finish()
 
-    run_example(own_module, tmp_path, main=main, training={"steps": 4})
+    run_example(own_module, tmp_path, main=main, training={"steps": 4, "save_every": 3})
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert saved == ["step-2"]  # not as the step before, with this one's weights
     note = "ended after step 2 of 4"
     assert RunRecord.read(tmp_path / "record.json").notes == [note]
     assert note in capfd.readouterr().out

@@ -65,7 +65,7 @@ class Session:
         self._sent: Collectives | None = None  # in the step that `_counting` counts
         self._counted_cut = job.cut  # in that step
         self._num_targets: list[int] | None = None  # of its micro-batches, on this rank
-        self._number = 0  # of the step that `steps` has given
+        self._number = 0  # of the step that `steps` has given; 0 when it is over
         self._evaluation: Evaluation | None = None  # after it
         self._record: RunRecord | None = None
         self._stack = contextlib.ExitStack()
@@ -95,6 +95,7 @@ class Session:
             yield number
             require(self.done == number, f"the loop did not call `step` in step {number}; call it")
             self._checkpointer.after_step(number, self._evaluation)
+            self._number = 0
             beat()
             if number < self.job.num_steps and (signal := agreed_signal(self._signals, self.mesh)):
                 raise Stopped(signal, number, self._checkpointer.stop(number))
@@ -211,6 +212,8 @@ class Session:
         """Save the result, with the tokenizer, and the record, which is returned on rank 0."""
         if self.done < self.job.num_steps and self.reporter.early_stop is None:
             self.reporter.note(f"ended after step {self.done} of {self.job.num_steps}")
+        if self._number == self.done > 0:  # the loop was left within this step
+            self._checkpointer.after_step(self.done, self._evaluation)
         self._checkpointer.finish()
         # The result and the record come before what may fail.
         folder = Path(self.cfg.training.output_dir)
