@@ -95,7 +95,7 @@ class Session:
             yield number
             require(self.done == number, f"the loop did not call `step` in step {number}; call it")
             self._checkpointer.after_step(number, self._evaluation)
-            self._number = 0
+            self._number, self._evaluation = 0, None
             beat()
             if number < self.job.num_steps and (signal := agreed_signal(self._signals, self.mesh)):
                 raise Stopped(signal, number, self._checkpointer.stop(number))
@@ -190,10 +190,11 @@ class Session:
 
         With `keep_best` it comes before the step is saved: a checkpoint names the best one.
         """
+        is_late = self._checkpointer.has(self.done) or 0 < self.done < self._number
         require(
-            not (self.cfg.training.keep_best and self._checkpointer.has(self.done)),
-            f"step {self.done} is saved already, and training.keep_best needs its evaluation "
-            "before that; call `evaluate` within the step, and before `save`",
+            not (self.cfg.training.keep_best and is_late),
+            f"step {self.done} is over or saved already, and training.keep_best needs its "
+            "evaluation before that; call `evaluate` after `step`, and before `save`",
         )
         self._evaluation = self.reporter.evaluation(
             evaluate(self.job.pm, batches, self.mesh, self.done)
@@ -212,7 +213,8 @@ class Session:
         """Save the result, with the tokenizer, and the record, which is returned on rank 0."""
         if self.done < self.job.num_steps and self.reporter.early_stop is None:
             self.reporter.note(f"ended after step {self.done} of {self.job.num_steps}")
-        if self._number == self.done > 0:  # the loop was left within this step
+        # The loop was left within this step, or has evaluated after its last one.
+        if self.done > 0 and (self._number == self.done or self._evaluation is not None):
             self._checkpointer.after_step(self.done, self._evaluation)
         self._checkpointer.finish()
         # The result and the record come before what may fail.
