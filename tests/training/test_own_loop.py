@@ -309,6 +309,10 @@ WRONG = {
         with_steps(lambda run, number: run.microbatches(number, rows(slots=range(8)))),
         "this rank reads 16 rows, 0 to 15",
     ),
+    "targets of others": (
+        with_steps(lambda run, number: run.microbatches(number, rows(), targets=[1] * 32)),
+        "`targets` has 32 numbers, but this rank reads 16 rows, 0 to 15",
+    ),
     "another step's rows": (
         with_steps(lambda run, number: run.step(run.microbatches(number + 1, rows()))),
         "of step 2",
