@@ -201,9 +201,12 @@ def test_unfair_comparisons_are_refused(axes, fragment, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_kernels_are_compared_and_round_each_in_its_own_way(tmp_path):
-    key = "lora.kernel"
-    sweep = read(tmp_path, axes={"strategy": STRATEGIES, key: ["torch", "peft"]})
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [("lora.kernel", ["torch", "peft"]), ("training.matmul", ["default", "fp8_rowwise"])],
+)
+def test_products_are_compared_and_round_each_in_its_own_way(key, values, tmp_path):
+    sweep = read(tmp_path, axes={"strategy": STRATEGIES, key: values})
     assert all(axis.compared for axis in sweep.record.axes)
     assert len({cell.plan.reference for cell in sweep.cells} - {None}) == 2
 

@@ -118,10 +118,11 @@ def test_what_is_kept(tmp_path):
         with checkpointer:
             make_step(1)
             for step in range(1, 9):
-                loss = losses.get(step)
-                checkpointer.after_step(
-                    step, None if loss is None else Evaluation(step, loss, 1.0, 1)
-                )
+                # Of any other step it would be the best one.
+                evaluation = Evaluation(step - 1, 1.0, 1.0, 1)
+                if step in losses:
+                    evaluation = Evaluation(step, losses[step], 1.0, 1)
+                checkpointer.after_step(step, evaluation)
                 seen.append(steps_on_disk(tmp_path))
             checkpointer.finish()
             seen.append(steps_on_disk(tmp_path))

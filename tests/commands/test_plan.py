@@ -151,6 +151,13 @@ def test_a_key_that_no_layout_can_keep_is_refused(override, words, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_a_key_that_the_one_layout_cannot_keep_is_refused(capsys):
+    options = ["--devices", "8xRTX4090", "--sequence", "128", "--tokens-per-step", "4K"]
+    options += ["--explain", "ddp", "--training.micro_batch_size=3"]
+    assert cli.main(["plan", "tiny-qwen3_5", *options]) == 2
+    assert "is not a multiple of" in capsys.readouterr().err
+
+
 def test_kinds_of_layers_may_be_recomputed(capsys):
     options = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
     override = "--training.checkpointing=[full_attention]"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from shardwise.metrics import meter as module
 from shardwise.metrics.meter import Meter
@@ -56,3 +57,18 @@ def test_a_step_is_started_before_it_is_stopped(run):
     meter = run(0, [1.0], [1])
     with pytest.raises(AssertionError, match="without start"):
         meter.stop(1)
+
+
+def test_a_run_on_the_cpu_takes_nothing_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    waits = []  # the first would make a context on the GPU, of some 100 MB
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("waits"))
+    meter = Meter(0)
+    meter.start()
+    meter.stop(1)
+    assert not waits
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    meter.start()
+    meter.stop(1)
+    assert len(waits) == 2

@@ -51,6 +51,20 @@ def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
     assert any("GFLOP/s" in line for line in summary(made))
 
 
+def kinds_and_ranks() -> set[tuple[str, int]]:
+    return {(row.kind, row.num_ranks) for row in measure_messages.collectives()}
+
+
+def test_four_ranks_measure_what_two_of_them_send_too(monkeypatch):
+    """Else a plan for four processes would have no price for an axis of two, or for a pipeline."""
+    monkeypatch.setattr(measure_messages, "MESSAGE_BYTES", (64,))
+    monkeypatch.setattr(measure_messages, "ROUNDS", 1)
+    monkeypatch.setattr(measure_messages, "COMPUTING", 1e-4)
+    monkeypatch.setattr(measure_messages, "STRETCHES", 1)
+    expected = {(kind, n) for kind, n in product(FACTORS, (2, 4)) if (kind, n) != ("send", 4)}
+    assert run_ranks(4, kinds_and_ranks) == [expected] * 4
+
+
 @pytest.mark.parametrize("nproc", ["0", "100000"])
 def test_a_wrong_number_of_processes_ends_with_2(nproc, capsys):
     assert cli.main(["calibrate", "--nproc", nproc]) == 2

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.models.activations import UnitMemory
+from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner import peak
 from shardwise.planner.memory import Memory
 from shardwise.planner.peak import memory_of_run
+from shardwise.planner.share import share_of
 from tests.distributed import run_ranks
 from tests.planner.grid import Cell, cells, measure_each, predict
 
@@ -166,3 +168,20 @@ def test_parts_add_up_and_a_moment_has_a_name():
     parts = ("weights", "gradients", "optimizer", "activations", "buffers", "temporary")
     assert memory.total == sum(getattr(memory, part) for part in parts)
     assert " of " in memory.moment
+
+
+def test_stages_pass_on_the_hidden_states_of_all_tokens(monkeypatch):
+    """Also where ranks of `tp` have their shares of the tokens between blocks."""
+    monkeypatch.setattr(peak, "unit_memory", simple_units)
+    cfg, run = described("full")
+    messages = []
+    for is_sequence in (False, True):
+        cfg = replace(cfg, parallel=Parallel(pp=2, tp=2, sequence_parallel=is_sequence))
+        run = replace(run, sizes=run.sizes | {"pp": 2, "tp": 2}, pipeline=pipeline_of(cfg, 4))
+        place = dict.fromkeys(run.sizes, 0)
+        share = share_of(cfg, run, place, boundaries=(0, 13, 26))
+        rank = peak.Rank(cfg, run, share, place, {})
+        messages.append([one.messages for one in rank.passes()])
+    hidden = 4 * 512 * 1024
+    assert max(messages[0]) >= hidden
+    assert messages[0] == messages[1]

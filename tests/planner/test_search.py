@@ -11,6 +11,7 @@ from time import perf_counter
 import pytest
 
 from shardwise import rules
+from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.layouts import Facts, layout_of
 from shardwise.planner.calibration import Speeds
@@ -25,6 +26,7 @@ from shardwise.planner.candidates import (
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import USABLE, Choice, Exact, explain
+from shardwise.planner.peak import memory_of_rank
 from shardwise.planner.plan_page import heading
 from shardwise.planner.search import Answer, search
 from shardwise.presets import MODELS
@@ -130,6 +132,19 @@ def test_a_run_as_it_stands_is_explained_and_checked():
     assert (choice.title, choice.cfg) == ("fsdp2:2-tp:2", cfg)
     with pytest.raises(UserError, match="data is single"):
         explain(asked)
+
+
+def test_the_fullest_rank_of_a_pipeline_may_be_any():
+    asked = question("tiny-llama", "4xCPU-core")
+    parallel = Parallel(pp=4, schedule="gpipe", split=[0, 1, 2, 1])
+    training = replace(asked.cfg.training, device="cpu")
+    cfg = replace(asked.cfg, parallel=parallel, training=training)
+    choice, _ = explain(replace(asked, cfg=cfg))
+    run, boundaries = describe(cfg, 4), (0, 1, 2, 4, 6)
+    places = [{**dict.fromkeys(run.sizes, 0), "pp": stage} for stage in range(4)]
+    totals = [memory_of_rank(cfg, run, place, boundaries).total for place in places]
+    assert totals.index(max(totals)) == 2
+    assert choice.memory.total == totals[2]
 
 
 def test_what_does_not_fit_on_one_device_is_sharded():

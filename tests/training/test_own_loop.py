@@ -282,6 +282,13 @@ def saved_before(run: Any, number: int) -> None:
     run.evaluate([batches])
 
 
+def a_step_late(run: Any, number: int) -> None:
+    batches = run.microbatches(number, rows())
+    if number == 2:
+        run.evaluate([batches])
+    run.step(batches)
+
+
 def twice(run: Any, number: int) -> None:
     for _ in range(2):
         run.step(run.microbatches(run.done + 1, rows()))
@@ -302,6 +309,10 @@ WRONG = {
         with_steps(lambda run, number: run.microbatches(number, rows(slots=range(8)))),
         "this rank reads 16 rows, 0 to 15",
     ),
+    "targets of others": (
+        with_steps(lambda run, number: run.microbatches(number, rows(), targets=[1] * 32)),
+        "`targets` has 32 numbers, but this rank reads 16 rows, 0 to 15",
+    ),
     "another step's rows": (
         with_steps(lambda run, number: run.step(run.microbatches(number + 1, rows()))),
         "of step 2",
@@ -314,7 +325,8 @@ WRONG = {
         "points is a list",
     ),
     "a log of no number": (with_steps(no_log_number), "a is no number"),
-    "evaluated after the save": (with_steps(saved_before), "step 1 is saved already"),
+    "evaluated after the save": (with_steps(saved_before), "step 1 is over or saved already"),
+    "evaluated in the next step": (with_steps(a_step_late), "step 1 is over or saved already"),
     "a name of the run": (with_steps(reserved_name), "loss is written by the run"),
 }
 
@@ -346,7 +358,7 @@ def test_wrong_tokens_get_one_line(name, change, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_loop_that_ends_early_says_so(tmp_path, capfd):
+def test_a_loop_that_ends_early_says_so_and_saves_the_step_that_it_was_in(tmp_path, capfd):
     def main(cfg, mesh):
         with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
             for step in run.steps():
@@ -355,10 +367,25 @@ def test_a_loop_that_ends_early_says_so(tmp_path, capfd):
                     break
             run.finish()
 
-    run_example(own_module, tmp_path, main=main, training={"steps": 4})
+    run_example(own_module, tmp_path, main=main, training={"steps": 4, "save_every": 3})
+    saved = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert saved == ["step-2"]  # not as the step before, with this one's weights
     note = "ended after step 2 of 4"
     assert RunRecord.read(tmp_path / "record.json").notes == [note]
     assert note in capfd.readouterr().out
+
+
+def test_an_evaluation_after_the_loop_may_be_the_best(tmp_path):
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, rows(step)))
+            run.evaluate([run.microbatches(0, rows())])
+            run.finish()
+
+    training = {"steps": 2, "keep_best": True}
+    run_example(own_module, tmp_path, main=main, training=training, measure={"memory": False})
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-2"
 
 
 def test_patience_ends_a_loop_that_evaluates(tmp_path):

@@ -26,6 +26,7 @@ NUMERICS = {
     "model.sdpa_backend",
     "lora.kernel",
     "training.precision",
+    "training.matmul",
     "training.accumulation",
     "training.compile",
     "training.loss",

@@ -132,6 +132,8 @@ class Checkpointer:
         """
         self._step = step
         training = self._cfg.training
+        if evaluation is not None and evaluation.step != step:
+            evaluation = None  # of other weights: the step came after it
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
             new = Best(step, evaluation.loss, evaluation.tokens, self._validation_text)
             best = self._best

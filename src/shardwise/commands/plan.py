@@ -71,10 +71,10 @@ def plan(args: Namespace) -> int:
         from shardwise.records.record import dumps
 
         print(dumps(plan_page.as_data(answer), indent=1))
-    elif args.explain is not None:
-        show_one(console, plan_page.explained(answer), question, answer.subject)
-    else:
+    elif args.explain is None:
         show(console, answer)
+    elif answer.computed:
+        show_one(console, plan_page.explained(answer), question, answer.subject)
     if args.html is not None:
         from shardwise.report.plan import page
 

@@ -64,5 +64,5 @@ class Meter:
 
 
 def _wait_for_device() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on the CPU of a machine with GPUs leaves these alone
         torch.cuda.synchronize()

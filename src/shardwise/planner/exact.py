@@ -27,7 +27,7 @@ from shardwise.planner.memory import USABLE, Memory
 from shardwise.planner.peak import memory_of_share
 from shardwise.planner.recompute import TooSmallError, as_way, within_budget
 from shardwise.planner.shares import Shares
-from shardwise.planner.step_time import StepTime, time_of_step
+from shardwise.planner.step_time import StepTime, time_of_step, unlike_ranks
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,14 @@ class Exact:
             chosen = within_budget(cfg, run, device, False, boundaries, self._units)
             cfg, words = chosen.applied(cfg), chosen.layers
             priced = as_way(priced, cfg.training.checkpointing)
-        # Ranks of a pipeline differ: the first has most in flight, the last has the head.
-        shares = Shares(cfg, run, boundaries, self._parts)
-        stages = sorted({0, min(1, cfg.parallel.pp - 1), cfg.parallel.pp - 1})
+        # Ranks of a pipeline differ: the first has most in flight, the last has the head, and one
+        # in between may have larger layers, or more of them, than either.
+        shares, stages = Shares(cfg, run, boundaries, self._parts), {cfg.parallel.pp - 1}
+        if boundaries is not None:
+            stages |= {*unlike_ranks(cfg, run, boundaries)}
         memories = [
             memory_of_share(priced, run, shares.of(stage), shares.place(stage), self._units)
-            for stage in stages
+            for stage in sorted(stages)
         ]
         memory = max(memories, key=lambda memory: memory.total)
         return Choice(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardwise.parallel.reduce import of_every_rank
@@ -76,31 +76,46 @@ class Rhythm:
 
 
 def collectives() -> Iterator[Collective]:
-    """Yield the seconds of every collective, among all ranks, over sizes of whole tensors."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    if n == 1:
+    """Yield the seconds of every collective over sizes of whole tensors: among all ranks, and among
+    neighbours of each number that divides them, all of which send at a time.
+    """
+    num_ranks = dist.get_world_size()
+    if num_ranks == 1:
         return
     rhythm = Rhythm(COMPUTING)
+    for n in range(2, num_ranks + 1):
+        if num_ranks % n == 0:
+            yield from _among(n, rhythm)
+
+
+def _among(n: int, rhythm: Rhythm) -> Iterator[Collective]:
+    shape = dist.get_world_size() // n, n
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("others", "neighbours"))["neighbours"]
+    group = mesh.get_group()
     for num_bytes in MESSAGE_BYTES:
         complete = torch.zeros(num_bytes // 4)
         shards = torch.zeros(num_bytes // 4 // n * n)
         part = shards[: len(shards) // n]
         into = torch.zeros_like(shards)
         kinds: dict[str, Callable[[], Any]] = {
-            "all-reduce": partial(_sum, complete),
-            "all-gather": partial(dist.all_gather_single, into, part),
-            "all-gather of weights": partial(_gather, _sharded_layer(num_bytes)),
-            "reduce-scatter": partial(dist.reduce_scatter_single, part.clone(), shards),
-            "reduce-scatter of weights": partial(_scatter_layer, shards, n),
-            "all-to-all": partial(dist.all_to_all_single, into, shards),
-            "broadcast": partial(dist.broadcast, complete, 0),
-            "reduce": partial(dist.reduce, complete, 0),
-            "send": partial(_transfer, complete, rank, is_two_way=False),
-            "exchange": partial(_transfer, complete, rank, is_two_way=True),
+            "all-reduce": partial(_sum, complete, group),
+            "all-gather": partial(dist.all_gather_single, into, part, group=group),
+            "all-gather of weights": partial(_gather, _sharded_layer(num_bytes, mesh)),
+            "reduce-scatter": partial(
+                dist.reduce_scatter_single, part.clone(), shards, group=group
+            ),
+            "reduce-scatter of weights": partial(_scatter_layer, shards, n, group),
+            "all-to-all": partial(dist.all_to_all_single, into, shards, group=group),
+            "broadcast": partial(dist.broadcast, complete, group=group, group_src=0),
+            "reduce": partial(dist.reduce, complete, group=group, group_dst=0),
+            "send": partial(_transfer, complete, group, is_two_way=False),
+            "exchange": partial(_transfer, complete, group, is_two_way=True),
         }
         stretches = STRETCHES if num_bytes < 2**23 else STRETCHES // 5
         for kind, message in kinds.items():
-            yield Collective(kind, n, num_bytes, rhythm.message_seconds(message, stretches))
+            seconds = rhythm.message_seconds(message, stretches)
+            # A pipeline's ranks send to one other rank, however many they are.
+            yield Collective(kind, 2 if kind == "send" else n, num_bytes, seconds)
 
 
 def jitter() -> float:
@@ -116,19 +131,19 @@ def jitter() -> float:
     return max(0.0, (waits[1] - waits[0]) / (long.seconds - short.seconds))
 
 
-def _sum(tensor: torch.Tensor) -> None:
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Add up a copy, as tensor parallelism does, which needs both."""
-    dist.all_reduce(tensor.clone())
+    dist.all_reduce(tensor.clone(), group=group)
 
 
-def _sharded_layer(num_bytes: int) -> FSDPModule:
+def _sharded_layer(num_bytes: int, mesh: DeviceMesh) -> FSDPModule:
     """Return a layer of FSDP whose weights have so many bytes, in as many tensors as with LoRA."""
     size = max(1, num_bytes // 4 // TENSORS_OF_LAYER)
     tensors = [
         nn.Parameter(torch.zeros(size), requires_grad=False) for _ in range(TENSORS_OF_LAYER)
     ]
     layer = nn.ParameterList(tensors)
-    return fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return fully_shard(layer, mesh=mesh)
 
 
 def _gather(layer: FSDPModule) -> None:
@@ -137,23 +152,25 @@ def _gather(layer: FSDPModule) -> None:
     layer.reshard()
 
 
-def _scatter_layer(gradients: torch.Tensor, num_ranks: int) -> None:
+def _scatter_layer(gradients: torch.Tensor, num_ranks: int, group: dist.ProcessGroup) -> None:
     """Do what FSDP does with a layer's gradients: they are copied and reduced into a new shard."""
     copied = gradients.clone()
-    dist.reduce_scatter_single(copied.new_empty(len(copied) // num_ranks), copied)
+    dist.reduce_scatter_single(copied.new_empty(len(copied) // num_ranks), copied, group=group)
 
 
-def _transfer(tensor: torch.Tensor, rank: int, is_two_way: bool) -> None:
+def _transfer(tensor: torch.Tensor, group: dist.ProcessGroup, is_two_way: bool) -> None:
     """Send from rank 0 to rank 1, as pipelines do, or both ways, as context parallelism does.
 
     Other ranks do nothing.
     """
+    rank = dist.get_rank(group)
     if rank > 1:
         return
     transfers = []
     if rank == 0 or is_two_way:
-        transfers.append(dist.P2POp(dist.isend, tensor, 1 - rank))
+        transfers.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=1 - rank))
     if rank == 1 or is_two_way:
-        transfers.append(dist.P2POp(dist.irecv, torch.empty_like(tensor), 1 - rank))
+        received = torch.empty_like(tensor)
+        transfers.append(dist.P2POp(dist.irecv, received, group=group, group_peer=1 - rank))
     for work in dist.batch_isend_irecv(transfers):
         work.wait()

@@ -118,8 +118,10 @@ class Rank:
         self.num_microbatches = num_microbatches(cfg, prod(run.sizes.values()))
         tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
         width = run.spec.hidden_size * hidden_dtype(cfg).itemsize
+        self.passed_on = tokens // cfg.parallel.cp * width
+        """The bytes of hidden states between stages: those of all tokens, as Stage.passed_on."""
         between = run.sizes["tp"] if cfg.parallel.sequence_parallel else 1
-        self.hidden = tokens // cfg.parallel.cp * width // between
+        self.hidden = self.passed_on // between
         """The bytes of hidden states between layers, as large as their gradient."""
         self.states = state_bytes(cfg, share, run.sizes, coordinates)
         if not self.is_gloo:
@@ -361,7 +363,7 @@ class Rank:
                 number += backwards[place] if keeps_all else min(1, backwards[place])
             if kind == "F" and chunk.sends_to is not None and not keeps_all:
                 number += min(1, backwards[place])
-        return number * self.hidden
+        return number * self.passed_on
 
     def _after(self) -> Iterator[Memory]:
         """Yield the moments after the last backward: sums of gradients, clipping, the update."""

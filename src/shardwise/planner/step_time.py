@@ -22,6 +22,7 @@ import torch
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import EXPERT_AXES, num_microbatches
+from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
@@ -89,7 +90,7 @@ def time_of_step(
     else:
         boundaries = of_run.boundaries
         assert boundaries is not None
-        shares = [of_run.of(rank) for rank in _unlike_ranks(run, boundaries)]
+        shares = [of_run.of(rank) for rank in unlike_ranks(cfg, run, boundaries)]
         busiest, bubble = _pipeline(cfg, run, cluster, units, boundaries)
     totals = [_messages(cfg, run, cluster, share) for share in shares]
     waited, data_messages = max(totals, key=sum)
@@ -111,10 +112,11 @@ def time_of_step(
     )
 
 
-def _unlike_ranks(run: Description, boundaries: Sequence[int]) -> list[int]:
-    """Return one rank of the pipeline of each sort: those of a sort have chunks of like layers."""
+def unlike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) -> list[int]:
+    """Return the first rank of the pipeline of each sort: of a sort are those with like layers."""
     assert run.pipeline is not None
-    kinds = ["embedding", *(f"{x.kind} {x.feed_forward}" for x in run.spec.layers), "head"]
+    alike = first_alike(run.hf, run.spec, cfg.training.checkpointing)
+    kinds = ["embedding", *(str(alike[layer.name]) for layer in run.spec.layers), "head"]
     sorts: dict[tuple[tuple[str, ...], ...], int] = {}
     for rank in range(run.pipeline.num_ranks):
         places = [boundaries[c : c + 2] for c in run.pipeline.chunks_of(rank)]

@@ -115,6 +115,12 @@ class OwnLoop(Session):
                 f"step {step}: {name} has shape {list(tensor.shape)}, but this rank reads "
                 f"{len(slots)} rows, {slots[0]} to {slots[-1]}; give these",
             )
+        num_targets = len(slots) if targets is None else len(targets)
+        require(
+            num_targets == len(slots),
+            f"step {step}: `targets` has {num_targets} numbers, but this rank reads "
+            f"{len(slots)} rows, {slots[0]} to {slots[-1]}; give one for each",
+        )
         is_own = self.job.spec.is_own
         microbatches: list[AnyBatch] = []
         for first in range(0, len(slots), size):

@@ -65,7 +65,7 @@ class Session:
         self._sent: Collectives | None = None  # in the step that `_counting` counts
         self._counted_cut = job.cut  # in that step
         self._num_targets: list[int] | None = None  # of its micro-batches, on this rank
-        self._number = 0  # of the step that `steps` has given
+        self._number = 0  # of the step that `steps` has given; 0 when it is over
         self._evaluation: Evaluation | None = None  # after it
         self._record: RunRecord | None = None
         self._stack = contextlib.ExitStack()
@@ -95,6 +95,7 @@ class Session:
             yield number
             require(self.done == number, f"the loop did not call `step` in step {number}; call it")
             self._checkpointer.after_step(number, self._evaluation)
+            self._number, self._evaluation = 0, None
             beat()
             if number < self.job.num_steps and (signal := agreed_signal(self._signals, self.mesh)):
                 raise Stopped(signal, number, self._checkpointer.stop(number))
@@ -189,10 +190,11 @@ class Session:
 
         With `keep_best` it comes before the step is saved: a checkpoint names the best one.
         """
+        is_late = self._checkpointer.has(self.done) or 0 < self.done < self._number
         require(
-            not (self.cfg.training.keep_best and self._checkpointer.has(self.done)),
-            f"step {self.done} is saved already, and training.keep_best needs its evaluation "
-            "before that; call `evaluate` within the step, and before `save`",
+            not (self.cfg.training.keep_best and is_late),
+            f"step {self.done} is over or saved already, and training.keep_best needs its "
+            "evaluation before that; call `evaluate` after `step`, and before `save`",
         )
         self._evaluation = self.reporter.evaluation(
             evaluate(self.job.pm, batches, self.mesh, self.done)
@@ -211,6 +213,9 @@ class Session:
         """Save the result, with the tokenizer, and the record, which is returned on rank 0."""
         if self.done < self.job.num_steps and self.reporter.early_stop is None:
             self.reporter.note(f"ended after step {self.done} of {self.job.num_steps}")
+        # The loop was left within this step, or has evaluated after its last one.
+        if self.done > 0 and (self._number == self.done or self._evaluation is not None):
+            self._checkpointer.after_step(self.done, self._evaluation)
         self._checkpointer.finish()
         # The result and the record come before what may fail.
         folder = Path(self.cfg.training.output_dir)
