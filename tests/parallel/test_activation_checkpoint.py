@@ -130,7 +130,7 @@ def _peak(mode: str, checkpointing: Checkpointing) -> tuple[int, list[int]]:
     return memory.peak_bytes - memory.entry_bytes, runs
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_each_layer_runs_twice_and_the_peak_is_lower(mode):
     ((plain, once),) = run_ranks(1, _peak, mode, "none")
     ((kept, partly),) = run_ranks(1, _peak, mode, "operators")

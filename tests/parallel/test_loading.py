@@ -118,7 +118,11 @@ def _load_counting(cfg: RunConfig) -> tuple[dict[str, int], int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("demo-hybrid", "1f1b"), ("tiny-qwen3_5-tied", "interleaved-1f1b")]
+    ("name", "schedule"),
+    [
+        pytest.param("demo-hybrid", "1f1b", marks=pytest.mark.slow),
+        ("tiny-qwen3_5-tied", "interleaved-1f1b"),
+    ],
 )
 def test_a_rank_of_a_pipeline_reads_its_own_stages_only(name, schedule, tmp_path, capsys):
     model = Model(str(CONFIGS / name), init="random")
@@ -147,14 +151,6 @@ def test_a_cast_while_loading_takes_no_memory_for_the_whole(folder):
     """float32 in the file, bfloat16 in the model: the shard is cast, not the complete weight."""
     for peak, held, _, _ in run_ranks(NPROC, _load, _config(folder, lora=False, dtype="bfloat16")):
         assert peak <= held + 20_000  # what is held, and the rope tables
-
-
-def test_another_number_of_ranks_loads_the_same(folder):
-    cfg = _config(folder, lora=False)
-    (_, _, _, alone), *_ = run_ranks(1, _load, replace(cfg, parallel=Parallel("single")))
-    (_, _, _, sharded), *_ = run_ranks(NPROC, _load, cfg)
-    assert alone.keys() == sharded.keys()
-    assert all(torch.equal(alone[name], sharded[name]) for name in alone)
 
 
 def _look(cfg: RunConfig, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
