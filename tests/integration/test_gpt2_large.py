@@ -92,9 +92,7 @@ PEAKS = (("single", "chunked"), ("fsdp2-tp", "plain"))
 """Layouts and losses that `make test` measures."""
 
 
-@pytest.mark.parametrize(
-    ("name", "loss"), some_now(product(LAYOUTS, ("chunked", "plain")), PEAKS)
-)
+@pytest.mark.parametrize(("name", "loss"), some_now(product(LAYOUTS, ("chunked", "plain")), PEAKS))
 def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, capsys):
     """On a CPU, with rows so long that fixed sizes count little. Small tensors are left out."""
     cfg = shrunk(name, folder, tmp_path, LONG)

@@ -154,7 +154,7 @@ def test_an_unknown_kind_of_layer() -> None:
         FAMILIES["llama"].mixers_of(config)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TINY)
 def test_forward_and_backward_reach_every_parameter(name: str, dtype: str) -> None:
     model = tiny(name, dtype)

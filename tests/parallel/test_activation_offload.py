@@ -106,9 +106,7 @@ KEPT = (
 
 @pytest.mark.parametrize(
     ("family", "mode", "precision"),
-    some_now(
-        product([case[0] for case in KEPT], ("lora", "full"), ("float32", "bfloat16")), KEPT
-    ),
+    some_now(product([case[0] for case in KEPT], ("lora", "full"), ("float32", "bfloat16")), KEPT),
 )
 def test_what_layers_keep_by_formula_is_moved(family, mode, precision):
     """Weights are not, nor is anything moved twice. The formulas leave out what all layers share,
