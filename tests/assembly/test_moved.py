@@ -137,7 +137,13 @@ def check(case: Case, plant: Callable[[], None] | None = None) -> None:
             torch.testing.assert_close(rank.tensors[key], values, rtol=0, atol=atol, msg=key)
 
 
-@pytest.mark.parametrize("case", [TIED, SHARDED], ids=["tied", "sharded adapters"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(TIED, id="tied"),
+        pytest.param(SHARDED, marks=pytest.mark.slow, id="sharded adapters"),
+    ],
+)
 def test_layers_move_with_their_states_and_nothing_else_changes(case):
     check(case)
 

@@ -299,7 +299,7 @@ def be_a_task(cfg: RunConfig, port: int, rank: int) -> None:
     sys.exit(launch(cfg, train=report_sockets))
 
 
-@pytest.mark.parametrize("asked", [None, "127.0.0.2"])
+@pytest.mark.parametrize("asked", [pytest.param(None, marks=pytest.mark.slow), "127.0.0.2"])
 def test_tasks_of_slurm_listen_where_they_meet(asked, monkeypatch, tmp_path):
     """On one node that is loopback, else the address that MASTER_ADDR has."""
     if asked:
@@ -543,7 +543,7 @@ def blocks_ctrl_c(pid: str) -> bool:
     return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
 
 
-@pytest.mark.parametrize("importing", [True, False])
+@pytest.mark.parametrize("importing", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     process = start(2, None if importing else sleep)
     pids = wait_for_pids(process, tmp_path)
@@ -559,8 +559,8 @@ def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     [
         (signal.SIGKILL, -9, sleep),
         (signal.SIGKILL, -9, finish_a_step),
-        (signal.SIGKILL, -9, finish_the_run),
-        (signal.SIGTERM, 128 + 15, sleep),
+        pytest.param(signal.SIGKILL, -9, finish_the_run, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 128 + 15, sleep, marks=pytest.mark.slow),
     ],
 )
 def test_processes_end_with_the_one_that_started_them(number, exit_code, train, start, tmp_path):
