@@ -299,7 +299,7 @@ def be_a_task(cfg: RunConfig, port: int, rank: int) -> None:
     sys.exit(launch(cfg, train=report_sockets))
 
 
-@pytest.mark.parametrize("asked", [pytest.param(None, marks=pytest.mark.slow), "127.0.0.2"])
+@pytest.mark.parametrize("asked", [None, "127.0.0.2"])
 def test_tasks_of_slurm_listen_where_they_meet(asked, monkeypatch, tmp_path):
     """On one node that is loopback, else the address that MASTER_ADDR has."""
     if asked:

@@ -89,7 +89,7 @@ def test_sums_of_bfloat16_lose_bits(reference):
     ("layout", "nproc", "limit"),
     [
         ("single", 1, 16 * 2**-24),  # 15 float32 roundings
-        ("ddp", 2, 16 * 2**-24),
+        pytest.param("ddp", 2, 16 * 2**-24, marks=pytest.mark.slow),
         pytest.param("zero1", 2, 16 * 2**-24, marks=pytest.mark.slow),
         ("zero2", 2, 16 * 2**-24),
         # One rounding to bfloat16, of the sum.

@@ -140,6 +140,7 @@ def _runs_of_other_shapes(folder: str) -> int:
     return graphs[-1]
 
 
+@pytest.mark.slow
 def test_what_earlier_runs_have_compiled_does_not_count(tmp_path):
     content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 2}))

@@ -166,7 +166,9 @@ def _look(cfg: RunConfig, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], t
         return tensors, part(Batch(ids, ids, torch.zeros_like(ids), (0, 1), 1), return_logits=True)
 
 
-@pytest.mark.parametrize("name", ["tiny-kimi_linear", "tiny-falcon_h1"])
+@pytest.mark.parametrize(
+    "name", ["tiny-kimi_linear", pytest.param("tiny-falcon_h1", marks=pytest.mark.slow)]
+)
 def test_shards_are_what_transformers_loads_whole(name, tmp_path):
     """transformers' own sharded loading gets these two wrong: convolutions fused on load, a buffer
     in no file."""
