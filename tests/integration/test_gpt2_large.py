@@ -88,7 +88,7 @@ def test_every_layout_does_the_same_work(folder, tmp_path, single, name):
     assert TOOL["states_of"](cfg, LAYOUTS[name]) == record.state_bytes[0]
 
 
-PEAKS = (("single", "chunked"), ("fsdp2-tp", "plain"))
+PEAKS = (("single", "chunked"),)
 """Layouts and losses that `make test` measures."""
 
 
