@@ -29,7 +29,7 @@ def test_random_weights_are_a_function_of_the_seed(name: str) -> None:
     assert first.keys() == built.state_dict().keys() - built.all_tied_weights_keys.keys()
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", some_now(PLAIN, EACH_KIND))
 def test_random_weights_follow_the_familys_rules(name: str) -> None:
     # transformers' own initialisation, twice: what is equal in both is a constant; of the rest ours
     # is another draw.

@@ -30,6 +30,7 @@ from tests.models.tiny import (
     tiny,
     trained,
     with_adapters,
+    with_every_kind,
 )
 from tests.parity.harness import DEEP, Cell, run_config
 
@@ -37,7 +38,7 @@ WIDE = str(DEEP / "wide-qwen3_5")
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_now(FAMILIES, with_every_kind(FAMILIES)))
 def test_matrices_of_layers_are_stored_and_all_else_is_not(family):
     hf = on_meta(tiny(TINY_OF[family]))
     spec, kind = spec_of(hf.config, hf), family_of(hf)
