@@ -178,7 +178,9 @@ def adapters_come_twice() -> None:
     MovedState.read = adding
 
 
-@pytest.mark.parametrize("plant", [states_stay_behind, adapters_come_twice])
+@pytest.mark.parametrize(
+    "plant", [states_stay_behind, pytest.param(adapters_come_twice, marks=pytest.mark.slow)]
+)
 def test_a_planted_bug_shows(plant):
     with pytest.raises(AssertionError):
         check(REST["lora"], plant)

@@ -184,6 +184,7 @@ def test_the_best_cells_stand_on_top(opened):
     assert leanest.startswith("fsdp2: 60 MiB")
 
 
+@pytest.mark.slow
 def test_light_and_dark(browser, page_file):
     read = """() => [getComputedStyle(document.documentElement).backgroundColor,
                      getComputedStyle(document.body).color,
@@ -217,6 +218,7 @@ def test_a_phone_scrolls_tables_and_figures_but_not_the_page(browser, page_file)
         assert page.evaluate("document.querySelector('figure .scroll').scrollWidth") > 390
 
 
+@pytest.mark.slow
 def test_lines_along_an_axis_of_numbers(browser, tmp_path):
     with open_page(browser, write_report(write(tmp_path / "bench", *processes()))) as page:
         assert "processes" in page.locator("figure#against-nproc").inner_text()
@@ -305,6 +307,7 @@ def test_two_pages_in_one_folder_keep_their_figures(strategies_folder, tmp_path)
     assert "(b%20c-figures/plane.png)" in other.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_figures_that_a_report_no_longer_has_are_gone_and_other_files_stay(
     strategies_folder, tmp_path
 ):
@@ -335,6 +338,7 @@ def test_axes_with_names_alike_have_figures_of_their_own(tmp_path):
     assert 'id="against-a-b--2"' in page
 
 
+@pytest.mark.slow
 def test_the_lead_counts_the_rounds_that_there_are(browser, page_file, tmp_path):
     with open_page(browser, page_file) as page:
         lead = page.locator(".lead").inner_text()
@@ -349,6 +353,7 @@ def test_the_lead_counts_the_rounds_that_there_are(browser, page_file, tmp_path)
     assert "interleaved" not in lead
 
 
+@pytest.mark.slow
 def test_a_phone_has_a_hint_that_figures_scroll(browser, page_file):
     with open_page(browser, page_file, viewport={"width": 390, "height": 800}) as page:
         assert page.locator("figure#losses .hint").is_visible()
