@@ -562,9 +562,15 @@ def cross_all(folder: Path, family: str, layouts: dict[str, int], variant: str =
     return written
 
 
-def test_momentum_of_matrices_crosses_layouts_unchanged(tmp_path):
-    # Three ranks cut unevenly.
-    written = cross_all(tmp_path, "qwen3_moe", {"single": 1, "fsdp2": 3, "ddp": 2}, "muon")
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"single": 1, "fsdp2": 3, "ddp": 2},  # three ranks cut unevenly
+        pytest.param({"ddp": 2, "hsdp": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_momentum_of_matrices_crosses_layouts_unchanged(layouts, tmp_path):
+    written = cross_all(tmp_path, "qwen3_moe", layouts, "muon")
     states = {key: value for key, value in written.items() if key.startswith("optimizer/")}
     kinds = {key.rpartition("/")[2] for key in states}
     assert kinds == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
@@ -600,17 +606,28 @@ def test_moments_in_8_bits_cross_layouts_unchanged(tmp_path, family, layouts):
     assert all(value.any() for value in states.values())
 
 
-def test_shares_that_several_ranks_hold_cross_layouts_unchanged(tmp_path):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"tp": 4, "single": 1},
+        pytest.param({"fsdp2-tp-sp": 4, "zero1-tp": 4, "ddp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_shares_that_several_ranks_hold_cross_layouts_unchanged(layouts, tmp_path):
     # 2 heads of keys and values, and 2 groups of Mamba2's B and C: 4 ranks hold each twice, 2 ranks
     # hold each once.
-    # With 8 bits they cross others, too.
-    written = cross_all(tmp_path, "granitemoehybrid", {"tp": 4, "single": 1})
+    written = cross_all(tmp_path, "granitemoehybrid", layouts)
     assert all(value.any() for key, value in written.items() if key.startswith("optimizer/"))
 
 
-def test_every_tensor_crosses_every_layout_unchanged(tmp_path):
-    # Three ranks cut unevenly.
-    layouts = {"single": 1, "zero1": 3, "fsdp2": 3, "fsdp1": 3, "hsdp": 4}
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"single": 1, "zero1": 3, "fsdp2": 3, "fsdp1": 3, "hsdp": 4},  # three cut unevenly
+        pytest.param({"ddp": 2, "fsdp2": 3, "zero2": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_tensor_crosses_every_layout_unchanged(layouts, tmp_path):
     written = cross_all(tmp_path, "nemotron_h", layouts)
     assert {key.rpartition("/")[2] for key in written} >= {"exp_avg", "exp_avg_sq", "step"}
     assert any(key.startswith("buffers/") for key in written)
