@@ -31,6 +31,8 @@ FAMILIES = (
     "lfm2", "jet_nemotron", "falcon_h1", "mixtral", "glm4_moe", "olmo2",
 )  # fmt: skip
 """With every kind of block among their layers."""
+LIKE_OTHERS = ("falcon_h1", "mixtral", "glm4_moe", "olmo2")
+"""Of these, those whose kinds the others have: `make parity` measures them."""
 LORA = Lora(r=8, targets="all-linear")
 
 
@@ -159,6 +161,7 @@ def layers_and_settings() -> Iterator[Any]:
     one has adapters."""
     for place, family in enumerate(FAMILIES):
         later = (("full", "autocast"), ("lora", "bfloat16"))[place % 2]
+        later = (*SETTINGS,) if family in LIKE_OTHERS else later
         for setting in SETTINGS:
             if setting not in ("attention", "recomputed") or family == "llama":
                 yield pytest.param(family, setting, marks=[pytest.mark.slow] * (setting in later))
@@ -280,7 +283,7 @@ def test_an_embedding_keeps_nothing():
     assert memory.backward >= part.hf.get_submodule(part.spec.embed).weight.nbytes
 
 
-@pytest.mark.parametrize("family", some_now(FAMILIES, FAMILIES[:10]))
+@pytest.mark.parametrize("family", some_now(FAMILIES, {*FAMILIES} - {*LIKE_OTHERS}))
 def test_ranks_of_tp_and_cp_share_what_a_layer_keeps(family):
     cfg = config(family, SETTINGS["full"])
     hf = on_meta(cfg.model)

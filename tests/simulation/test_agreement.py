@@ -11,8 +11,8 @@ from shardwise.presets import MODELS
 from shardwise.simulation.simulate import simulate
 from tests.planner.grid import Cell, config_of
 
-CELLS = [Cell("qwen3_5", "1f1b", "lora", 2, 128, 2, 4, "none", "float32")]
-LATER = [
+CELLS = [
+    Cell("qwen3_5", "1f1b", "lora", 2, 128, 2, 4, "none", "float32"),
     Cell("llama", "tp", "full", 2, 128, 2, 1, "none", "float32"),
     Cell("qwen3_5", "zero1", "lora", 2, 128, 2, 1, "operators", "float32"),
     Cell("falcon_h1", "fsdp2", "full", 2, 128, 2, 1, "full", "float32"),
@@ -56,11 +56,8 @@ def test_they_agree_on_long_rows_of_tiny_models(preset, parallel, checkpointing)
     check(cfg, max(cfg.parallel.ranks_of_a_model, cfg.parallel.ep))
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [*CELLS, *(pytest.param(cell, marks=pytest.mark.slow) for cell in LATER)],
-    ids=lambda cell: cell.id,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_formulas_and_simulation_agree(cell, tmp_path):
     check(config_of(cell, tmp_path), cell.num_ranks)
 
