@@ -74,8 +74,6 @@ WITH_EXPERTS = [
     # Two ranks have the same experts.
     cell("qwen3_moe", "ddp-ep", "lora", 4, "experts"),
     cell("qwen3_moe", "zero1-ep", "full", 4),
-    cell("qwen3_moe", "ddp-ep", "lora", 2, "checkpointing"),
-    cell("qwen3_moe", "ddp-ep", "lora", 4, "experts"),
     cell("qwen3_moe", "zero2-ep", "lora", 4),
     *(cell("qwen3_moe", "fsdp2-ep", "lora", 4, variant) for variant in ("experts", "")),
     cell("deepseek_v3", "fsdp2-ep", "full", 4),
@@ -211,6 +209,8 @@ LATER = (
     # Of three axes, and of axes beside experts, each two are counted together in other cells.
     *(cell("llama", layout, "full", 8) for layout in ("fsdp2-cp-tp", "pp-fsdp2-cp", "pp-cp-tp-sp")),
     *(cell("qwen3_moe", f"{data}-ep", "full", nproc) for data, nproc in (("ddp", 2), ("zero1", 4))),
+    cell("qwen3_moe", "ddp-ep", "lora", 2, "checkpointing"),
+    cell("qwen3_moe", "ddp-ep", "lora", 4, "experts"),
     cell("qwen3_moe", "zero2-ep", "lora", 4),
     *(cell("qwen3_moe", "fsdp2-ep", "lora", 4, variant) for variant in ("", "upper")),
     cell("deepseek_v3", "fsdp2-ep", "full", 4),

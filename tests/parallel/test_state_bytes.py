@@ -103,10 +103,7 @@ WITH_EXPERTS = (
     # Every rank has other experts, which no data rank shares.
     *(Cell("qwen3_moe", layout, "full", 2) for layout in ("ddp-ep", "zero2-ep", "fsdp2-ep")),
     Cell("qwen3_moe", "cp-ep", "lora", 2, "experts"),
-    Cell("qwen3_moe", "zero2-ep", "full", 2),
-    *(Cell("qwen3_moe", "zero1-ep", "full", 4, spread=spread) for spread in (0, 4)),
-    Cell("qwen3_moe", "fsdp2-ep", "full", 4, spread=4),
-    Cell("nemotron_h", "ddp-ep-tp", "full", 4),
+    *(Cell("qwen3_moe", layout, "full", 4, spread=4) for layout in ("zero1-ep", "fsdp2-ep")),
     Cell("qwen3_moe", "ddp-ep", "lora", 4, "experts", spread=4),
     # Two ranks have the same ones.
     Cell("qwen3_moe", "zero1-ep", "full", 4),
@@ -224,7 +221,10 @@ LATER = {
     Cell("qwen3_5_text", "fsdp2-tp", "lora", 4),
     Cell("qwen3_5_text", "zero1-tp", "full", 4),
     Cell("qwen3_5_text", "pp-tp", "full", 4, schedule="1f1b"),
-    *(Cell("qwen3_moe", layout, "full", 4, spread=4) for layout in ("zero1-ep", "fsdp2-ep")),
+    Cell("qwen3_moe", "zero2-ep", "full", 2),
+    *(Cell("qwen3_moe", "zero1-ep", "full", 4, spread=spread) for spread in (0, 4)),
+    Cell("qwen3_moe", "fsdp2-ep", "full", 4, spread=4),
+    Cell("nemotron_h", "ddp-ep-tp", "full", 4),
     Cell("qwen3_moe", "ddp-ep", "lora", 4, "experts", spread=4),
     Cell("qwen3_moe", "zero2-ep", "lora", 4, "experts"),
     Cell("jamba", "fsdp2-ep", "lora", 4),
