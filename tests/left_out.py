@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Container, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,17 @@ def libraries_of(item: pytest.Item) -> tuple[str, ...]:
     """The libraries whose behaviour a test pins; () for every other test."""
     marker = item.get_closest_marker("pins")
     return () if marker is None else marker.args
+
+
+def some_now(every: Iterable[Any], now: Container[Any]) -> list[Any]:
+    """Return a test's parameters: `make test` runs those in `now`, `make parity` the rest."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.slow] * (case not in now),
+        )
+        for case in every
+    ]
 
 
 def is_quick(item: pytest.Item) -> bool:

@@ -112,6 +112,7 @@ def test_a_failure_is_raised_with_its_code(run_file, tmp_path, capfd):
     assert "fails_on_last" in capfd.readouterr().err  # the traceback
 
 
+@pytest.mark.slow  # training/test_own_loop.py runs the examples
 def test_an_example_runs_as_a_command(tmp_path):
     """From a new interpreter, which spawns or forks as it finds right."""
     command = [sys.executable, "examples/own_module.py", "--nproc", "2", "--parallel.data=fsdp2"]

@@ -37,6 +37,7 @@ from shardwise.models.own import OwnModel
 from shardwise.planner.split_view import plan
 from shardwise.rules.rule import Case
 from shardwise.run_file import parse_config
+from tests.left_out import some_now
 from tests.models.tiny import tiny, trained, with_adapters
 from tests.models.unproven import write_config
 
@@ -738,10 +739,7 @@ def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        *("llama", "qwen3_next", "mistral", "attention-dropout"),
-        pytest.param("gpt2", marks=pytest.mark.slow),
-    ],
+    some_now(("llama", "qwen3_next", "mistral", "attention-dropout", "gpt2"), ("qwen3_next",)),
 )
 def test_models_shows_the_layouts_that_train_takes(model, folder_of):
     caption = str(model_table(Model(folder_of(model), init="random")).caption)
@@ -868,6 +866,7 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
     return cfg, cfg.parallel.ranks_of_a_model * cfg.parallel.dp_replicate * values["copies"]
 
 
+@pytest.mark.slow  # most draws are refused by the run file alone, as examples of rules are
 def test_every_pair_of_choices_has_one_answer(folder_of):
     """Pairwise over the run file's enumerations, the families and the sizes of axes."""
     answers = Counter(

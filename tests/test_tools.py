@@ -64,6 +64,7 @@ PLACES = ("ran cpu", "speed cpu", "gradients cpu", "sent cpu", "losses cpu", "sp
 FIGURES = ("strategies", "memory", "losses", "sent", "lengths", "models")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)
 def test_the_tables_and_figures_of_a_study_go_into_its_page(
     tool: ModuleType, tmp_path: Path
@@ -152,6 +153,7 @@ def test_the_figure_of_bubbles_has_them_measured_and_simulated(tool: ModuleType)
         assert tool.microbatches(study).name == "microbatches"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
 def test_the_longest_row_is_that_whose_planned_peak_is_in_the_memory(tool: ModuleType) -> None:
     cells = read_sweep(TOOLS.parent / "configs" / "study-cpu.yaml", TOOLS).cells

@@ -137,7 +137,13 @@ def check(case: Case, plant: Callable[[], None] | None = None) -> None:
             torch.testing.assert_close(rank.tensors[key], values, rtol=0, atol=atol, msg=key)
 
 
-@pytest.mark.parametrize("case", [TIED, SHARDED], ids=["tied", "sharded adapters"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(TIED, id="tied"),
+        pytest.param(SHARDED, marks=pytest.mark.slow, id="sharded adapters"),
+    ],
+)
 def test_layers_move_with_their_states_and_nothing_else_changes(case):
     check(case)
 
@@ -172,7 +178,9 @@ def adapters_come_twice() -> None:
     MovedState.read = adding
 
 
-@pytest.mark.parametrize("plant", [states_stay_behind, adapters_come_twice])
+@pytest.mark.parametrize(
+    "plant", [states_stay_behind, pytest.param(adapters_come_twice, marks=pytest.mark.slow)]
+)
 def test_a_planted_bug_shows(plant):
     with pytest.raises(AssertionError):
         check(REST["lora"], plant)

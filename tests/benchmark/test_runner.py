@@ -142,7 +142,11 @@ def test_every_ending_is_a_row(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "rerun"),
-    [(signal.SIGKILL, []), (signal.SIGTERM, []), (signal.SIGINT, ["--rerun", "ok"])],
+    [
+        (signal.SIGKILL, []),
+        pytest.param(signal.SIGTERM, [], marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, ["--rerun", "ok"], marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_bench_leaves_no_process_and_continues(number, rerun, tmp_path):
     path, out = (

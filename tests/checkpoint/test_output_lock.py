@@ -81,7 +81,7 @@ def start(folder: Path, seed: int, nproc: int, codes: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_of_two_runs_started_into_one_folder_one_is_refused_and_the_other_is_whole(
     nproc, tmp_path, capfd
 ):

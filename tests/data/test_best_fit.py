@@ -77,7 +77,7 @@ def test_the_state_behind_a_row_names_what_still_waits():
     assert SlotState.read(asdict(last)) == last
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_resumes_at_any_step(
     tokenizer,
     write_corpus: Callable[[Sequence[str]], str],

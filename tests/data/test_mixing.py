@@ -41,7 +41,7 @@ def test_entries_are_read_by_weight(
     assert mixed == labels(tokenizer, run_config(train, weights=[2.0, 2.0], **keys), 100)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_mixture_is_the_same_on_any_number_of_ranks_and_resumes(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,

@@ -56,7 +56,7 @@ def has_targets(rows: Sequence[Row]) -> bool:
     sequence_length=lengths,
     epochs=st.sampled_from([0.4, 1.0, 1.5, 2.0]),
 )
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=20, derandomize=True)
 def test_epochs_end_where_every_document_was_finished_and_go_on_there(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,

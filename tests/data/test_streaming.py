@@ -24,6 +24,7 @@ from shardwise.data.state import LoaderState, counts, merge_states
 from shardwise.data.streaming import Streamed
 from tests.data.test_loader import Row, over_ranks, predicted, rows_of
 from tests.data.test_text import write
+from tests.left_out import some_now
 
 MakeConfig = Callable[..., RunConfig]
 NUM = 24
@@ -67,7 +68,7 @@ def read(
     return steps, merged
 
 
-@pytest.mark.parametrize("packing", ["none", "concat", "documents"])
+@pytest.mark.parametrize("packing", some_now(("none", "concat", "documents"), ("documents",)))
 def test_neither_ranks_nor_a_resume_change_the_rows(
     folder: str,
     tokenizer: PreTrainedTokenizerFast,

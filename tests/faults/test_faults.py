@@ -14,6 +14,7 @@ from tests.faults import run
 from tests.faults.cases import cases
 from tests.faults.run import NOT_ALLOWED, Bad, Runs, compare, run_case, shared_folder
 from tests.faults.table import PAGE, SAME, STOPPED, is_right, page, read_table
+from tests.left_out import some_now
 
 CASES = {case.key: case for case in cases()}
 CHOSEN = {
@@ -30,7 +31,11 @@ def shared() -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("key", CHOSEN)
+LATER = "numbers/bit of a gradient/clip/rank 0/ddp/lora/check_copies_every=1"
+"""Which tests/integration/test_copies.py shows of a weight."""
+
+
+@pytest.mark.parametrize("key", some_now(CHOSEN, CHOSEN.keys() - {LATER}))
 def test_nothing_is_lost(key: str, shared: Path, tmp_path: Path) -> None:
     row = run_case(CASES[key], shared, tmp_path / "case")
     if row["outcome"] == NOT_ALLOWED:

@@ -14,6 +14,7 @@ from shardwise.models.families import FAMILIES
 from tests.fuzz.draws import Draw, draw
 from tests.fuzz.judge import judge
 from tests.fuzz.report import report
+from tests.left_out import some_now
 from tests.parity import test_sensitivity, test_tensor_sensitivity
 
 SEEDS = {
@@ -49,10 +50,7 @@ def drawn_by(seed: int, folder: Path) -> Draw:
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.slow] * (place % 2))
-        for place, seed in enumerate(SEEDS)
-    ],
+    some_now(SEEDS, [*SEEDS][::4]),
 )
 def test_fixed_runs_equal_one_process(seed: int, tmp_path: Path):
     drawn = drawn_by(seed, tmp_path)

@@ -14,6 +14,7 @@ from tests.gpu.suite import Suite
 from tests.gpu.workload import workload_of
 
 
+@pytest.mark.slow  # test_kernels_bench.py rehearses steps and kernels
 def test_a_rehearsal_times_both_modes_and_prints_no_speed_on_a_red_test(
     tmp_path, monkeypatch, capsys
 ):

@@ -35,13 +35,8 @@ def sized(folder: Any, name: str, budget: float | None, **parallel: Any) -> RunC
     )
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param({"data": "fsdp2"}, marks=pytest.mark.slow, id="fsdp2"),
-        pytest.param({"pp": 2}, id="pp"),
-    ],
-)
+@pytest.mark.slow  # tests/planner/test_recompute.py has the choice, and peaks within it
+@pytest.mark.parametrize("parallel", [{"data": "fsdp2"}, {"pp": 2}], ids=["fsdp2", "pp"])
 def test_a_run_stays_within_its_budget(parallel, folder, capfd):
     plain = sized(folder, f"plain-{'-'.join(parallel)}", None, **parallel)
     described = describe(plain, RANKS)

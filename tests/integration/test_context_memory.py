@@ -36,7 +36,9 @@ MODEL = {
 """Of a row, 2.5 GB of activations at the peak of a step; a rank of four has a quarter."""
 
 
-@pytest.mark.parametrize(("nproc", "exit_code"), [(1, 3), (4, 0)])
+@pytest.mark.parametrize(
+    ("nproc", "exit_code"), [(1, 3), pytest.param(4, 0, marks=pytest.mark.slow)]
+)
 def test_a_row_that_one_process_cannot_hold_trains_on_four(tmp_path: Path, nproc, exit_code):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     document = json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 20})

@@ -45,7 +45,8 @@ def on_a_broken_device(cfg: RunConfig) -> str:
     ("layout", "every", "save_every", "seen"),
     [
         ("ddp", 2, 0, 4),
-        ("ddp", 100, 1, 3),
+        # The next test has its run.
+        pytest.param("ddp", 100, 1, 3, marks=pytest.mark.slow),
         # A step of zero2 overwrites the copy with its owner's; before that it is saved.
         ("zero2", 100, 1, 3),
     ],

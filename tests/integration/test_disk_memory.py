@@ -51,7 +51,8 @@ def trained(folder: Path, name: str, keys: dict, limit: int | None) -> tuple[int
     return done.returncode, done.stderr, RunRecord.read(folder / name / "record.json")
 
 
-@pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/parallel/test_disk.py counts the weights in memory
+@pytest.mark.parametrize("mode", ["lora", "full"])
 def test_a_model_larger_than_the_memory_of_a_process_trains(tmp_path: Path, mode: str):
     num_layers, limit = SIZES[mode]
     assert num_layers * LAYER_BYTES > 1.06 * limit

@@ -116,7 +116,10 @@ def test_metrics_say_what_each_expert_was_given(trained):
 
 @pytest.mark.parametrize(
     ("nproc", "layout"),
-    [(2, ["--parallel.ep=1"]), (1, ["--parallel.data=single", "--parallel.ep=1"])],
+    [
+        pytest.param(2, ["--parallel.ep=1"], marks=pytest.mark.slow),
+        (1, ["--parallel.data=single", "--parallel.ep=1"]),
+    ],
 )
 def test_it_resumes_under_another_ep_and_alone(trained, run_file, tmp_path, nproc, layout):
     arguments = [

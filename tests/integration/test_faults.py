@@ -50,7 +50,10 @@ def take_away(folder: Path, how: str) -> None:
     Checkpointer.after_step = gone
 
 
-@pytest.mark.parametrize(("how", "save_every"), [("removed", 2), ("moved", 3), ("removed", 0)])
+@pytest.mark.parametrize(
+    ("how", "save_every"),
+    [("removed", 2), ("moved", 3), pytest.param("removed", 0, marks=pytest.mark.slow)],
+)
 def test_a_folder_that_goes_from_under_a_run_ends_it_in_one_line(how, save_every, path, tmp_path):
     out = tmp_path / "out"
     arguments = [
@@ -68,7 +71,7 @@ def test_a_folder_that_goes_from_under_a_run_ends_it_in_one_line(how, save_every
     assert not out.exists()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_no_memory_left_is_told_as_such(nproc, path, tmp_path):
     # More than the libraries map, less than the run asks for: 4 GiB of logits alone.
     limit = psutil.Process().memory_info().vms + 2 * 2**30

@@ -26,6 +26,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow  # the family and the recipes have tests of their own
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # which peft asks for

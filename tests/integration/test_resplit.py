@@ -80,7 +80,7 @@ def single(folder) -> RunRecord:
     ("slow", "wrong", "before", "after"),
     [
         pytest.param(3.0, 1.0, [2, 2], [3, 1], id="a slow rank"),
-        pytest.param(1.0, 10.0, [1, 3], [2, 2], id="wrong costs"),
+        pytest.param(1.0, 10.0, [1, 3], [2, 2], marks=pytest.mark.slow, id="wrong costs"),
     ],
 )
 def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, after):

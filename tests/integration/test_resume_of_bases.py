@@ -55,8 +55,11 @@ def test_a_checkpoint_has_nothing_of_the_base(whole: RunConfig) -> None:
 
 @pytest.mark.parametrize(
     ("nproc", "parallel"),
-    [(1, Parallel()), (2, Parallel("fsdp2")), (2, Parallel(tp=2))],
-    ids=["single", "fsdp2", "tp"],
+    [
+        pytest.param(1, Parallel(), id="single"),
+        pytest.param(2, Parallel("fsdp2"), marks=pytest.mark.slow, id="fsdp2"),
+        pytest.param(2, Parallel(tp=2), id="tp"),
+    ],
 )
 def test_a_resume_goes_on_as_if_it_had_not_ended(nproc, parallel, whole: RunConfig) -> None:
     again = resumed(whole, f"again-base-{parallel.data}-{parallel.tp}", parallel=parallel)

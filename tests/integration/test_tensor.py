@@ -68,6 +68,7 @@ def test_a_run_with_shares_of_layers(folder, single, noise):
     assert whole / 2 < dict(held)["weights"] < 0.55 * whole
 
 
+@pytest.mark.slow  # test_resume.py has both, one after the other
 def test_a_pipeline_that_is_cut_by_costs_with_shares_of_layers(folder, single, noise):
     cfg = config(folder, "pp-tp", micro_batch_size=2, sample=PROMPT)
     record = run_on(4, replace(cfg, parallel=Parallel(pp=2, tp=2)))

@@ -23,7 +23,6 @@ from shardwise.config import (
     Parallel,
     RunConfig,
     Training,
-    UserError,
 )
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
@@ -32,6 +31,7 @@ from shardwise.training import evaluate, loop
 from shardwise.training.loop import train
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.models import multimodal
 from tests.models.tiny import entries, on_meta, same, tiny
 from tests.models.unproven import write_config
@@ -125,14 +125,11 @@ def noise(folder, single) -> RunRecord:
     return record
 
 
-SAID_BY_PARITY = [
-    pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 2), ("fsdp1", 2), ("fsdp2", 2))
-]
-"""Their steps are compared by cells of parity. What a whole run adds to them, `make test` shows of
-two layouts."""
-
-
-@pytest.mark.parametrize(("layout", "nproc"), [("zero2", 2), ("hsdp", 4), *SAID_BY_PARITY])
+# Cells of parity compare the steps. What whole runs add, test_resume.py and test_tensor.py have.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "nproc"), [("zero2", 2), ("hsdp", 4), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2)]
+)
 def test_every_layout_follows_the_same_curve(folder, single, noise, layout, nproc):
     record = run_on(nproc, config(folder, layout, layout, micro_batch_size=1))
     # Under AdamW rounding grows from step to step: as much as the noise control shows, ten times
@@ -159,7 +156,7 @@ def test_two_runs_are_bit_identical(folder, single):
     assert (folder / "again" / name).read_bytes() == (folder / "single" / name).read_bytes()
 
 
-@pytest.mark.parametrize("family", ["lfm2", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("family", some_now(("lfm2", "gpt2", "qwen3_moe"), ("lfm2",)))
 def test_whole_runs_of_other_shapes(folder, family, capfd):
     cfg = config(
         folder, family, "fsdp2", steps=2, eval_every=2, checkpointing="full", sample="the state"
@@ -319,22 +316,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_step_and_file(folder):
     assert len(json.loads(files[0].read_text())["rows"]) == 4
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer(folder):
-    small = folder / "small-model"
-    small.mkdir()
-    content = json.loads((CONFIGS / "tiny-qwen3_5" / "config.json").read_text()) | {
-        "vocab_size": 100
-    }
-    (small / "config.json").write_text(json.dumps(content))
-    cfg = config(folder, "small")
-    cfg = replace(cfg, model=replace(cfg.model, path=str(small)))
-    with pytest.raises(
-        RuntimeError,
-        match=f"{UserError.__name__}: the tokenizer has ids up to 255 but the model only 100",
-    ):
-        run_on(1, cfg)
-
-
+@pytest.mark.slow  # tests/parallel/test_compile.py has rows of several lengths
 def test_a_compiled_run_has_a_sample(folder, monkeypatch):
     monkeypatch.setattr(evaluate, "SAMPLE_TOKENS", 48)
     # 48 rows, each of another length: as many versions of a compiled layer would be too many (8 for

@@ -543,7 +543,7 @@ def blocks_ctrl_c(pid: str) -> bool:
     return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
 
 
-@pytest.mark.parametrize("importing", [True, False])
+@pytest.mark.parametrize("importing", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     process = start(2, None if importing else sleep)
     pids = wait_for_pids(process, tmp_path)
@@ -559,8 +559,8 @@ def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     [
         (signal.SIGKILL, -9, sleep),
         (signal.SIGKILL, -9, finish_a_step),
-        (signal.SIGKILL, -9, finish_the_run),
-        (signal.SIGTERM, 128 + 15, sleep),
+        pytest.param(signal.SIGKILL, -9, finish_the_run, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 128 + 15, sleep, marks=pytest.mark.slow),
     ],
 )
 def test_processes_end_with_the_one_that_started_them(number, exit_code, train, start, tmp_path):

@@ -72,24 +72,26 @@ TWICE = {"aten._local_scalar_dense.default": 1, "tolist": 1}
 CELLS = (
     Cell("qwen3_5_text", "single", "lora"),
     Cell("qwen3_5_text", "fsdp2", "full", 2),
-    Cell("llama", "pp-ddp", "lora", 4),
     Cell("nemotron_h", "ddp-tp", "lora", 4),
-    Cell("qwen3_5_text", "cp", "lora", 2),
     Cell("qwen3_5_text", "cp", "lora", 2, "isolated"),
-    Cell("qwen3_5_text", "single", "lora", variant="isolated"),
     Cell("qwen3_next", "single", "full", variant="isolated"),  # its routers have a loss
 )
-REST = tuple(
-    cell
-    for family, facts in FAMILY_FACTS.items()
-    for variant in ("isolated" if facts.keeps_documents_apart else "",)
-    for cell in (
-        Cell(family, "single", "full", variant=variant),
-        Cell(family, "cp", "full", 2, variant),
-    )
-    if cell not in CELLS
+REST = (
+    Cell("llama", "pp-ddp", "lora", 4),
+    Cell("qwen3_5_text", "cp", "lora", 2),
+    Cell("qwen3_5_text", "single", "lora", variant="isolated"),
+    *(
+        cell
+        for family, facts in FAMILY_FACTS.items()
+        for variant in ("isolated" if facts.keeps_documents_apart else "",)
+        for cell in (
+            Cell(family, "single", "full", variant=variant),
+            Cell(family, "cp", "full", 2, variant),
+        )
+        if cell not in CELLS
+    ),
 )
-"""Every family, which `make parity` runs."""
+"""Stages, and every family, which `make parity` runs."""
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,10 @@ def test_the_host_waits_twice_a_step(cell, monkeypatch):
         assert waits == TWICE
 
 
-@pytest.mark.parametrize(("num_ranks", "is_known"), [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_ranks", "is_known"),
+    [pytest.param(1, True, marks=pytest.mark.slow), (1, False), (2, True)],
+)
 def test_fla_is_given_documents_that_the_host_knows(num_ranks, is_known, monkeypatch):
     """The torch path needs no borders of documents; here it looks for them as fla's path does."""
     rule = chunked.gated_delta_rule

@@ -4,6 +4,7 @@ hand."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.patches.experts import use_routed_experts
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.activation_checkpoint import recompute
+from tests.left_out import some_now
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 
 ROWS, LENGTH = 2, 80  # 80 tokens: chunks of 64 and 16, or of 32, 32 and 16
@@ -128,8 +130,13 @@ def check(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[str
     return counts
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("family", CONFIGS)
+def in_turn(*settings: str) -> list[Any]:
+    """Return each family with each setting; `make test` takes one for each family."""
+    now = [(family, settings[i % len(settings)]) for i, family in enumerate(CONFIGS)]
+    return some_now(product(CONFIGS, settings), now)
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), in_turn("none", "full"))
 def test_training_in_full_matches_the_counter(family, checkpointing):
     model, spec = build(family)
     check(model, spec, checkpointing)
@@ -138,16 +145,14 @@ def test_training_in_full_matches_the_counter(family, checkpointing):
 EXPERTS = {name: family.experts for name, family in FAMILIES.items() if family.experts}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("checkpointing", ["operators", "one-kind"])
+@pytest.mark.parametrize(("family", "checkpointing"), in_turn("operators", "one-kind"))
 def test_selective_checkpointing_matches_the_counter(family, checkpointing):
     model, spec = build(family)
     attention = next(layer.kind for layer in spec.layers if layer.attention)
     check(model, spec, [attention] if checkpointing == "one-kind" else checkpointing)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "operators"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "checkpointing"), in_turn("none", "full", "operators"))
 def test_lora_everywhere_matches_the_counter(family, checkpointing):
     model, spec = build(family)
     # Where PEFT renames targets (qwen3_next) it adapts fewer linears than requested. The count

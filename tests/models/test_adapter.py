@@ -14,7 +14,9 @@ from shardwise.models.families import spec_of
 from shardwise.models.load import read_config, weights
 from shardwise.models.save import save_model
 from tests.distributed import PATIENCE
+from tests.left_out import some_now
 from tests.models.tiny import (
+    EACH_KIND,
     TINY,
     entries,
     loaded_by_transformers,
@@ -58,6 +60,15 @@ save_file(out, sys.argv[2])
 
 CASES = ("auto", "all", "list", "dora")
 WITH_MAGNITUDES = ("tiny-llama", "tiny-gpt2", "tiny-qwen3_5", "tiny-qwen3_next", "tiny-jamba")
+FIRST = (
+    *EACH_KIND,
+    *("tiny-llama", "tiny-olmo_hybrid", "tiny-qwen3_next", "tiny-qwen3_5-tied"),
+)
+FOLDERS = {
+    "written": [name for name in TINY if name in FIRST],
+    "others": [name for name in TINY if name not in FIRST],
+}
+"""Models whose adapters are loaded, by the fixture that writes them."""
 
 
 def lora_for(name: str, case: str) -> Lora | None:
@@ -79,9 +90,18 @@ def lora_for(name: str, case: str) -> Lora | None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor]:
+    return write(FOLDERS["written"], tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor]:
+    return write(FOLDERS["others"], tmp_path_factory)
+
+
+def write(names: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor]:
     """Folders with `base` and `adapter`, and the logits of the model that wrote them."""
     expected = {}
-    for name in TINY:
+    for name in names:
         for case in CASES:
             lora = lora_for(name, case)
             if lora is None:
@@ -97,9 +117,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor
     return expected
 
 
+@pytest.mark.parametrize("fixture", some_now(FOLDERS, ("written",)))
 def test_peft_and_transformers_alone_load_what_is_saved(
-    written: dict[Path, torch.Tensor], tmp_path: Path
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    written = request.getfixturevalue(fixture)
     ids = json.dumps(tokens().tolist())
     folders = sorted(map(str, written), key=lambda folder: "jet_nemotron" in folder)
     command = [sys.executable, "-c", SCRIPT, ids, str(tmp_path / "out"), *folders]
@@ -110,9 +132,11 @@ def test_peft_and_transformers_alone_load_what_is_saved(
         assert relative_error(theirs[str(folder)], expected) < TOLERANCE, folder.name
 
 
+@pytest.mark.parametrize("fixture", some_now(FOLDERS, ("written",)))
 def test_a_merged_model_is_loaded_by_transformers_alone(
-    written: dict[Path, torch.Tensor], tmp_path: Path
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    written = request.getfixturevalue(fixture)
     for folder, expected in written.items():
         out = tmp_path / folder.name
         merge_adapter(Model(str(folder / "base")), folder / "adapter", out)

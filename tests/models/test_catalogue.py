@@ -34,7 +34,7 @@ def test_the_example_of_a_family_has_every_kind_of_layer(name: str) -> None:
     assert kinds == (known if getattr(config, "layer_types", None) else {"full_attention"})
 
 
-@pytest.mark.parametrize("targets", ["auto", "all-linear"])
+@pytest.mark.parametrize("targets", [pytest.param("auto", marks=pytest.mark.slow), "all-linear"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_said_to_be_reached_is_what_injection_adapts(name: str, targets: str) -> None:
     rows = layer_facts(on_meta(tiny(name)))

@@ -14,8 +14,9 @@ from shardwise.models.kinds.jet_block import DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from shardwise.models.kinds.mamba import Mamba
 from shardwise.models.kinds.mamba2 import Mamba2
+from tests.left_out import some_now
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
-from tests.models.tiny import on_meta, tiny
+from tests.models.tiny import on_meta, tiny, with_every_kind
 
 
 def weights_of(unit: Unit) -> dict[str, Weight]:
@@ -63,7 +64,7 @@ def test_a_token_meets_all_of_a_dense_model():
     assert counts.active_parameters == counts.parameters
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_parameter_is_counted_once(family, lora):
     model, spec = build(family, device="meta")
@@ -80,7 +81,7 @@ def test_every_parameter_is_counted_once(family, lora):
     ]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", some_now(CONFIGS, with_every_kind(CONFIGS)))
 def test_meta_counts_equal_those_of_real_weights(family):
     assert count_model(*build(family, device="meta")) == count_model(*build(family))
 

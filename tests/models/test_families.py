@@ -10,7 +10,8 @@ from shardwise.config import Lora, UserError
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.load import build_meta, load_whole, read_config
 from shardwise.models.lora import inject
-from tests.models.tiny import PLAIN, TINY, on_meta, tiny, tokens
+from tests.left_out import some_now
+from tests.models.tiny import EACH_KIND, PLAIN, TINY, on_meta, tiny, tokens
 
 KINDS = {
     "tiny-qwen3": ["full_attention"] * 3 + ["sliding_attention"],
@@ -154,8 +155,8 @@ def test_an_unknown_kind_of_layer() -> None:
         FAMILIES["llama"].mixers_of(config)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", some_now(TINY, (*EACH_KIND, "tiny-qwen3_5-tied")))
 def test_forward_and_backward_reach_every_parameter(name: str, dtype: str) -> None:
     model = tiny(name, dtype)
     whole = load_whole(model, read_config(model)).train()

@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from shardwise.config import UserError
 from shardwise.models.initialise import nudged
 from shardwise.models.load import build_meta, read_config, weights
-from tests.models.tiny import PLAIN, TINY, entries, on_meta, same, tiny
+from tests.left_out import some_now
+from tests.models.tiny import EACH_KIND, PLAIN, TINY, entries, on_meta, same, tiny
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", some_now(TINY, (*EACH_KIND, "tiny-qwen3_5-tied")))
 def test_random_weights_are_a_function_of_the_seed(name: str) -> None:
     model = tiny(name)
     state = torch.get_rng_state()
@@ -28,7 +29,7 @@ def test_random_weights_are_a_function_of_the_seed(name: str) -> None:
     assert first.keys() == built.state_dict().keys() - built.all_tied_weights_keys.keys()
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", some_now(PLAIN, EACH_KIND))
 def test_random_weights_follow_the_familys_rules(name: str) -> None:
     # transformers' own initialisation, twice: what is equal in both is a constant; of the rest ours
     # is another draw.

@@ -4,6 +4,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,16 +18,23 @@ from shardwise.config import Model, UserError
 from shardwise.models import initialise, weight_files
 from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
 from shardwise.models.save import save_model
-from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
+from tests.left_out import some_now
+from tests.models.tiny import CONFIGS, EACH_KIND, TINY, entries, on_meta, same, tiny
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers writes it, of the family whose names differ most from modules'."""
+    path = tmp_path_factory.mktemp("written")
+    whole = load_whole(tiny("tiny-olmo_hybrid"), read_config(tiny("tiny-olmo_hybrid")))
+    whole.save_pretrained(path)
+    return path
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder as transformers writes it, of the family whose names differ most from modules'."""
-    load_whole(tiny("tiny-olmo_hybrid"), read_config(tiny("tiny-olmo_hybrid"))).save_pretrained(
-        tmp_path
-    )
-    return tmp_path
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy of it, which a test may damage."""
+    return Path(shutil.copytree(written, tmp_path, dirs_exist_ok=True))
 
 
 # --- the config
@@ -147,8 +155,13 @@ def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused() -> None:
 # --- the model on meta
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some_now(
+        product(TINY, ("float32", "bfloat16")),
+        [(name, "bfloat16") for name in (*EACH_KIND, "tiny-qwen3_5-tied")],
+    ),
+)
 def test_meta_model_is_what_transformers_loads(name: str, dtype: str, tmp_path: Path) -> None:
     model = tiny(name, dtype)
     load_whole(model, read_config(model)).save_pretrained(tmp_path)
@@ -494,9 +507,14 @@ def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name
             read()
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "float8_e4m3fn"])
+UP, CONVOLUTION = (
+    f"model.layers.0.{name}.weight" for name in ("mlp.up_proj", "linear_attn.k_conv1d")
+)
+
+
 @pytest.mark.parametrize(
-    "key", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.linear_attn.k_conv1d.weight"]
+    ("key", "dtype"),
+    [(UP, "int32"), (UP, "uint8"), (UP, "bool"), (CONVOLUTION, "float8_e4m3fn")],
 )
 def test_numbers_that_need_a_scale_are_no_weights(folder: Path, key: str, dtype: str) -> None:
     value = load_file(folder / "model.safetensors")[key]

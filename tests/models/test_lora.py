@@ -14,7 +14,9 @@ from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
 from shardwise.models.lora import Coverage, adapter_facts, adapter_layers, adapter_weights, inject
 from shardwise.models.names import hf_name, is_adapter
+from tests.left_out import some_now
 from tests.models.tiny import (
+    EACH_KIND,
     PLAIN,
     TINY,
     logits,
@@ -127,7 +129,7 @@ def test_coverage_prints_as_a_table_and_as_plain_data() -> None:
 
 
 @pytest.mark.parametrize("targets", [pytest.param("auto", marks=pytest.mark.slow), "all-linear"])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", some_now(TINY, (*EACH_KIND, "tiny-qwen3_5-tied")))
 def test_every_adapter_is_alive_and_nothing_else_is_trained(name: str, targets: str) -> None:
     lora = Lora(r=3, targets=targets)  # ty: ignore[invalid-argument-type]
     model, coverage = with_adapters(tiny(name), lora)
@@ -140,8 +142,9 @@ def test_every_adapter_is_alive_and_nothing_else_is_trained(name: str, targets: 
     assert coverage.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-nemotron_h"])
+@pytest.mark.parametrize(
+    ("name", "rslora"), [("tiny-qwen3_next", True), ("tiny-nemotron_h", False)]
+)
 def test_an_adapter_adds_scale_times_b_a(name: str, rslora: bool) -> None:
     # The factors folded into the weights by hand give the same model. Experts: rows r*e..r*e+r-1 of
     # A are expert e's; in B the experts vary fastest.
@@ -166,7 +169,7 @@ def test_an_adapter_adds_scale_times_b_a(name: str, rslora: bool) -> None:
     assert relative_error(logits(model), logits(whole)) < 1e-5
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", some_now(TINY, EACH_KIND))
 def test_a_fresh_adapter_changes_nothing(name: str) -> None:
     model, _ = with_adapters(tiny(name), Lora(r=4, targets="all-linear"))
     with torch.no_grad():
@@ -393,7 +396,12 @@ def _exact_loss(name: str) -> float:
 @pytest.mark.parametrize(
     ("name", "dtype", "autocast"),
     [
-        pytest.param(name, dtype, autocast, marks=[pytest.mark.slow] * ((i + j + autocast) % 2))
+        pytest.param(
+            name,
+            dtype,
+            autocast,
+            marks=[pytest.mark.slow] * (name not in EACH_KIND or (i + j + autocast) % 2),
+        )
         for i, name in enumerate(PLAIN)
         for j, dtype in enumerate(("float32", "model"))
         for autocast in (False, True)

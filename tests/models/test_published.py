@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from shardwise.models.published import STATE, Entry
 from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.models.quantised_folders import BASE_OF, METHODS, write
 from tests.models.tiny import loaded_by_transformers, logits, on_meta, trained, with_adapters
 from tests.parity.harness import (
@@ -83,14 +85,20 @@ def test_values_are_near_those_that_were_quantised(method, plain, tmp_path):
         assert error < most, name
 
 
+STORED = (
+    ("nf4", "float32", "plain"),
+    ("nf4 nested", "bfloat16", "experts"),
+    ("fp8", "bfloat16", "experts"),
+    ("compressed-tensors", "float32", "plain"),
+    ("torchao int8", "bfloat16", "plain"),
+    ("torchao fp8", "float32", "experts"),
+)
+"""What `make test` stores: each method once, in one dtype and of one model."""
+
+
 @pytest.mark.parametrize(
     ("method", "dtype", "source"),
-    [
-        pytest.param(method, dtype, source, marks=[pytest.mark.slow] * ((i + j + k) % 2))
-        for i, method in enumerate(METHODS)
-        for j, dtype in enumerate(("float32", "bfloat16"))
-        for k, source in enumerate(("plain", "experts"))
-    ],
+    some_now(product(METHODS, ("float32", "bfloat16"), ("plain", "experts")), STORED),
 )
 def test_a_run_stores_a_folder_without_loss(method, dtype, source, tmp_path, request):
     write(tmp_path / "q", request.getfixturevalue(source), method)
@@ -119,20 +127,13 @@ def stored_by_a_run(folder: str, method: str, dtype: str) -> tuple[dict[str, tor
 LAYOUTS = (("fsdp2", 2), ("tp", 2))
 
 
+@pytest.mark.slow  # cells of parity train on bases that a run stores itself
 @pytest.mark.parametrize(
     ("method", "source"),
     [
-        ("fp8", "experts"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("nf4 nested", "plain"),
-                ("nf4 nested", "experts"),
-                ("fp8", "plain"),
-                ("torchao int8", "plain"),
-                ("torchao int8", "experts"),
-            )
-        ),
+        *(("nf4 nested", source) for source in ("plain", "experts")),
+        *(("fp8", source) for source in ("plain", "experts")),
+        *(("torchao int8", source) for source in ("plain", "experts")),
     ],
 )
 def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
@@ -221,7 +222,7 @@ def assert_stored_as_it_is(folder: Path, method: str) -> None:
     assert all(torch.equal(values, expected[name]) for name, values in stored.items())
 
 
-@pytest.mark.parametrize("method", ["nf4", "fp8"])
+@pytest.mark.parametrize("method", ["nf4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_copy_is_what_a_run_computes_and_is_plain(method, plain, tmp_path):
     write(tmp_path / "q", plain, method)
     copy_model(Model(str(tmp_path / "q")), BASE_OF[method], tmp_path / "copy")
@@ -230,7 +231,7 @@ def test_a_copy_is_what_a_run_computes_and_is_plain(method, plain, tmp_path):
     assert all(torch.equal(copied[n], v) for n, v in values_of(tmp_path / "q").items())
 
 
-@pytest.mark.parametrize("base", ["none", "nf4"])
+@pytest.mark.parametrize("base", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
 def test_an_adapter_is_merged_into_the_values_of_the_folder(base, plain, tmp_path):
     write(tmp_path / "q", plain, "nf4")
     model = Model(str(tmp_path / "q"))

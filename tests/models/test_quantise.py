@@ -21,6 +21,7 @@ from shardwise.models.quantise import stored_paths
 from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.models.tiny import (
     TINY_OF,
     loaded_by_transformers,
@@ -29,6 +30,7 @@ from tests.models.tiny import (
     tiny,
     trained,
     with_adapters,
+    with_every_kind,
 )
 from tests.parity.harness import DEEP, Cell, run_config
 
@@ -36,7 +38,7 @@ WIDE = str(DEEP / "wide-qwen3_5")
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_now(FAMILIES, with_every_kind(FAMILIES)))
 def test_matrices_of_layers_are_stored_and_all_else_is_not(family):
     hf = on_meta(tiny(TINY_OF[family]))
     spec, kind = spec_of(hf.config, hf), family_of(hf)
@@ -134,7 +136,9 @@ def copy_of_base(model: Model, folder: Path) -> None:
     save_model(hf, weights(hf, model, 0), folder)
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), [("single", 1), ("fsdp2", 2), ("tp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"), some_now((("single", 1), ("fsdp2", 2), ("tp", 2)), [("fsdp2", 2)])
+)
 def test_no_rank_holds_the_model_as_it_was(layout, num_ranks):
     """While weights are loaded, one whole matrix is in memory beside what is stored."""
     (plain,) = run_ranks(1, bytes_of_loading, "single", 1, "none")

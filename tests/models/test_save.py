@@ -1,4 +1,5 @@
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from shardwise.config import Model
 from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
 from shardwise.models.save import save_model
+from tests.left_out import some_now
 from tests.models.tiny import (
     CONFIGS,
+    EACH_KIND,
     PLAIN,
     TINY,
     entries,
@@ -22,8 +25,13 @@ from tests.models.tiny import (
 )
 
 
-@pytest.mark.parametrize("shard_bytes", [10**9, 200_000])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "shard_bytes"),
+    some_now(
+        product(TINY, (10**9, 200_000)),
+        [("tiny-llama", 10**9), *((name, 200_000) for name in (*EACH_KIND, "tiny-qwen3_5-tied"))],
+    ),
+)
 def test_what_is_saved_is_what_transformers_and_we_load(
     name: str, shard_bytes: int, tmp_path: Path
 ) -> None:

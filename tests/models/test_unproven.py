@@ -13,7 +13,9 @@ from shardwise.models.families.unproven import inspect_family
 from shardwise.models.load import weights
 from shardwise.models.lora import adapter_layers
 from shardwise.models.save import save_model
+from tests.left_out import some_now
 from tests.models.tiny import (
+    EACH_KIND,
     PLAIN,
     loaded_by_transformers,
     logits,
@@ -31,7 +33,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
     return Model(str(write_config(request.param, tmp_path)), init="random")
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", some_now(PLAIN, EACH_KIND))
 def test_inspection_finds_what_is_written_of_the_listed_families(name: str) -> None:
     # Where the facts are known, inspection has to come to the same, adapters or not. Layer kinds it
     # cannot know.

@@ -38,6 +38,10 @@ def with_every_kind(families: Iterable[str], first: Sequence[str] = ()) -> list[
     return list(dict.fromkeys(chosen))
 
 
+EACH_KIND = tuple(TINY_OF[family] for family in with_every_kind(FAMILIES))
+"""Of `PLAIN`, models that have every kind of block between them."""
+
+
 def tiny(name: str, dtype: str = "float32") -> Model:
     """A tiny model with random weights."""
     folder = str(CONFIGS / name)

@@ -89,10 +89,11 @@ def test_sums_of_bfloat16_lose_bits(reference):
     ("layout", "nproc", "limit"),
     [
         ("single", 1, 16 * 2**-24),  # 15 float32 roundings
-        ("ddp", 2, 16 * 2**-24),
-        ("zero1", 2, 16 * 2**-24),
+        pytest.param("ddp", 2, 16 * 2**-24, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, 16 * 2**-24, marks=pytest.mark.slow),
         ("zero2", 2, 16 * 2**-24),
-        ("hsdp", 2, 2**-8),  # one rounding to bfloat16, of the sum
+        # One rounding to bfloat16, of the sum.
+        pytest.param("hsdp", 2, 2**-8, marks=pytest.mark.slow),
         ("fsdp2", 2, 2**-8),  # of each micro-batch's sum over ranks
     ],
 )
@@ -138,7 +139,7 @@ def on_the_device() -> tuple[Grads, Grads, set[torch.dtype]]:
     return run_ranks(2, _offloaded, "none")[0]
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "all"])
+@pytest.mark.parametrize("offload", [pytest.param("optimizer", marks=pytest.mark.slow), "all"])
 def test_offload_keeps_every_bit_of_them(offload, on_the_device):
     grads, weights, dtypes = on_the_device
     assert dtypes == {torch.float32}

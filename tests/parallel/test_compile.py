@@ -22,9 +22,11 @@ from tests.distributed import run_ranks
 from tests.parity.harness import CONFIGS, Cell, Start, microbatches, run_config
 
 
-def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float], list[int]]:
+def _steps(
+    family: str, compiled: str, checkpointing: str
+) -> tuple[list[float], list[float], list[int]]:
     torch._dynamo.utils.counters.clear()  # of whatever was compiled before this process was forked
-    cfg = run_config(Cell("qwen3_5_text", "single", "lora", variant="dropout"))
+    cfg = run_config(Cell(family, "single", "lora", variant="dropout"))
     cfg = replace(
         cfg, training=replace(cfg.training, compile=compiled, checkpointing=checkpointing)
     )
@@ -42,18 +44,23 @@ def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float],
 
 
 # Without checkpointing a compiled parity cell shows that nothing else changes.
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_masks_are_drawn_anew_and_nothing_is_compiled_again(checkpointing):
-    ((losses, norms, _),) = run_ranks(1, _steps, "none", "none")
-    ((compiled, compiled_norms, graphs),) = run_ranks(1, _steps, "aot_eager", checkpointing)
+@pytest.mark.parametrize(
+    ("family", "checkpointing", "versions"),
+    [
+        ("llama", "full", 2),
+        pytest.param("qwen3_5_text", "full", 3, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", "none", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_masks_are_drawn_anew_and_nothing_is_compiled_again(family, checkpointing, versions):
+    ((losses, norms, _),) = run_ranks(1, _steps, family, "none", "none")
+    ((compiled, compiled_norms, graphs),) = run_ranks(1, _steps, family, "aot_eager", checkpointing)
     # As one layout to another in the parity cells; a mask of step 1 in step 2 moves the loss by
     # 1e-3.
     assert compiled == pytest.approx(losses, rel=1e-6)
     assert compiled_norms == pytest.approx(norms, rel=1e-5)
-    assert (
-        graphs[0] == 3
-    )  # no break: the first layer, whose input needs no gradient, and both kinds of others
-    assert graphs == [graphs[0]] * 3
+    # No break: the first layer, whose input needs no gradient, and each kind of others.
+    assert graphs == [versions] * 3
 
 
 def test_masks_are_drawn_in_compiled_code_which_all_modules_share():
@@ -133,6 +140,7 @@ def _runs_of_other_shapes(folder: str) -> int:
     return graphs[-1]
 
 
+@pytest.mark.slow
 def test_what_earlier_runs_have_compiled_does_not_count(tmp_path):
     content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 2}))

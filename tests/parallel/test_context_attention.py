@@ -22,7 +22,8 @@ from shardwise.planner.collectives import Collectives
 from shardwise.planner.communication import Total, add_up
 from shardwise.schedule.context import AttentionShape, Cut, Way, sent_by_attention
 from tests.distributed import run_ranks
-from tests.models.tiny import PLAIN, on_meta, tiny
+from tests.left_out import some_now
+from tests.models.tiny import EACH_KIND, PLAIN, on_meta, tiny
 
 WAYS: tuple[tuple[Way, bool], ...] = (
     ("ring", False),
@@ -166,7 +167,11 @@ def largest(cases: list[Case], num_ranks: int) -> dict[Case, float]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
-    [(2, CASES), (3, [*ODD, *drawn_cases(3, 60)]), (4, [*CASES, *drawn_cases(4, 60)])],
+    [
+        (2, CASES),
+        (3, [*ODD, *drawn_cases(3, 60)]),
+        pytest.param(4, [*CASES, *drawn_cases(4, 60)], marks=pytest.mark.slow),
+    ],
 )
 def test_equals_one_process(num_ranks, cases):
     found = largest(cases, num_ranks)
@@ -289,7 +294,7 @@ def output_and_gradients(hf: PreTrainedModel, ids: torch.Tensor) -> list[torch.T
     return [logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", some_now(PLAIN, (*EACH_KIND, *WINDOWS)))
 def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
     calls = []
 

@@ -79,7 +79,7 @@ def _router_shares_of_one_rank(patch: Patch) -> None:
         pytest.param(_gradients_not_added_up, PAIRS, marks=pytest.mark.slow),
         pytest.param(_attention_across_a_border, PAIRS, marks=pytest.mark.slow),
         pytest.param(_places_of_a_stretch, PAIRS, marks=pytest.mark.slow),
-        (_no_state_of_other_ranks, HYBRID),
+        pytest.param(_no_state_of_other_ranks, HYBRID, marks=pytest.mark.slow),
         pytest.param(_no_gradient_of_later_ranks, HYBRID, marks=pytest.mark.slow),
         pytest.param(_state_across_a_border, HYBRID, marks=pytest.mark.slow),
         (_router_shares_of_one_rank, MIXTURE),

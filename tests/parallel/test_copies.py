@@ -16,6 +16,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import local
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.parity.harness import Cell, microbatches, run_config
 
 CELLS = [
@@ -41,7 +42,15 @@ def flipped(cell: Cell, steps: int, wrong_rank: int, name: str) -> tuple[list[An
     return before, differences(job.pm, mesh, job.optimizer)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+LATER = ("zero2", "cp")
+"""Layouts whose copies are those of others: `make parity` flips their bits."""
+
+
+@pytest.mark.parametrize(
+    "cell",
+    some_now(CELLS, [cell for cell in CELLS if cell.layout not in LATER]),
+    ids=lambda cell: cell.id,
+)
 def test_copies_are_equal_after_steps_until_a_bit_flips(cell):
     name = "model.norm.weight" if cell.tp > 1 else "embed_tokens"
     for before, after in run_ranks(cell.nproc, flipped, cell, 2, 1, name):

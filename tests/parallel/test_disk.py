@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from shardwise.planner.memory import most_state_bytes
 from shardwise.planner.search import search
 from shardwise.training.step import NonFiniteLossError, training_step
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.parity.harness import Cell, Outcome, microbatches, run, run_config
 
 DISK = "offload-disk"
@@ -93,9 +94,14 @@ def moved(cfg: RunConfig) -> tuple[list[tuple[int, int, int]], list[tuple[int, i
     return unit_bytes(job), steps
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("size", [1, 2, 8])
-@pytest.mark.parametrize("mode", ["lora", "full"])
+MOVES = (("lora", 2, "adamw"), ("full", 1, "adamw"), ("full", 2, "adamw"), ("full", 8, "sgd"))
+"""What `make test` counts: every size, optimizer and mode."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "optimizer"),
+    some_now(product(("lora", "full"), (1, 2, 8), ("adamw", "sgd")), MOVES),
+)
 def test_a_step_reads_and_writes_what_the_formula_says(mode, size, optimizer):
     cell = Cell("qwen3_5_text", "single", mode, 1, DISK)
     cfg = config(cell, optimizer, micro_batch_size=size)
@@ -148,7 +154,7 @@ def window_of(cfg: RunConfig) -> tuple[int, int, int, int]:
     return most, sum(len(b.memory) for b in window._free), neighbours, sum(units)
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("lora", marks=pytest.mark.slow), "full"])
 def test_the_window_has_two_units_of_weights_at_most(mode):
     cfg = config(Cell("qwen3_5_text", "single", mode, 1, DISK))
     most, buffers, neighbours, all_weights = run_ranks(1, window_of, cfg)[0]
@@ -216,7 +222,12 @@ def _run(cell: Cell, changes: Any) -> Outcome:
     ("cell", "changes"),
     [
         pytest.param(Cell("qwen3_5_text", "single", "lora", 1, "nf4"), {}, id="quantised"),
-        pytest.param(Cell("qwen3_5_text", "single", "full", 1, "tied"), {}, id="tied"),
+        pytest.param(
+            Cell("qwen3_5_text", "single", "full", 1, "tied"),
+            {},
+            marks=pytest.mark.slow,
+            id="tied",
+        ),
         pytest.param(
             Cell("qwen3_5_text", "pp", "full", 2, "tied", "zbv"), {}, id="both ends on a rank"
         ),

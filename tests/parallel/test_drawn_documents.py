@@ -150,7 +150,7 @@ DOCUMENTS = st.lists(st.integers(1, 20), max_size=40)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     stretch=st.integers(WIDTH - 1, 9),
     size=st.integers(2, 5),

@@ -90,7 +90,8 @@ def _run_with(cell: Cell, offload: Any) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("layout", "nproc", "offload"), [("pp", 2, "optimizer"), ("pp-fsdp2", 4, "all")]
+    ("layout", "nproc", "offload"),
+    [("pp", 2, "optimizer"), pytest.param("pp-fsdp2", 4, "all", marks=pytest.mark.slow)],
 )
 def test_gradients_of_a_tied_weight_are_added_up_before_they_are_taken(layout, nproc, offload):
     """Its two stages are on two ranks, of which one counts it in the norm."""

@@ -4,9 +4,10 @@ or kept."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from shardwise.schedule.timeline import Event
 from shardwise.training.evaluate import evaluate
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.models.unproven import write_config
 from tests.parity.harness import CONFIGS, Cell, Start, microbatches, run_config
 
@@ -189,6 +191,12 @@ def test_what_is_not_refused_takes_memory(answers):
 
 WHOLE = [name for name in ORDERS if name not in HALVING]
 CASES = [*((schedule, "full") for schedule in ORDERS), *((schedule, "upper") for schedule in WHOLE)]
+LATER = (
+    *((schedule, "full") for schedule in ("looped-bfs", "interleaved-zero-bubble")),
+    *((schedule, "upper") for schedule in ("gpipe", "looped-bfs")),
+)
+"""Of these `make test` has the steps only (tests/parity)."""
+NOW = [case for case in CASES if case not in LATER]
 MICROBATCHES = 4
 UPPER = Lora(r=4, targets=["layers.2.self_attn.q_proj", "layers.3.mlp.down_proj"])
 """What lies below, the lower of two stages or the lower two of four, has nothing to train."""
@@ -267,14 +275,18 @@ def counted_messages() -> Iterator[list[None]]:
     dist.P2POp = made
 
 
-def _look_at_all(cases: list[tuple[str | None, str]]) -> list[Seen]:
+def _look_at_all(cases: Iterable[tuple[str | None, str]]) -> list[Seen]:
     return [look(*case) for case in cases]
 
 
-@pytest.fixture(scope="module")
-def seen() -> dict[tuple[str, str], tuple[Seen, ...]]:
-    """Of each case, what each rank has seen."""
-    return dict(zip(CASES, zip(*run_ranks(RANKS, _look_at_all, CASES)), strict=True))
+@cache
+def _seen_in(cases: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], tuple[Seen, ...]]:
+    return dict(zip(cases, zip(*run_ranks(RANKS, _look_at_all, cases)), strict=True))
+
+
+def seen_in(*case: str) -> tuple[Seen, ...]:
+    """Return what each rank has seen in a case; those of `make test` share their processes."""
+    return _seen_in(LATER if case in LATER else tuple(NOW))[case]
 
 
 @pytest.fixture(scope="module")
@@ -284,29 +296,29 @@ def alone() -> dict[str, Seen]:
     return dict(zip(modes, found, strict=True))
 
 
-@pytest.mark.parametrize(("schedule", "mode"), CASES)
-def test_steps_evaluations_and_tokens_are_those_of_one_process(schedule, mode, seen, alone):
+@pytest.mark.parametrize(("schedule", "mode"), some_now(CASES, NOW))
+def test_steps_evaluations_and_tokens_are_those_of_one_process(schedule, mode, alone):
     one = alone[mode]
-    for rank in seen[schedule, mode]:
+    for rank in seen_in(schedule, mode):
         assert rank.losses == pytest.approx(one.losses, rel=1e-6)
         assert rank.norms == pytest.approx(one.norms, rel=1e-5)
         assert rank.lrs == one.lrs  # also where there is nothing to train
         assert rank.tokens == one.tokens
-    assert sum(rank.trained for rank in seen[schedule, mode]) == one.trained
+    assert sum(rank.trained for rank in seen_in(schedule, mode)) == one.trained
 
 
-@pytest.mark.parametrize(("schedule", "mode"), CASES)
-def test_no_hidden_states_are_kept_after_an_evaluation(schedule, mode, seen):
-    assert [rank.kept for rank in seen[schedule, mode]] == [0] * RANKS
+@pytest.mark.parametrize(("schedule", "mode"), some_now(CASES, NOW))
+def test_no_hidden_states_are_kept_after_an_evaluation(schedule, mode):
+    assert [rank.kept for rank in seen_in(schedule, mode)] == [0] * RANKS
 
 
-@pytest.mark.parametrize(("schedule", "mode"), CASES)
-def test_what_a_rank_does_is_what_the_schedule_says(schedule, mode, seen):
+@pytest.mark.parametrize(("schedule", "mode"), some_now(CASES, NOW))
+def test_what_a_rank_does_is_what_the_schedule_says(schedule, mode):
     pipeline = Pipeline(
         schedule, RANKS, MICROBATCHES, Parallel(pp=RANKS, schedule=schedule).num_virtual
     )
     below = 0 if mode == "full" else pipeline.num_chunks // 2  # chunks that run no backward
-    for rank, found in enumerate(seen[schedule, mode]):
+    for rank, found in enumerate(seen_in(schedule, mode)):
         order = [
             action[:3]
             for action in pipeline.order(rank)
@@ -318,12 +330,12 @@ def test_what_a_rank_does_is_what_the_schedule_says(schedule, mode, seen):
         assert all(before.end <= after.start for before, after in pairwise(events))
 
 
-@pytest.mark.parametrize("schedule", WHOLE)
-def test_no_gradient_is_sent_to_what_has_nothing_to_train(schedule, seen):
+@pytest.mark.parametrize("schedule", some_now(WHOLE, ("1f1b", "interleaved-1f1b")))
+def test_no_gradient_is_sent_to_what_has_nothing_to_train(schedule):
     for mode in ("full", "upper"):
         virtual = Parallel(pp=RANKS, schedule=schedule).num_virtual
         cuts = range(RANKS * virtual - 1)  # between chunk c and the next, which the other rank has
-        for rank, found in enumerate(seen[schedule, mode]):
+        for rank, found in enumerate(seen_in(schedule, mode)):
             up = [c for c in cuts if c % RANKS == rank]
             down = [
                 c
@@ -332,7 +344,7 @@ def test_no_gradient_is_sent_to_what_has_nothing_to_train(schedule, seen):
             ]
             assert found.sent == MICROBATCHES * (len(up) + len(down))
     if virtual == 1:
-        assert [rank.trained > 0 for rank in seen[schedule, "upper"]] == [False, True]
+        assert [rank.trained > 0 for rank in seen_in(schedule, "upper")] == [False, True]
 
 
 def _peak(schedule: str, count: int) -> int:
@@ -410,6 +422,7 @@ def next_tokens(cell: Cell) -> list[int]:
         return [job.pm.next_token(job.pm, first_tokens(row, length)) for length in range(5, 13)]
 
 
+@pytest.mark.slow  # the tests above have tokens of stages, parity shards of them
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_sample_where_stages_are_sharded(schedule):
     cell = Cell("qwen3_5_text", "pp-fsdp2", "lora", 4, schedule=schedule)

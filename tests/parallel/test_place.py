@@ -24,7 +24,7 @@ def _fill_sharded(rows: int) -> bool:
     return right
 
 
-@pytest.mark.parametrize("rows", [7, 6, 2])  # uneven, even, fewer rows than ranks
+@pytest.mark.parametrize("rows", [7, 2])  # uneven, fewer rows than ranks
 def test_each_rank_takes_its_own_share(rows):
     assert all(run_ranks(6, _fill_sharded, rows))
 

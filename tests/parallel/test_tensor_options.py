@@ -11,6 +11,7 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as gr
 
 from shardwise.models import families
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.models.tiny import CONFIGS, with_whole_feed_forwards
 from tests.parity import harness
 from tests.parity.harness import Cell, compare, run_cell, verdict
@@ -66,7 +67,7 @@ def with_config(
     monkeypatch.setitem(harness.FAMILIES, family, str(folder))
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", some_now(OPTIONS, ("nemotron_h", "jet_nemotron")))
 def test_options_of_configs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = case.split()[0]
     with_config(family, OPTIONS[case], tmp_path, monkeypatch)
@@ -76,7 +77,7 @@ def test_options_of_configs(case: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert verdict(compare(run_ranks(2, run_cell, cell), reference)) == []
 
 
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("case", some_now(SIZES, ("three ranks",)))
 def test_sizes_that_do_not_come_out_even(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +88,11 @@ def test_sizes_that_do_not_come_out_even(
 
 
 @pytest.mark.parametrize(
-    "cell", [Cell("llama", "tp-sp", "lora", 2), Cell("qwen3_moe", "tp", "full", 2)]
+    "cell",
+    [
+        pytest.param(Cell("llama", "tp-sp", "lora", 2), marks=pytest.mark.slow),
+        Cell("qwen3_moe", "tp", "full", 2),
+    ],
 )
 def test_a_block_that_is_left_whole(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank computes all of a feed-forward, of a mixture with its router's own loss too."""

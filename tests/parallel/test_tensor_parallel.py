@@ -27,6 +27,7 @@ from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import split_embedding
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
+from tests.left_out import some_now
 from tests.models.tiny import CONFIGS, on_meta, tiny, with_whole_feed_forwards
 from tests.parity import harness
 from tests.parity.harness import Cell, Start, microbatches, run_config
@@ -135,6 +136,7 @@ def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
     assert run_ranks(2, notes_and_matrices, Cell("llama", "tp", "full", 2)) == [expected] * 2
 
 
+@pytest.mark.slow  # one note, and parts of the bytes that the test above counts
 def test_what_stages_and_shards_hold_of_it_is_told():
     """Stages of 2 layers: the one without a mixture is in the first. Of two shards of one row, one
     is empty."""
@@ -245,17 +247,23 @@ def curve(cell: Cell, saved: list[str]) -> list[float]:
     return [value for step in steps for value in (step.loss, step.grad_norm)]
 
 
+SAVED = (
+    ("gpt2", ["c_fc", "ln_1"], ""),
+    ("nemotron_h", ["conv1d", "gate"], ""),
+    ("llama", ["self_attn"], "isolated"),
+)
+"""A matrix and a norm, a convolution and a router, a whole block."""
+SAVED_LATER = (
+    ("llama", ["mlp"], ""),
+    ("qwen3_next", ["mlp"], ""),
+    ("jet_nemotron", ["dynamic_conv1d", "o_norm"], "isolated"),
+    ("jet_nemotron", ["w2", "v_proj"], ""),
+)
+
+
 @pytest.mark.parametrize(
     ("family", "saved", "variant"),
-    [
-        ("gpt2", ["c_fc", "ln_1"], ""),
-        ("nemotron_h", ["conv1d", "gate"], ""),
-        pytest.param("llama", ["mlp"], "", marks=pytest.mark.slow),
-        ("qwen3_next", ["mlp"], ""),
-        ("llama", ["self_attn"], "isolated"),
-        ("jet_nemotron", ["dynamic_conv1d", "o_norm"], "isolated"),
-        pytest.param("jet_nemotron", ["w2", "v_proj"], "", marks=pytest.mark.slow),
-    ],
+    some_now((*SAVED, *SAVED_LATER), SAVED),
 )
 def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved, variant):
     (alone,) = run_ranks(1, curve, Cell(family, "single", "lora", 1, variant), saved)

@@ -100,6 +100,7 @@ def _held_with_shares_of_layers() -> dict[str, int]:
     return state_bytes(job.pm.stored(), job.optimizer)
 
 
+@pytest.mark.slow
 def test_bytes_with_shares_of_layers():
     """2 x 2 ranks: tensor parallelism halves all except norms, zero1 what is not one per head."""
     held = {"weights": 0, "gradients": 0, "optimizer": 0}

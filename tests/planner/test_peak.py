@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.assembly.describe import Description, describe
@@ -129,32 +129,38 @@ LAYOUT = st.sampled_from(["ddp", "zero1", "zero2", "fsdp1", "fsdp2"])
 MODE = st.sampled_from(["lora", "full"])
 MICRO_ROWS = st.sampled_from([1, 2])
 FEW_RANKS = st.sampled_from([2, 4])
+few = settings(max_examples=10)
 
 
+@few
 @given(LAYOUT, MODE, MICRO_ROWS, FEW_RANKS)
 def test_more_devices_never_need_more_memory_each(data, mode, micro_rows, num_ranks):
     fewer = memory_on(data, num_ranks, mode, micro_rows)
     assert memory_on(data, 2 * num_ranks, mode, micro_rows).total <= fewer.total
 
 
+@few
 @given(LAYOUT, MODE, FEW_RANKS)
 def test_smaller_micro_batches_never_need_more_memory(data, mode, num_ranks):
     # From one micro-batch to two it does not hold: the second one finds gradients of the first.
     assert memory_on(data, num_ranks, mode, 1).total <= memory_on(data, num_ranks, mode, 2).total
 
 
+@few
 @given(LAYOUT, MICRO_ROWS, FEW_RANKS)
 def test_adapters_need_less_than_all_weights(data, micro_rows, num_ranks):
     lora = memory_on(data, num_ranks, "lora", micro_rows)
     assert lora.total <= memory_on(data, num_ranks, "full", micro_rows).total
 
 
+@few
 @given(LAYOUT, MODE, FEW_RANKS)
 def test_recomputation_needs_less(data, mode, num_ranks):
     full = memory_on(data, num_ranks, mode, checkpointing="full")
     assert full.total <= memory_on(data, num_ranks, mode).total
 
 
+@few
 @given(MODE, MICRO_ROWS, FEW_RANKS)
 def test_what_is_sharded_more_needs_less(mode, micro_rows, num_ranks):
     def total(data: str) -> int:

@@ -38,7 +38,7 @@ PLACES = [
 ]
 
 
-QUICK = [("single", "full"), ("fsdp2", "lora"), ("1f1b", "full")]
+QUICK = [("1f1b", "full")]
 """What `make test` runs; the formulas of all layouts and modes are compared elsewhere."""
 
 

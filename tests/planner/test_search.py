@@ -197,11 +197,19 @@ def test_a_bound_of_memory_is_below_what_is_computed(preset, is_lora):
             assert estimates.least_bytes(candidate) <= 1.03 * choice.memory.total, choice.title
 
 
+@pytest.fixture(scope="module")
+def every() -> list[Choice]:
+    return computed(of_few_rows())
+
+
+def of_few_rows() -> Question:
+    return question("tiny-qwen3_5", "4xRTX4090", rows=4, lora=False)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.3, 0.02])
-def test_it_finds_what_computing_every_candidate_finds(share):
+def test_it_finds_what_computing_every_candidate_finds(share, every):
     """On devices whose memory suffices for this share of the candidates."""
-    asked = question("tiny-qwen3_5", "4xRTX4090", rows=4, lora=False)
-    every = computed(asked)
+    asked = of_few_rows()
     assert len(every) > 200
     sizes = sorted(choice.memory.total for choice in every)
     limit = sizes[round(share * len(sizes)) - 1]

@@ -161,7 +161,13 @@ def test_the_measured_step_is_small_in_a_record():
     assert len(json.dumps(told.events)) < 6000
 
 
-@pytest.mark.parametrize("costs", [COUNTED, CostSource("of this machine", num_processes=2)])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        pytest.param(COUNTED, marks=pytest.mark.slow),
+        CostSource("of this machine", num_processes=2),
+    ],
+)
 def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     monkeypatch.setattr(
         build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs)

@@ -54,6 +54,12 @@ def page_file(tmp_path_factory) -> Path:
     return write_report(write(tmp_path_factory.mktemp("page") / "bench", sweep, records))
 
 
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory) -> Path:
+    """A page of which every text tries to be more."""
+    return write_report(hostile(tmp_path_factory.mktemp("hostile") / "bench"))
+
+
 @pytest.fixture
 def opened(browser, page_file):
     """The open page. At the end no error must have been reported and no other file requested."""
@@ -178,6 +184,7 @@ def test_the_best_cells_stand_on_top(opened):
     assert leanest.startswith("fsdp2: 60 MiB")
 
 
+@pytest.mark.slow
 def test_light_and_dark(browser, page_file):
     read = """() => [getComputedStyle(document.documentElement).backgroundColor,
                      getComputedStyle(document.body).color,
@@ -191,6 +198,7 @@ def test_light_and_dark(browser, page_file):
     assert "invert(0.91)" in figure_filter
 
 
+@pytest.mark.slow  # the other figures do
 def test_pipelines_follow_the_theme(browser, tmp_path):
     path = write_report(write(tmp_path / "bench", *pipelines()))
     read = "() => getComputedStyle(document.querySelector('figure#timelines svg')).filter"
@@ -210,6 +218,7 @@ def test_a_phone_scrolls_tables_and_figures_but_not_the_page(browser, page_file)
         assert page.evaluate("document.querySelector('figure .scroll').scrollWidth") > 390
 
 
+@pytest.mark.slow
 def test_lines_along_an_axis_of_numbers(browser, tmp_path):
     with open_page(browser, write_report(write(tmp_path / "bench", *processes()))) as page:
         assert "processes" in page.locator("figure#against-nproc").inner_text()
@@ -217,15 +226,14 @@ def test_lines_along_an_axis_of_numbers(browser, tmp_path):
         assert "ideal strong scaling" in caption
 
 
-def test_hostile_names_are_text(browser, tmp_path):
-    path = write_report(hostile(tmp_path / "bench"))
-    with open_page(browser, path) as page:
+def test_hostile_names_are_text(browser, hostile_page):
+    with open_page(browser, hostile_page) as page:
         assert page.title() == " ".join(HOSTILE.split())
         assert page.evaluate("document.images.length") == 0
         assert page.evaluate("document.scripts.length") == 1
         assert "49" not in page.locator("h1").inner_text()
         assert "$\\frac{1}{0}$" in page.locator("figure#throughput-memory").inner_text()
-    markdown = path.with_suffix(".md").read_text()
+    markdown = hostile_page.with_suffix(".md").read_text()
     assert "<script" not in markdown
     assert "<img" not in markdown
     widths = {
@@ -247,16 +255,15 @@ class Seen(HTMLParser):
         self.attributes += attrs
 
 
-def test_what_records_say_is_text_on_the_page_and_in_its_figures(tmp_path):
-    path = write_report(hostile(tmp_path / "bench"))
+def test_what_records_say_is_text_on_the_page_and_in_its_figures(hostile_page):
     seen = Seen()
-    seen.feed(path.read_text(encoding="utf-8"))
+    seen.feed(hostile_page.read_text(encoding="utf-8"))
     assert seen.tags.count("script") == 1
     assert not {"img", "iframe", "object", "embed", "base", "form", "foreignobject"} & {*seen.tags}
     for name, value in seen.attributes:
         assert not name.startswith("on")
         assert "javascript:" not in (value or "").lower().replace(" ", "")
-    figures = list((tmp_path / "bench" / "figures").glob("*.svg"))
+    figures = list((hostile_page.parent / "figures").glob("*.svg"))
     assert figures
     for figure in figures:
         for element in ElementTree.parse(figure).iter():
@@ -278,6 +285,7 @@ def test_nothing_points_outside(page_file):
     assert "@import" not in text
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_files(strategies_folder, tmp_path):
     first = write_report(strategies_folder, tmp_path / "a" / "page.html")
     second = write_report(strategies_folder, tmp_path / "b" / "page.html")
@@ -299,6 +307,7 @@ def test_two_pages_in_one_folder_keep_their_figures(strategies_folder, tmp_path)
     assert "(b%20c-figures/plane.png)" in other.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_figures_that_a_report_no_longer_has_are_gone_and_other_files_stay(
     strategies_folder, tmp_path
 ):
@@ -329,8 +338,9 @@ def test_axes_with_names_alike_have_figures_of_their_own(tmp_path):
     assert 'id="against-a-b--2"' in page
 
 
-def test_the_lead_counts_the_rounds_that_there_are(browser, strategies_folder, tmp_path):
-    with open_page(browser, write_report(strategies_folder)) as page:
+@pytest.mark.slow
+def test_the_lead_counts_the_rounds_that_there_are(browser, page_file, tmp_path):
+    with open_page(browser, page_file) as page:
         lead = page.locator(".lead").inner_text()
     assert [part in lead for part in ("6 cells", "3 rounds", "interleaved", "EPYC")] == [True] * 4
     sweep, records = strategies()
@@ -343,6 +353,7 @@ def test_the_lead_counts_the_rounds_that_there_are(browser, strategies_folder, t
     assert "interleaved" not in lead
 
 
+@pytest.mark.slow
 def test_a_phone_has_a_hint_that_figures_scroll(browser, page_file):
     with open_page(browser, page_file, viewport={"width": 390, "height": 800}) as page:
         assert page.locator("figure#losses .hint").is_visible()

@@ -142,7 +142,7 @@ def packed(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [x.requires_grad_() for x in tensors], begins.cumsum(1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(packed())
 def test_documents_and_shared_keys_equal_the_recurrence(drawn):
     tensors, documents = drawn

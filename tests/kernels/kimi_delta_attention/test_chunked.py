@@ -80,7 +80,7 @@ def packed(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor]:
     return inputs(tokens, torch.float64, strongest, sizes, seed), begins.cumsum(1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(packed())
 def test_documents_and_decays_of_any_strength_equal_the_recurrence(drawn):
     check_against_naive(*drawn)
@@ -189,7 +189,7 @@ def check_pieces(tensors: list[torch.Tensor], documents: torch.Tensor, cuts: lis
         torch.testing.assert_close(tensor, other, rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(packed(), st.data())
 def test_pieces_pass_their_maps_on(drawn, data):
     tensors, documents = drawn

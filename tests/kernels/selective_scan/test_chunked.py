@@ -47,7 +47,7 @@ def inputs(
     return [x.to(dtype).requires_grad_() for x in tensors]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     tokens=st.one_of(st.sampled_from(LENGTHS), st.integers(1, 140)),
     sizes=st.tuples(*(st.integers(1, 4) for _ in range(3))),

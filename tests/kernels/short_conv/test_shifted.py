@@ -76,7 +76,7 @@ def drawn(draw: st.DrawFn) -> Arguments:
     return arguments | {"activation": draw(st.sampled_from([None, "silu"]))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(drawn())
 def test_equals_the_loop(arguments):
     assert not departs(arguments)

@@ -55,7 +55,7 @@ def documents_of(rows: int, tokens: int, share: float) -> torch.Tensor | None:
     return begins.cumsum(1) if share else None
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     tokens=st.one_of(st.sampled_from(LENGTHS), st.integers(1, 140)),
     sizes=st.tuples(*(st.integers(1, 3) for _ in range(4))),

@@ -44,7 +44,7 @@ def _run(
     return loss.item(), grads, modes.counts[FLASH], modes.counts[SOFTMAX]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_the_kernel_asked_for_is_the_one_that_runs(checkpointing):
     # The llama has 4 layers; each runs twice if it is computed again.
     runs = 8 if checkpointing == "full" else 4
@@ -61,7 +61,7 @@ def test_the_kernel_asked_for_is_the_one_that_runs(checkpointing):
         assert (one - other).abs().max() <= 1e-5 * one.abs().max()
 
 
-@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+@pytest.mark.parametrize("backend", ["efficient", pytest.param("cudnn", marks=pytest.mark.slow)])
 def test_a_kernel_that_cannot_run_is_refused(backend):
     with pytest.raises(
         RuntimeError, match=rf"UserError: model.sdpa_backend is {backend}, but .* use auto or math"

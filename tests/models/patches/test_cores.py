@@ -18,8 +18,9 @@ from shardwise.models.families import spec_of
 from shardwise.models.kinds.base import Kind
 from shardwise.models.patches.cores import backends, use_cores
 from shardwise.models.patches.forget_gate import use_finite_gates
+from tests.left_out import some_now
 from tests.metrics.tiny_models import CONFIGS, build
-from tests.models.tiny import relative_error
+from tests.models.tiny import relative_error, with_every_kind
 from tests.parity.harness import Cell, run_config
 
 CUDA = torch.device("cuda")
@@ -34,7 +35,9 @@ def kinds(family: str) -> set[Kind]:
 WITH_CORES = sorted(family for family in CONFIGS if any(kind.functions for kind in kinds(family)))
 
 
-@pytest.mark.parametrize("family", WITH_CORES)
+@pytest.mark.parametrize(
+    "family", some_now(WITH_CORES, (*with_every_kind(WITH_CORES), "qwen3_next", "olmo_hybrid"))
+)
 def test_a_model_computes_what_it_computes_with_transformers_functions(family):
     ours, spec = build(family)
     theirs = AutoModelForCausalLM.from_config(ours.config).train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from shardwise.models.load import weights
 from shardwise.models.patches.experts import RoutedExperts, use_routed_experts
 from shardwise.models.save import save_model
 from tests.kernels.lora_linear.cases import worst
+from tests.left_out import some_now
 from tests.models.patches.test_lora_kernel import CPU, EXACT, SMALL, gradients
 from tests.models.tiny import (
     TINY_OF,
@@ -41,8 +43,16 @@ EXPERTS = Lora(r=4, rslora=True, targets=["experts"])
 SHARED = replace(EXPERTS, experts="shared")
 
 
-@pytest.mark.parametrize("trains", ["adapters", "all"])
-@pytest.mark.parametrize("name", MIXTURES)
+TRAINED = ("adapters", "all")
+
+
+@pytest.mark.parametrize(
+    ("name", "trains"),
+    some_now(
+        product(MIXTURES, TRAINED),
+        [(name, TRAINED[place % 2]) for place, name in enumerate(MIXTURES)],
+    ),
+)
 def test_as_transformers_and_peft_compute(name, trains):
     model, _ = with_adapters(tiny(name), EXPERTS)
     if trains == "all":

@@ -19,14 +19,15 @@ from shardwise.models.patches import float8
 from shardwise.models.quantise import linears_of
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
-from tests.models.tiny import TINY_OF, on_meta, tiny
+from tests.left_out import some_now
+from tests.models.tiny import TINY_OF, on_meta, tiny, with_every_kind
 from tests.parity.harness import Cell, Outcome, microbatches, run, run_config
 
 CPU = torch.device("cpu")
 LORA = Cell("qwen3_5_text", "single", "lora", variant="tensorwise")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_now(FAMILIES, with_every_kind(FAMILIES)))
 def test_linears_of_layers_multiply_in_8_bits_and_gates_do_not(family):
     hf = on_meta(tiny(TINY_OF[family]))
     spec, kind = spec_of(hf.config, hf), family_of(hf)

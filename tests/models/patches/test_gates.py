@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from shardwise.models.patches import gates
 from shardwise.models.patches.gates import use_gates
 from tests.kernels.gates import kept_elements
+from tests.left_out import some_now
 from tests.metrics.tiny_models import CONFIGS, build
-from tests.models.tiny import relative_error
+from tests.models.tiny import relative_error, with_every_kind
 
 WITHOUT = {"gpt2", "granitemoe", "mixtral", "nemotron_h"}
 """Families without a gated MLP, and with Mamba2's norm alone."""
@@ -29,7 +30,7 @@ def replaced(model: nn.Module) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", some_now(CONFIGS, with_every_kind(CONFIGS)))
 def test_a_model_computes_what_it_computes_without(family):
     theirs, _ = build(family)
     ours = deepcopy(theirs)

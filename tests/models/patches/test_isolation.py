@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any
 
 import pytest
@@ -28,14 +28,12 @@ from shardwise.models.patches.cores import use_cores
 from shardwise.models.patches.dropout import DropoutState, SlotDropout
 from shardwise.models.patches.isolation import documents_of, isolate
 from shardwise.parallel.activation_checkpoint import recompute
+from tests.left_out import some_now
 from tests.models.tiny import relative_error, with_adapters, with_every_kind
 from tests.parity.harness import Cell, run_config
 
 ISOLATED = sorted(name for name, family in FAMILIES.items() if family.keeps_documents_apart)
-BY_KIND = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name not in with_every_kind(ISOLATED)))
-    for name in ISOLATED
-]
+BY_KIND = some_now(ISOLATED, with_every_kind(ISOLATED))
 """`make test` takes families with every kind of block, and `make parity` all."""
 # The tiny models' chunks have 64 (Gated DeltaNet) and 32 tokens (Mamba2), their convolutions reach
 # 3 tokens back: a document longer than a chunk, one of a single token, two, and rows that part in
@@ -156,7 +154,7 @@ def test_every_document_has_a_row_of_its_own(lengths):
     assert torch.equal(documents.repack(groups).view(batch.input_ids.shape), batch.input_ids + 1)
 
 
-@pytest.mark.parametrize("family", ISOLATED)
+@pytest.mark.parametrize("family", BY_KIND)
 def test_logits_are_those_of_the_document_alone(family):
     assert logits_error(model(family), packed()) < 1e-5
     # What the test would see without isolation: attention and state run on, far beyond rounding.
@@ -212,7 +210,7 @@ def test_nothing_of_the_first_document_reaches_the_second(family):
 
 
 @pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "lfm2"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(rows_of_lengths)
 def test_any_boundaries(family, lengths):
     assume(
@@ -233,8 +231,13 @@ def test_a_filled_up_row_is_finite_and_changes_nothing():
     assert worst(gradients(lm, [filled]), gradients(lm, alone(batch)[:1])) < EXACT
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "operators"])
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    some_now(
+        product(("qwen3_5_text", "nemotron_h"), ("full", "operators")),
+        [("qwen3_5_text", "full"), ("nemotron_h", "operators")],
+    ),
+)
 def test_checkpointing_computes_again_with_the_documents_of_its_own_micro_batch(
     family, checkpointing
 ):
@@ -252,7 +255,9 @@ def test_checkpointing_computes_again_with_the_documents_of_its_own_micro_batch(
     assert lower.dropout.unpack is None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "family", some_now(("llama", "qwen3_next", "olmo_hybrid"), ("qwen3_next",))
+)
 def test_adapters(family):
     batch = packed()
     expected = gradients(model(family, dropout=0.0), alone(batch))

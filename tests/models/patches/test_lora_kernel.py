@@ -22,8 +22,9 @@ from shardwise.models.patches import lora_kernel
 from shardwise.models.patches.dropout import DropoutState, replace_dropouts
 from shardwise.models.patches.lora_kernel import backend_of, use_lora_kernel
 from tests.kernels.lora_linear.cases import worst
+from tests.left_out import some_now
 from tests.models.patches.test_dropout import batch
-from tests.models.tiny import PLAIN, tiny, tokens, with_adapters
+from tests.models.tiny import EACH_KIND, PLAIN, tiny, tokens, with_adapters
 
 CPU = torch.device("cpu")
 EXACT = 1e-5
@@ -54,7 +55,9 @@ def calls(monkeypatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name", some_now(PLAIN, (*EACH_KIND, "tiny-qwen3_next", "tiny-olmo_hybrid"))
+)
 def test_as_peft_computes_and_what_shares_an_input_is_computed_together(name, calls):
     model, _ = with_adapters(tiny(name), Lora(r=4, rslora=True, targets="all-linear"))
     names = [n for n, _ in model.named_modules()]
