@@ -93,6 +93,16 @@ def test_on_a_cpu_every_message_is_waited_for_and_on_a_gpu_some_hide(data):
     assert (on_gpu.hidden_communication > 0) == (data != "zero1")
 
 
+def test_what_fsdp_gathers_hides_on_ranks_that_share_rows_too():
+    """Its ranks are then those of `cp`, whose own messages do not hide."""
+    cluster = cluster_of("2xH100-80GB")
+    cfg = replace(single(), parallel=Parallel(cp=2))
+    alone = step_time(cfg, 2, cluster)
+    sharded = step_time(replace(cfg, parallel=Parallel(data="fsdp2", cp=2)), 2, cluster)
+    assert alone.hidden_communication == 0.0
+    assert sharded.hidden_communication > 0.0
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_wait_for_one_another_the_longer_they_compute(num_ranks):
     cfg = replace(single(), parallel=Parallel(data="ddp" if num_ranks == 2 else "single"))

@@ -13,7 +13,8 @@ tests/parallel/test_communication.py counts the collectives of real steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 
 from shardwise.assembly.describe import Description
@@ -49,6 +50,21 @@ def each_message(
 ) -> Iterator[Messages]:
     """Return what a rank with this share sends, along the axes that have more than one rank.
 
+    For the arguments see `step_of`.
+    """
+    step = step_of(cfg, run, share, num_targets, num_received)
+    return chain(within_layers(step), of_data(step))
+
+
+def step_of(
+    cfg: RunConfig,
+    run: Description,
+    share: Share,
+    num_targets: Sequence[int] | None = None,
+    num_received: Mapping[str, int] | None = None,
+) -> Step:
+    """Return the step of a rank with this share.
+
     `num_targets`: tokens with a label in each micro-batch, on the rank; by default all tokens.
     `num_received`: rows that routers of all ranks of `ep` send to this rank's experts in the step,
     by the path of the experts; by default as many as this rank's tokens have.
@@ -62,12 +78,25 @@ def each_message(
         mixtures = [mixture for chunk in share.chunks for mixture in chunk.mixtures]
         num_received = {mixture.path: m * num_tokens * mixture.top_k for mixture in mixtures}
     sizes = sizes_of(cfg, run)
-    step = Step(cfg, run, share, sizes, m, num_tokens, num_targets, num_received)
-    formulas = [_numbers, _pipeline, _tensor, _context, _experts]
-    if cfg.parallel.data != "single":
-        formulas.append(DATA_FORMULAS[cfg.parallel.data])
-    messages = (message for formula in formulas for message in formula(step))
-    return (message for message in messages if step.size(message.axis) > 1)
+    return Step(cfg, run, share, sizes, m, num_tokens, num_targets, num_received)
+
+
+def within_layers(step: Step) -> Iterator[Messages]:
+    """Yield the messages of all axes but those of data: a rank waits for each of them."""
+    for formula in (_numbers, _pipeline, _tensor, _context, _experts):
+        yield from _along_ranks(step, formula)
+
+
+def of_data(step: Step) -> Iterator[Messages]:
+    """Yield the messages of data parallelism: gradients, and weights that are gathered."""
+    if step.cfg.parallel.data != "single":
+        yield from _along_ranks(step, DATA_FORMULAS[step.cfg.parallel.data])
+
+
+def _along_ranks(
+    step: Step, formula: Callable[[Step], Iterator[Messages]]
+) -> Iterator[Messages]:
+    return (message for message in formula(step) if step.size(message.axis) > 1)
 
 
 def is_known(cfg: RunConfig) -> bool:

@@ -4,10 +4,10 @@ A unit's products are looked up by shape; the rest of it is priced by its kind. 
 rooflines with stated efficiencies (docs/guides/calibrating.md). Messages are those of
 `communication.py`, over the slowest link of their axis. A pipeline goes through the simulator.
 
-What overlaps: on a GPU the sums of gradients (ddp, ZeRO) hide behind the backward of the last
-micro-batch, and what FSDP gathers and scatters behind the layers. Messages of tp and cp, and what
-follows the last backward, are waited for. On a CPU gloo's threads take the time of the one thread
-that computes, so nothing hides.
+What overlaps: on a GPU the sums of gradients of ddp hide behind the backward of the last
+micro-batch, and what FSDP gathers and scatters behind the layers. Messages of ZeRO, tp and cp, and
+what follows the last backward, are waited for. On a CPU gloo's threads take the time of the one
+thread that computes, so nothing hides.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
-from shardwise.planner.communication import messages_of_step
-from shardwise.planner.messages import ranks_along, sizes_of
+from shardwise.planner.communication import of_data, step_of, within_layers
+from shardwise.planner.messages import Total, add_up, ranks_along
 from shardwise.planner.share import Share, shapes_of
 from shardwise.planner.shares import Shares
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.simulate import step_seconds
 
-AXES_OF_DATA = ("dp_replicate", "dp_shard", "dp_replicate_cp", "dp_shard_cp", "dp_expert")
 RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 """Messages whose bytes go round all ranks."""
 ADAMW_BYTES = 7 * 4
@@ -211,24 +210,31 @@ def _messages(
 
     Messages between stages are the simulator's.
     """
-    waited = data_messages = 0.0
-    sizes = sizes_of(cfg, run)
-    for (kind, axis), (calls, num_bytes) in messages_of_step(cfg, run, share).items():
+    step = step_of(cfg, run, share)
+    waited = _message_seconds(add_up(within_layers(step)), cluster, step.sizes, "")
+    # FSDP and ZeRO copy what they gather and scatter.
+    return waited, _message_seconds(add_up(of_data(step)), cluster, step.sizes, " of weights")
+
+
+def _message_seconds(
+    messages: Total, cluster: Cluster, sizes: Mapping[str, int], copies: str
+) -> float:
+    """Return the seconds of all messages but those between stages.
+
+    `copies`: what the kinds of gathers and scatters are called that copy tensors besides.
+    """
+    seconds = 0.0
+    for (kind, axis), (calls, num_bytes) in messages.items():
         if kind == "send" and axis == "pp":
             continue
-        num_ranks = ranks_along(axis, sizes)
-        span = _span(sizes, axis)
         priced = kind
-        if axis in AXES_OF_DATA and kind in ("all-gather", "reduce-scatter"):
-            priced = f"{kind} of weights"
+        if kind in ("all-gather", "reduce-scatter"):
+            priced = f"{kind}{copies}"
         elif axis == "cp" and kind == "send":
             priced = "exchange"
-        seconds = calls * _message(cluster, priced, num_ranks, span, num_bytes / calls)
-        if axis in AXES_OF_DATA and num_bytes / calls > 64:
-            data_messages += seconds
-        else:
-            waited += seconds
-    return waited, data_messages
+        num_ranks, span = ranks_along(axis, sizes), _span(sizes, axis)
+        seconds += calls * _message(cluster, priced, num_ranks, span, num_bytes / calls)
+    return seconds
 
 
 def _span(sizes: Mapping[str, int], axis: str) -> int:
