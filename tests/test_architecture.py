@@ -101,7 +101,7 @@ MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety": 4_152,
     "cli commands library __main__ __init__": 1_717,
     "presets": 300,
-    "assembly training checkpoint process launch": 8_382,
+    "assembly training checkpoint process launch": 8_384,
     "models": 11_460,
     "parallel": 4_515,
     "data": 3_760,

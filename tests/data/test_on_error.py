@@ -84,8 +84,7 @@ def read(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "workers"),
-    [(1, 0), (2, 0), (4, 0), pytest.param(1, 2, marks=pytest.mark.slow)],
+    ("num_ranks", "workers"), [(1, 0), (2, 0), (4, 0), pytest.param(1, 2, marks=pytest.mark.slow)]
 )
 def test_left_out_lines_move_no_other_and_are_counted(
     tmp_path: Path,

@@ -48,10 +48,7 @@ def drawn_by(seed: int, folder: Path) -> Draw:
     return draw(seed, folder, SEEDS[seed].split()[0])
 
 
-@pytest.mark.parametrize(
-    "seed",
-    some_now(SEEDS, [*SEEDS][::4]),
-)
+@pytest.mark.parametrize("seed", some_now(SEEDS, [*SEEDS][::4]))
 def test_fixed_runs_equal_one_process(seed: int, tmp_path: Path):
     drawn = drawn_by(seed, tmp_path)
     assert drawn.id == f"seed {seed}: {SEEDS[seed]}"

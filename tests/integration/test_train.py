@@ -14,16 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shardwise.config import (
-    Data,
-    Lora,
-    Measure,
-    Model,
-    Optimizer,
-    Parallel,
-    RunConfig,
-    Training,
-)
+from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
 from shardwise.records.record import RunRecord

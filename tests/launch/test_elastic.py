@@ -139,4 +139,3 @@ def test_a_rank_beyond_the_others_is_a_mistake():
     env = {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     with pytest.raises(UserError, match="RANK is 2 of WORLD_SIZE 2"):
         find_world({**env, "MASTER_ADDR": "a", "MASTER_PORT": "1"})
-

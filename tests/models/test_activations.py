@@ -190,9 +190,7 @@ DORA_LATER = (
 
 
 @pytest.mark.parametrize(
-    ("family", "setting"),
-    some_now([*DORA_NOW, *DORA_LATER], DORA_NOW),
-    ids=str,
+    ("family", "setting"), some_now([*DORA_NOW, *DORA_LATER], DORA_NOW), ids=str
 )
 def test_the_most_that_is_alive_with_lengths_of_rows(family, setting):
     part = Part(config(family, setting))

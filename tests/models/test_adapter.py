@@ -60,10 +60,7 @@ save_file(out, sys.argv[2])
 
 CASES = ("auto", "all", "list", "dora")
 WITH_MAGNITUDES = ("tiny-llama", "tiny-gpt2", "tiny-qwen3_5", "tiny-qwen3_next", "tiny-jamba")
-FIRST = (
-    *EACH_KIND,
-    *("tiny-llama", "tiny-olmo_hybrid", "tiny-qwen3_next", "tiny-qwen3_5-tied"),
-)
+FIRST = (*EACH_KIND, *("tiny-llama", "tiny-olmo_hybrid", "tiny-qwen3_next", "tiny-qwen3_5-tied"))
 FOLDERS = {
     "written": [name for name in TINY if name in FIRST],
     "others": [name for name in TINY if name not in FIRST],

@@ -513,8 +513,7 @@ UP, CONVOLUTION = (
 
 
 @pytest.mark.parametrize(
-    ("key", "dtype"),
-    [(UP, "int32"), (UP, "uint8"), (UP, "bool"), (CONVOLUTION, "float8_e4m3fn")],
+    ("key", "dtype"), [(UP, "int32"), (UP, "uint8"), (UP, "bool"), (CONVOLUTION, "float8_e4m3fn")]
 )
 def test_numbers_that_need_a_scale_are_no_weights(folder: Path, key: str, dtype: str) -> None:
     value = load_file(folder / "model.safetensors")[key]

@@ -223,10 +223,7 @@ def _run(cell: Cell, changes: Any) -> Outcome:
     [
         pytest.param(Cell("qwen3_5_text", "single", "lora", 1, "nf4"), {}, id="quantised"),
         pytest.param(
-            Cell("qwen3_5_text", "single", "full", 1, "tied"),
-            {},
-            marks=pytest.mark.slow,
-            id="tied",
+            Cell("qwen3_5_text", "single", "full", 1, "tied"), {}, marks=pytest.mark.slow, id="tied"
         ),
         pytest.param(
             Cell("qwen3_5_text", "pp", "full", 2, "tied", "zbv"), {}, id="both ends on a rank"

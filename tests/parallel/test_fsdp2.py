@@ -64,10 +64,7 @@ KEPT = [("zero2", "full"), ("fsdp1", "full"), ("fsdp2", "full"), ("fsdp2", "lora
 """What `make test` runs: weights whole, flat and in shards, of these both modes, which differ."""
 
 
-@pytest.mark.parametrize(
-    ("layout", "mode"),
-    some_now(product(LAYOUTS, ("full", "lora")), KEPT),
-)
+@pytest.mark.parametrize(("layout", "mode"), some_now(product(LAYOUTS, ("full", "lora")), KEPT))
 def test_a_model_of_two_dtypes_is_not_cast_down(layout, mode):
     nproc, reference = LAYOUTS[layout], _alone(mode)
     outcomes = run_ranks(nproc, _in_bfloat16, Cell("olmo_hybrid", layout, mode, nproc))

@@ -261,10 +261,7 @@ SAVED_LATER = (
 )
 
 
-@pytest.mark.parametrize(
-    ("family", "saved", "variant"),
-    some_now((*SAVED, *SAVED_LATER), SAVED),
-)
+@pytest.mark.parametrize(("family", "saved", "variant"), some_now((*SAVED, *SAVED_LATER), SAVED))
 def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved, variant):
     (alone,) = run_ranks(1, curve, Cell(family, "single", "lora", 1, variant), saved)
     for found in run_ranks(2, curve, Cell(family, "tp-sp", "lora", 2, variant), saved):

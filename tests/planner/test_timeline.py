@@ -163,10 +163,7 @@ def test_the_measured_step_is_small_in_a_record():
 
 @pytest.mark.parametrize(
     "costs",
-    [
-        pytest.param(COUNTED, marks=pytest.mark.slow),
-        CostSource("of this machine", num_processes=2),
-    ],
+    [pytest.param(COUNTED, marks=pytest.mark.slow), CostSource("of this machine", num_processes=2)],
 )
 def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     monkeypatch.setattr(

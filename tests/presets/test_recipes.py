@@ -50,10 +50,7 @@ def test_the_layout_of_a_recipe_is_proven_for_its_family(name):
     assert layout == "single" or (config["model_type"], layout) in proven()
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_now(recipes(), IN_EVERY_TEST_RUN),
-)
+@pytest.mark.parametrize("name", some_now(recipes(), IN_EVERY_TEST_RUN))
 def test_a_recipe_is_proven_and_states_its_memory(name, tmp_path, monkeypatch):
     """What `init` writes is what `prove` takes, with the published shape and no weights."""
     monkeypatch.chdir(tmp_path)

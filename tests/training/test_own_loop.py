@@ -41,10 +41,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp-fsdp2": ({"pp": 2, "data": "fsdp2"}, 4),
     "fsdp2-tp": ({"tp": 2, "data": "fsdp2"}, 4),
 }
-OF_EXAMPLE = {
-    own_loop: ("pp",),
-    own_module: ("ddp", "zero2", "fsdp1", "fsdp2", "pp-looped", "tp"),
-}
+OF_EXAMPLE = {own_loop: ("pp",), own_module: ("ddp", "zero2", "fsdp1", "fsdp2", "pp-looped", "tp")}
 """What `make test` runs; the rest is `slow`."""
 
 

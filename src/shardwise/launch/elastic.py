@@ -29,7 +29,8 @@ LOOK_SECONDS = 0.5
 
 def most_ranks(cfg: RunConfig, num_ranks: int) -> int:
     """Return how many of so many ranks an elastic run goes on with: those of the most whole nodes
-    that no rule refuses, 0 if there are none."""
+    that no rule refuses, 0 if there are none.
+    """
     for ranks in range(num_ranks, 0, -cfg.launch.processes):
         if not problems(cfg, ranks):
             return ranks
@@ -97,7 +98,8 @@ def wait(cfg: RunConfig, world: World) -> int:
 
 def _connected(cfg: RunConfig, world: World, numbers: list[int]) -> socket.socket:
     """Return a connection to the first rank, which may not be there yet; an idle one after a
-    signal. RunError where it does not come within `launch.timeout_seconds`."""
+    signal. RunError where it does not come within `launch.timeout_seconds`.
+    """
     host, port = _first_rank(world)
     end = time.monotonic() + cfg.launch.timeout_seconds
     while not numbers:

@@ -93,9 +93,7 @@ def of_data(step: Step) -> Iterator[Messages]:
         yield from _along_ranks(step, DATA_FORMULAS[step.cfg.parallel.data])
 
 
-def _along_ranks(
-    step: Step, formula: Callable[[Step], Iterator[Messages]]
-) -> Iterator[Messages]:
+def _along_ranks(step: Step, formula: Callable[[Step], Iterator[Messages]]) -> Iterator[Messages]:
     return (message for message in formula(step) if step.size(message.axis) > 1)
 
 
