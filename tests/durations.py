@@ -57,7 +57,7 @@ class Durations:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
         self.items[file] += report.when == "call" or report.skipped
-        self.cpu[file] += report.cpu_seconds
+        self.cpu[file] += getattr(report, "cpu_seconds", 0.0)  # a worker that died measured none
         self.wall[file] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

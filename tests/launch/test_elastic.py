@@ -20,6 +20,11 @@ from shardwise.process.world import World, find_world
 from shardwise.records.record import RunRecord
 
 
+@pytest.fixture(autouse=True)
+def a_quick_look(monkeypatch):
+    monkeypatch.setattr(elastic, "LOOK_SECONDS", 0.1)
+
+
 def config(folder: object = "out", rows: int = 8, processes: int = 1, **parallel: int) -> RunConfig:
     return RunConfig(
         Model("m"),

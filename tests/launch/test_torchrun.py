@@ -211,11 +211,11 @@ def test_ranks_that_cannot_go_on_say_how_to_resume(tmp_path, monkeypatch, capsys
         Model("m"),
         Data("d"),
         Training(str(tmp_path)),
-        parallel=Parallel("ddp"),
+        parallel=Parallel("ddp", tp=4),
         launch=Launch(nodes=4, min_nodes=1),
     )
     assert launch(cfg) == 2
     err = capsys.readouterr().err
     assert "3 of 4 processes are left" in err
-    assert "training.global_batch_size 8" in err
+    assert "parallel.tp is 4" in err
     assert "resumes from its last checkpoint" in err

@@ -18,7 +18,7 @@ from tests.parity.disk import FIXED
 from tests.parity.harness import Cell
 from tests.parity.test_sensitivity import check_caught, planted
 
-FULL, LORA, AGAIN, _, HALVED, SHARED = FIXED
+FULL, LORA, AGAIN, HALVED, SHARED = FIXED
 
 
 def updates_never_written():

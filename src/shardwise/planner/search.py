@@ -1,7 +1,7 @@
 """Search the layouts of a run for those that fit and train fastest, and the reasons for them.
 
 Estimates put the candidates in order. Of the first of them memory and time are computed exactly,
-and from the best one the search goes on, one change at a time.
+and from the best two the search goes on, one change at a time.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def search(question: Question, top: int = 5) -> Answer:
     answer.simpler = _simpler(exact, space, estimates, divisions)
     choices = _best_of_each(exact)
     if choices:
-        best = _climb(exact, space, choices[0])
+        # The second may have more to gain: another thing of it may fit.
+        best = min((_climb(exact, space, choice) for choice in choices[:2]), key=_order)
         answer.changes = _changes(exact, space, best)
     best_of_each = _best_of_each(exact)
     for choice in reversed(best_of_each):  # the best of a layout at last
