@@ -157,14 +157,15 @@ SETTINGS = {
 
 
 def layers_and_settings() -> Iterator[Any]:
-    """Yield each family in each setting; `make test` takes one in 32 and one in 16 bits, of which
-    one has adapters."""
+    """Yield each family in each setting; `make test` takes one of each family in turn, and all of
+    llama."""
+    in_turn = ("lora", "bfloat16", "autocast", "full")
     for place, family in enumerate(FAMILIES):
-        later = (("full", "autocast"), ("lora", "bfloat16"))[place % 2]
-        later = (*SETTINGS,) if family in LIKE_OTHERS else later
         for setting in SETTINGS:
-            if setting not in ("attention", "recomputed") or family == "llama":
-                yield pytest.param(family, setting, marks=[pytest.mark.slow] * (setting in later))
+            if family == "llama" or setting in in_turn:
+                is_now = family == "llama" or setting == in_turn[place % len(in_turn)]
+                is_later = not is_now or family in LIKE_OTHERS
+                yield pytest.param(family, setting, marks=[pytest.mark.slow] * is_later)
 
 
 @pytest.mark.parametrize(("family", "setting"), [*layers_and_settings()])
