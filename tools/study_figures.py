@@ -123,7 +123,7 @@ def strategies(study: Study) -> Drawn | None:
         panel.grid(visible=False, axis="y")
     left.set_yticks(range(len(labels)), labels)
     right.set_yticks(range(len(labels)), [""] * len(labels))
-    left.set_xlim(right=2.1)
+    left.set_xlim(right=max(2.1, left.get_xlim()[1]))
     right.set_xlim(right=1.05 * right.get_xlim()[1])
     most = max(row.plan.nproc for row in study.rows)
     if most == 2:

@@ -170,19 +170,19 @@ def ran(study: Study) -> str:
         for key in ("device", "cpu_count", "torch", "commit")
     }
     started = min(entry["started"] for row in cells if row.record for entry in row.record.rounds)
-    rounds = study.bench.sweep.rounds
+    rounds = max(len(row.record.rounds) for row in cells if row.record)
     earlier = ""
     if not study.is_current:
         earlier = (
             f" The figures are of an earlier version: the sweep has {len(study.planned)} cells now."
         )
-    order = "interleaved " if rounds > 1 and interleaved(study.rows) else ""
+    order = "interleaved, " if rounds > 1 and interleaved(study.rows) else ""
     bad = [row.name for row in cells if row.state != "ok"]
     commits = ", ".join(commit[:10] for commit in values["commit"])
     return (
-        f"*{counted(len(cells), 'cell')} and {counted(controls, 'control')}, {rounds} {order}"
-        f"rounds, begun on {started[:10]} on {listed(values['cpu_count'])} cores of "
-        f"{listed(values['device'])}, torch {listed(values['torch'])}, commit {commits}. "
+        f"*{counted(len(cells), 'cell')} and {counted(controls, 'control')}, "
+        f"{counted(rounds, 'round')}, {order}begun on {started[:10]} on "
+        f"{listed(values['cpu_count'])} cores of {listed(values['device'])}, torch {listed(values['torch'])}, commit {commits}. "
         + (f"Not ok: {listed(bad, most=20)}." if bad else "Every cell is ok.")
         + f"{earlier}*"
     )
