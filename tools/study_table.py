@@ -182,7 +182,8 @@ def ran(study: Study) -> str:
     return (
         f"*{counted(len(cells), 'cell')} and {counted(controls, 'control')}, "
         f"{counted(rounds, 'round')}, {order}begun on {started[:10]} on "
-        f"{listed(values['cpu_count'])} cores of {listed(values['device'])}, torch {listed(values['torch'])}, commit {commits}. "
+        f"{listed(values['cpu_count'])} cores of {listed(values['device'])}, "
+        f"torch {listed(values['torch'])}, commit {commits}. "
         + (f"Not ok: {listed(bad, most=20)}." if bad else "Every cell is ok.")
         + f"{earlier}*"
     )
