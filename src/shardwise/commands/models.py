@@ -29,7 +29,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 COMMAND = Command(
     "models",
     "List the proven families, or show one model. Print the kinds of layers, what LoRA "
-    "reaches, the layouts, and the tests that prove them.",
+    "reaches, and the layouts that are proven.",
     _add_arguments,
     run,
 )
