@@ -117,7 +117,15 @@ def test_a_signal_ends_the_wait_under_an_agent_and_under_slurm_with_the_others(
     if is_there:
         server.listen()
     waits = is_there and world.init_method != "env://"
-    sent = after(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    before = signal.getsignal(signal.SIGUSR1)  # it would end this process
+
+    def send() -> None:
+        while signal.getsignal(signal.SIGUSR1) is before:
+            time.sleep(0.01)
+        time.sleep(3 * elastic.LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sent = after(0.0, send)
     ended = threading.Event()
 
     def end() -> None:
