@@ -101,15 +101,15 @@ MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety": 4_152,
     "cli commands library __main__ __init__": 1_717,
     "presets": 300,
-    "assembly training checkpoint process launch": 8_384,
-    "models": 11_460,
+    "assembly training checkpoint process launch": 8_400,
+    "models": 11_512,
     "parallel": 4_515,
     "data": 3_760,
-    "kernels": 7_455,
+    "kernels": 7_503,
     "planner schedule metrics": 9_539,
     "proof": 1_120,
     "simulation": 520,
-    "benchmark report drawing records": 7_340,
+    "benchmark report drawing records": 7_346,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 6_934
+    assert lines <= 7_276
 
 
 def every_source() -> list[Path]:

@@ -17,6 +17,8 @@ if "SHARDWISE_GDN" in os.environ:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     path = os.environ.get("SHARDWISE_GPU_REPORT")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the process that has started the workers reports
     if path and (report.when == "call" or not report.passed):
         line: dict[str, object] = {
             "test": report.nodeid,

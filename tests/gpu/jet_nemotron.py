@@ -29,7 +29,7 @@ def main() -> int:
 def run(device: str, folder: Path, scratch: Path) -> int:
     """Time before the tests, which then find fla's kernels tuned."""
     gdn = fla_or_torch() if device == "cuda" else "torch"
-    limits = {"draw": 120, f"timing {gdn}": 300, f"tests {gdn}": 120}
+    limits = {"draw": 60, "warm": 100, f"timing {gdn}": 200, f"tests {gdn}": 100}
     this = Suite(device, folder, scratch, limits, NAME)
     program = Program(this, NAME, ("shardwise",), only=NAME, more={"published": PUBLISHED})
     return program.run((("timing", gdn), ("tests", gdn)))

@@ -20,9 +20,10 @@ from transformers import (
     default_data_collator,
 )
 
-from shardwise.assembly.build import build
+from shardwise.assembly.build import Job, build
 from shardwise.batches import IGNORED, Batch
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
+from shardwise.interfaces import Mesh
 from shardwise.metrics.rounds import Rounds
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
@@ -108,17 +109,22 @@ def facts(hf: nn.Module, optimizer: str) -> dict[str, Any]:
 
 def shardwise(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> None:
     """Run our step until `rounds` ends it; the process group must be up."""
-    mesh = build_mesh(cfg, device)
-    job = build(cfg, mesh)
-    ids = tokens(workload)
-    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
-    batch = Batch(ids, labels, torch.zeros_like(ids), tuple(range(workload.batch)), step=1)
+    mesh, job, batch = prepared(cfg, workload, device)
     (part,) = job.pm.parts
     assert isinstance(part, CausalLM)
     rounds.channel.write(facts(part.hf, _describe(job.optimizer)))
     while rounds.more():
-        result = training_step(job, [batch.to(device)], mesh, cfg.optimizer.max_grad_norm)
+        result = training_step(job, [batch], mesh, cfg.optimizer.max_grad_norm)
         rounds.note(result.loss, result.grad_norm)
+
+
+def prepared(cfg: RunConfig, workload: Workload, device: torch.device) -> tuple[Mesh, Job, Batch]:
+    """Return our run and its only batch; the process group must be up."""
+    mesh = build_mesh(cfg, device)
+    ids = tokens(workload)
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
+    batch = Batch(ids, labels, torch.zeros_like(ids), tuple(range(workload.batch)), step=1)
+    return mesh, build(cfg, mesh), batch.to(device)
 
 
 class _InRounds(TrainerCallback):

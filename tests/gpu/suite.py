@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +48,11 @@ def python(module: str, *arguments: str, **variables: str) -> list[str]:
 def fla_or_torch() -> str:
     """Return what computes the gated delta rule here."""
     return "fla" if find_spec("fla") else "torch"
+
+
+def processes() -> int:
+    """Return how many processes may compute on this CPU at a time."""
+    return max(1, (os.cpu_count() or 1) - 2)
 
 
 class Suite:
@@ -94,6 +100,21 @@ class Suite:
         self.facts = json.loads((drawn / "facts.json").read_text(encoding="utf-8"))
         return True
 
+    def warm(self) -> None:
+        """Compile the forms of fla's kernels on all cores, if it is to be used."""
+        if self.device != "cuda" or not find_spec("fla"):
+            return
+        shares, limit = processes(), self.limit("warm")
+
+        def compile_share(share: int) -> str:
+            command = python("tests.gpu.warm", str(share), str(shares), str(self.scratch))
+            log = self.scratch / f"warm-{share}.log"
+            outcome = run_limited(command, log, limit)
+            return f"{outcome['status']} {outcome['reason']}".strip()
+
+        with ThreadPoolExecutor(shares) as pool:
+            print(*pool.map(compile_share, range(shares)), sep="\n", flush=True)
+
     def tests(self, gdn: str, only: str = "") -> dict[str, Any]:
         """Run the tests with one choice of kernels; return each test with what it measured.
 
@@ -103,7 +124,10 @@ class Suite:
         report.touch()
         marked = "gpu" if self.device == "cuda" else "not gpu"
         # Other versions of the libraries than the pinned ones have other warnings.
-        options = ("-p", "no:cacheprovider", "--tb=short", "-W", "default", "-m", marked)
+        options = ["-p", "no:cacheprovider", "--tb=short", "-W", "default", "-m", marked]
+        # Their references run on the CPU. Where kernels are tuned, one process has the device.
+        if self.device == "cuda" and gdn == "torch" and find_spec("xdist"):
+            options += ["-n", str(min(6, processes()))]
         command = python(
             *("pytest", "tests/gpu/test_strategies.py", *options, "-k", only),
             SHARDWISE_GDN=gdn,

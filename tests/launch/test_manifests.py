@@ -6,6 +6,7 @@ SkyPilot's own check of its file, and runs by what both files start: tests/clust
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 from shardwise import cli
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
 from shardwise.launch import kubernetes, skypilot
+from shardwise.launch.manifest import name_of
 
 HOSTILE = 'a b\'; touch "$HOME"/x `id` $(id) ${A} $$ \\ "'
 TRAINJOB = json.loads(Path(__file__).with_name("schemas").joinpath("trainjob.json").read_text())
@@ -58,6 +60,14 @@ def written(cfg: RunConfig, tmp_path: Path, *overrides: str) -> tuple[Any, Any]:
     return tuple(yaml.safe_load_all(kubernetes.script(cfg, str(run_file), overrides)))
 
 
+def test_a_name_is_a_label_and_that_of_one_folder() -> None:
+    folders = ("/a/first run", "/b/first run", "/c/7_" + "x" * 80, f"/d/{HOSTILE}", "/e/-")
+    names = [name_of(config(folder)) for folder in folders]
+    assert len({*names}) == len(folders)
+    assert all(re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name) for name in names), names
+    assert names[0].startswith("first-run-")
+
+
 def test_a_trainjob_is_what_its_schema_says(tmp_path):
     cfg = config(nodes=2, processes=8, resources={"nvidia.com/gpu": 8, "memory": "1Ti"})
     files, job = written(cfg, tmp_path, "--lora.r=4", "--launch.nodes=2")
@@ -66,7 +76,7 @@ def test_a_trainjob_is_what_its_schema_says(tmp_path):
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 8, "memory": "1Ti"}}
-    assert files["metadata"]["name"] == job["metadata"]["name"] == "first-run"
+    assert files["metadata"]["name"] == job["metadata"]["name"] == name_of(cfg)
     assert files["data"]["run.yaml"] == "model: {path: m}\n"
     assert files["data"]["start.sh"] == (
         "cd /work\nset -e\nexec torchrun -m shardwise train /etc/shardwise/run.yaml --lora.r=4 "
@@ -115,7 +125,7 @@ def test_a_task_is_what_the_section_says(monkeypatch, tmp_path):
     )
     place = " ".join(["--nproc-per-node 8", *skypilot.PLACE])
     assert task(cfg, monkeypatch, tmp_path, "--lora.r=4", "--launch.nodes=2") == {
-        "name": "first-run",
+        "name": name_of(cfg),
         "workdir": ".",
         "num_nodes": 2,
         "resources": {
@@ -157,7 +167,7 @@ def test_hostile_words_are_only_words(nodes, monkeypatch, tmp_path):
     override = f"--data.train={HOSTILE}"
     sky = task(cfg, monkeypatch, tmp_path, override)
     files, job = written(cfg, tmp_path, override)
-    assert sky["name"] == job["metadata"]["name"] == "x-id-id-a"
+    assert sky["name"] == job["metadata"]["name"] == name_of(cfg)
     for begin in (sky["run"], files["data"]["start.sh"]):
         words = words_of(begin, tmp_path)
         assert words[0] == HOSTILE

@@ -166,7 +166,7 @@ def test_a_command_says_what_the_section_says(folder, capsys):
     assert cli.main([*command, options]) == 0
     out = capsys.readouterr().out
     assert "torchrun --rdzv-backend=c10d --rdzv-endpoint=n1:29400 --rdzv-conf=join_t" in out
-    assert "--nnodes=1:2 --nproc-per-node=4 --max-restarts=10 --rdzv-id=run" in out
+    assert "--nnodes=1:2 --nproc-per-node=4 --max-restarts=10 --rdzv-id=run-" in out
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 " in out
     assert out.endswith("--resume auto\n")
 

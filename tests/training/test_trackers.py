@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from contextlib import ExitStack
 
 import pytest
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
+from shardwise.process.ending import Stopped
 from shardwise.training.trackers import check_installed, open_trackers
 
 CONFIG = {"model": {"path": "tiny"}, "optimizer": {"lr": 0.5, "betas": (0.9, 0.95)}, "lora": None}
@@ -89,7 +91,7 @@ def test_wandb_calls(fake, tmp_path):
         ),
         ("log", ({"loss": 2.5, "lr": 0.25},), {"step": 1}),
         ("log", ({"loss": 1.5},), {"step": 2}),
-        ("finish", (), {}),
+        ("finish", (), {"exit_code": 0}),
     ]
 
 
@@ -119,8 +121,21 @@ def test_mlflow_calls(fake, tmp_path):
         ("log_params", (parameters,), {}),
         ("log_metrics", ({"loss": 2.5, "lr": 0.25},), {"step": 1}),
         ("log_metrics", ({"loss": 1.5},), {"step": 2}),
-        ("end_run", (), {}),
+        ("end_run", ("FINISHED",), {}),
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "status"),
+    [(ValueError("loss is nan"), 1, "FAILED"), (Stopped(signal.SIGTERM, 2, "x"), 0, "FINISHED")],
+)
+def test_a_run_that_fails_has_failed_in_its_trackers(fake, tmp_path, error, exit_code, status):
+    wandb, mlflow = fake("wandb"), fake("mlflow")
+    stack = ExitStack()
+    open_trackers(["wandb", "mlflow"], tmp_path, CONFIG, stack)
+    stack.__exit__(type(error), error, None)
+    assert wandb()[-1] == ("finish", (), {"exit_code": exit_code})
+    assert mlflow()[-1] == ("end_run", (status,), {})
 
 
 def test_a_trackers_own_variable_names_the_project(fake, tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from shardwise.records.cell import (
     Round,
     SweepRecord,
 )
-from shardwise.records.record import RunRecord, dumps, temporary_of, write_atomically
+from shardwise.records.record import RunRecord, dumps, is_temporary, write_atomically
 from shardwise.run_file import read_yaml
 from shardwise.words import NOTHING
 
@@ -81,7 +81,7 @@ def check_is_bench(out: Path) -> None:
     """Raise UserError where a folder holds something other than a bench."""
     if (out / SWEEP).exists() or not out.is_dir():  # what is no folder cannot be locked either
         return
-    if any(path not in (temporary_of(out / SWEEP), out / LOCK) for path in out.iterdir()):
+    if any(path != out / LOCK and not is_temporary(path, out / SWEEP) for path in out.iterdir()):
         raise UserError(f"--out {out} holds something other than a bench; choose another folder")
 
 

@@ -6,6 +6,7 @@ cluster's, so the file lies beside the run file.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -22,9 +23,16 @@ HEADER = "# Written by shardwise launch, which replaces it."
 
 
 def name_of(cfg: RunConfig) -> str:
-    """Return the name of the output folder as the label of a host: a-z, 0-9 and dashes, short."""
-    name = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(cfg.training.output_dir).name.lower())
-    return f"run-{name}"[:40].strip("-") if not name[:1].isalpha() else name[:40].strip("-")
+    """Return a name for a run as the label of a host: a-z, 0-9 and dashes, at most 40.
+
+    It is the output folder's and a hash of its whole path, as other runs may have folders of that
+    name.
+    """
+    folder = cfg.training.output_dir
+    name = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(folder).name.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}"
+    digest = hashlib.sha256(folder.encode()).hexdigest()[:6]
+    return f"{name[:33].strip('-')}-{digest}"
 
 
 def start(cfg: RunConfig, run_file: str, overrides: Sequence[str], place: Sequence[str]) -> str:

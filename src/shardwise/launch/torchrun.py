@@ -20,6 +20,7 @@ from typing import Any
 
 from shardwise.checkpoint import memory_folder
 from shardwise.config import RunConfig, UserError, require
+from shardwise.launch.manifest import name_of
 from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.process.stop import SIGNALS
 from shardwise.process.world import STORE, threads_each, variables
@@ -75,7 +76,7 @@ def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[
         "nnodes": f"{fewest}{launch.nodes}",
         "nproc-per-node": launch.processes,
         "max-restarts": launch.restarts_on_cluster,
-        "rdzv-id": Path(cfg.training.output_dir).name or "run",
+        "rdzv-id": name_of(cfg),
         # A step and a checkpoint may take so long after a signal.
         "shutdown-timeout": max(1, round(cfg.launch.timeout_seconds)),
         "signals-to-handle": _SIGNALS,

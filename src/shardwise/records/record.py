@@ -9,7 +9,9 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -190,21 +192,24 @@ class MetricsFile:
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write a file (text in UTF-8) so that a reader sees its old content or all of the new one.
 
-    A link of its name is replaced, not followed. Raises OSError where the file cannot be written.
+    Several processes may write it at once: one of them is the last. A link of its name is replaced,
+    not followed. Raises OSError where the file cannot be written.
     """
     path = Path(path)
-    temporary = temporary_of(path)
-    if temporary.is_symlink():
-        temporary.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
-def temporary_of(path: Path) -> Path:
-    """Return the file that `write_atomically` writes before it gives it the name of `path`."""
-    return path.with_name(f".{path.name}.tmp")
+def is_temporary(path: Path, of: Path) -> bool:
+    """Return whether `write_atomically` writes this file before it names it `of`."""
+    return fnmatch(path.name, f".{of.name}.*.tmp")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -111,6 +112,11 @@ def _read_sweep(path: Path) -> SweepRecord:
     return sweep
 
 
+@cache
+def _adapter(kind: type[T]) -> pydantic.TypeAdapter[T]:
+    return pydantic.TypeAdapter(kind)
+
+
 def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
     """Return JSON as an object of this type.
 
@@ -118,7 +124,7 @@ def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
     """
     try:
         json.loads(content, parse_int=_whole_number, parse_float=_number)
-        return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
+        return _adapter(kind).validate_json(content, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = within + ".".join(map(str, first["loc"]))

@@ -104,8 +104,8 @@ class Reporter:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def step(self, step: int, result: StepResult, lr: float, meter: Meter) -> None:
         """Report that a step is done, with learning rate `lr`, in the last seconds of `meter`."""

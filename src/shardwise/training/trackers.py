@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ import yaml
 
 from shardwise.config import UserError
 from shardwise.keys import flat
+from shardwise.process.ending import Stopped
 
 PROJECT = "shardwise"
 """The project of a run, unless the tracker's own environment variable names another one."""
 
 Log = Callable[..., object]
 """`log(values, step=step)` adds the values of a step; steps come in order."""
-Close = Callable[[], object]
-"""Sends or writes what is left, and ends the run."""
+Close = Callable[[bool], object]
+"""Sends or writes what is left, and ends the run; true: as one that failed, where that is told."""
 
 
 def _tensorboard(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
@@ -39,7 +41,7 @@ def _tensorboard(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return log, writer.close
+    return log, lambda failed: writer.close()
 
 
 def _wandb(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
@@ -50,7 +52,7 @@ def _wandb(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
         dir=str(output_dir),
         config=config,
     )
-    return run.log, run.finish
+    return run.log, lambda failed: run.finish(exit_code=int(failed))
 
 
 def _mlflow(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
@@ -59,14 +61,14 @@ def _mlflow(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
     mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
     mlflow.start_run(run_name=_run_name(output_dir))
     mlflow.log_params(flat(config))
-    return mlflow.log_metrics, mlflow.end_run
+    return mlflow.log_metrics, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 def _trackio(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
     """Begin a run in Trackio's local database."""
     trackio = importlib.import_module("trackio")
     run = trackio.init(project=PROJECT, name=_run_name(output_dir), config=config)
-    return run.log, run.finish
+    return run.log, lambda failed: run.finish()
 
 
 def _run_name(output_dir: Path) -> str:
@@ -75,6 +77,10 @@ def _run_name(output_dir: Path) -> str:
 
 TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
 """The trackers by their names in `measure.trackers`, which are those of the packages too."""
+
+
+def _end(close: Close, kind: type[BaseException] | None, *_: object) -> None:
+    close(kind is not None and not issubclass(kind, Stopped))
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -92,11 +98,12 @@ def open_trackers(
 ) -> list[Log]:
     """Begin a run in each tracker, on one rank only; `stack` ends them.
 
-    `config` is the resolved run file as plain data.
+    A run that an error ends has failed, except by a request to stop. `config` is the resolved run
+    file as plain data.
     """
     logs = []
     for name in dict.fromkeys(names):
         log, close = TRACKERS[name](output_dir, config)
-        stack.callback(close)
+        stack.push(partial(_end, close))
         logs.append(log)
     return logs

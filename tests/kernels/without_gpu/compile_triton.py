@@ -68,6 +68,7 @@ def compile_only(kernel: JITFunction, *args: Any, warmup: bool, **options: Any) 
 def every_configuration(tuner: Autotuner, *args: Any, **options: Any) -> None:
     for config in tuner.configs if EVERY else tuner.configs[:1]:
         tuner.fn.run(*args, **options, **config.all_kwargs())
+    tuner.best_config = tuner.configs[0]
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -8,10 +8,10 @@ it as it stores its tiles. The gradient of the input is computed alike, one line
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from shardwise.kernels.dropout import Dropout, threshold
@@ -41,7 +41,7 @@ def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Ten
     h = a.new_empty(len(x), len(a))
     num_masks, rank, block = _factors(a, len(a), drop)
     if len(x):
-        grid = _grid(len(x), "BLOCK_ROWS", num_masks * triton.cdiv(rank, block))
+        grid = _grid(len(x), "BLOCK_ROWS", num_masks * _ceil_div(rank, block))
         kernels.project_kernel[grid](
             *(_matrix(x), _matrix(a), _matrix(h), _mask(drop, x.shape[1])),
             *(*x.shape, rank, num_masks),
@@ -74,11 +74,11 @@ def output_gradients(
     (num_rows, num_columns), rank = dy.shape, factor.shape[1]
     wide = torch.promote_types(factor.dtype, torch.float32)
     block, columns = _factors(factor, rank, None)[2], COLUMN_BYTES // factor.itemsize
-    num_stripes, num_blocks = triton.cdiv(num_rows, STRIPE), triton.cdiv(num_columns, columns)
+    num_stripes, num_blocks = _ceil_div(num_rows, STRIPE), _ceil_div(num_columns, columns)
     g_parts = None if b is None else dy.new_empty(num_blocks, num_rows, rank, dtype=wide)
     db_parts = None if h is None else dy.new_empty(num_stripes, num_columns, rank, dtype=wide)
     if num_rows:
-        kernels.output_gradients_kernel[num_stripes, num_blocks, triton.cdiv(rank, block)](
+        kernels.output_gradients_kernel[num_stripes, num_blocks, _ceil_div(rank, block)](
             _matrix(dy),
             None if b is None else _matrix(b),
             None if h is None else _matrix(h),
@@ -111,11 +111,11 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
     """Return da = g^T drop(x) [linears * R, in]."""
     (num_rows, num_features), num_factors = x.shape, g.shape[1]
     num_masks, rank, block = _factors(g, num_factors, drop)
-    num_stripes = triton.cdiv(num_rows, STRIPE)
+    num_stripes = _ceil_div(num_rows, STRIPE)
     wide = torch.promote_types(g.dtype, torch.float32)
     parts = g.new_empty(num_stripes, num_factors, num_features, dtype=wide)
     if num_rows:
-        num_tiles = num_masks * triton.cdiv(rank, block)
+        num_tiles = num_masks * _ceil_div(rank, block)
         grid = _grid(num_features, "BLOCK_FEATURES", num_tiles, num_stripes)
         kernels.factor_gradient_kernel[grid](
             *(_matrix(g), _matrix(x), parts, _mask(drop, num_features)),
@@ -142,8 +142,8 @@ def _expand(
     num_masks, rank, block = _factors(right, len(right), drop)
 
     def grid(blocks: dict[str, int]) -> tuple[int]:
-        num_row_blocks = triton.cdiv(num_rows, blocks["BLOCK_ROWS"])
-        return (num_row_blocks * triton.cdiv(num_features, blocks["BLOCK_FEATURES"]),)
+        num_row_blocks = _ceil_div(num_rows, blocks["BLOCK_ROWS"])
+        return (num_row_blocks * _ceil_div(num_features, blocks["BLOCK_FEATURES"]),)
 
     kernels.expand_kernel[grid](
         *(_matrix(out), _matrix(left), _matrix(right)),
@@ -158,7 +158,7 @@ def _expand(
 def _sum(parts: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """Return scale times the sum over the first dim of parts."""
     total = parts.new_empty(parts.shape[1:], dtype=dtype)
-    kernels.sum_kernel[(triton.cdiv(total.numel(), 1024),)](
+    kernels.sum_kernel[(_ceil_div(total.numel(), 1024),)](
         *(parts, total, len(parts), total.numel()),
         SCALE=scale,
         WIDE=_triton_dtype(parts.dtype),
@@ -190,27 +190,38 @@ def _factors(factor: torch.Tensor, num_factors: int, drop: Dropout | None) -> tu
     """Return the number of masks, the rank that each covers, and how much of it a program takes."""
     num_masks = 1 if drop is None else len(drop.seeds)
     rank = num_factors // num_masks
-    block = max(triton.next_power_of_2(rank), 16)
+    block = max(1 << (rank - 1).bit_length(), 16)
     return num_masks, rank, min(block, FACTOR_BYTES // factor.itemsize)
 
 
 def _grid(size: int, block: str, *others: int) -> Callable[[dict[str, int]], tuple[int, ...]]:
     """Return the grid of a kernel: the blocks of `size` times others[0], and an axis per other."""
-    return lambda blocks: (triton.cdiv(size, blocks[block]) * others[0], *others[1:])
+    return lambda blocks: (_ceil_div(size, blocks[block]) * others[0], *others[1:])
 
 
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    return getattr(tl, str(dtype).removeprefix("torch."))
+def _ceil_div(size: int, block: int) -> int:
+    """Return the number of blocks. `triton.cdiv` takes the host 5 us, a quarter of a launch."""
+    return -(-size // block)
 
 
 def _dtypes(factor: torch.Tensor, drop: object = None) -> dict[str, Any]:
     """Return the dtypes in which tiles are multiplied and summed, by the dtype of the adapter."""
-    dtype, tf32 = factor.dtype, torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return _constants(factor.dtype, tf32, drop is not None)
+
+
+@cache
+def _constants(dtype: torch.dtype, tf32: bool, drops: bool) -> dict[str, Any]:
     # The interpreter cannot multiply bfloat16.
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     return {
         "DOT": _triton_dtype(dot),
         "WIDE": _triton_dtype(torch.promote_types(dtype, torch.float32)),
         "PRECISION": "tf32" if tf32 else "ieee",
-        "CASE": f"{dtype} {'whole' if drop is None else 'dropped'}",
+        "CASE": f"{dtype} {'dropped' if drops else 'whole'}",
     }
+
+
+@cache
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    return getattr(tl, str(dtype).removeprefix("torch."))

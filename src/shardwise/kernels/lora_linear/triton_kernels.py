@@ -10,6 +10,8 @@ Without dropout, the adapters of all linears count as one of rank linears * R (`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import triton
@@ -21,13 +23,35 @@ from shardwise.kernels.triton_support import INTERPRETED
 _FIRST, _SECOND = (tl.constexpr(number) for number in MULTIPLIERS)
 
 
-def _tuned(*configs: tuple[dict[str, int], int, int]) -> Any:
-    """Return a decorator that runs the fastest of some (blocks, warps, stages).
+class Tuned:
+    """A kernel with the fastest of some (blocks, warps, stages).
 
     It chooses for every size of the matrices except the number of rows; CASE stands for what else
     the choice depends on, as the tuner does not look into tuples. Where a size is met first, each
-    choice is compiled and run for some milliseconds. Triton keeps the result on disk.
+    choice is compiled and run for some milliseconds. Triton keeps the result on disk. Later calls
+    pass by the tuner, which takes the host as long as a launch does.
     """
+
+    def __init__(self, tuner: Any) -> None:
+        self.tuner = tuner
+        self.chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        """Return the kernel over a grid of programs."""
+        return partial(self._run, grid)
+
+    def _run(self, grid: Any, *args: Any, **options: Any) -> None:
+        sizes = args[-3:]  # num_features, rank and num_masks
+        key = (*sizes, options["CASE"])
+        if key in self.chosen:
+            self.tuner.fn[grid](*args, **options, **self.chosen[key])
+        else:
+            self.tuner[grid](*args, **options)
+            self.chosen[key] = self.tuner.best_config.all_kwargs()
+
+
+def _tuned(*configs: tuple[dict[str, int], int, int]) -> Callable[[Any], Tuned]:
+    """Return a decorator for kernels whose last positional arguments are the sizes that count."""
     choices = []
     for blocks, warps, stages in configs:
         choices.append(triton.Config(blocks, num_warps=warps, num_stages=stages))
@@ -37,12 +61,9 @@ def _tuned(*configs: tuple[dict[str, int], int, int]) -> Any:
     def seconds(call: Any, quantiles: Any) -> Any:
         return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
-    return triton.autotune(
-        choices,
-        key=["num_features", "rank", "num_masks", "CASE"],
-        do_bench=seconds,
-        cache_results=True,
-    )
+    key = ["num_features", "rank", "num_masks", "CASE"]
+    tune = triton.autotune(choices, key=key, do_bench=seconds, cache_results=True)
+    return lambda kernel: Tuned(tune(kernel))
 
 
 @triton.jit

@@ -6,17 +6,23 @@ projections in three ways, each of which is a `Kind` here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from shardwise.kernels.gated_delta_rule import RECURRENCE, backend
-from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.kinds import short_convolution
-from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
+from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
+from shardwise.models.kinds.delta_rule import (
+    DeltaRule,
+    Scratch,
+    delta_rule,
+    parts_of,
+    rule_carries,
+    rule_outputs,
+)
 from shardwise.models.kinds.short_convolution import (
     CAUSAL_CONVOLUTION,
     UNCUT_CONVOLUTION,
@@ -37,82 +43,6 @@ from shardwise.models.tensor_cuts import (
 HEADS = "key heads of Gated DeltaNet"
 VALUE_HEADS = "value heads of Gated DeltaNet"
 RULE_BACKEND = Backend("gated delta rule", backend)
-
-
-@dataclass(frozen=True)
-class DeltaRule(Core):
-    """A delta rule of N heads, with a state S of K x V (key and value size) per head.
-
-    Model FLOPs, the recurrence on one token: decay S (K V), predict the value S^T k (2 K V), add k
-    times its error (2 K V), read S^T q (2 K V): 7 N K V. (Megatron-LM counts 8 N V^2.)
-
-    Executed, in chunks of C tokens, of which the last one may be shorter: of each, what the rule at
-    hand says. Kernels of other packages chunk in their own way; their count differs.
-    """
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    chunk_size: int = 64
-    num_pairs: ClassVar[int] = 3
-    """Products [C, C] of a chunk's forward: pairs of keys, their inverse, and scores."""
-    num_pairs_of_map: ClassVar[int] = 2
-    """Those that the map of a rank's tokens needs: see Recurrence."""
-
-    def model_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return 7.0 * self.num_heads * self.key_dim * self.value_dim
-
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_forward())
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_backward())
-
-    def map_forward(self, sequence_length: int) -> float:
-        """See Core. The state has K more columns, which begin as the identity."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_map())
-
-    def map_backward(self, sequence_length: int) -> float:
-        """See Core. As many products as a forward has, with the gradient of outputs for values."""
-        return self.executed_forward(sequence_length)
-
-    def chunk_map(self) -> int:
-        """Return what the map of a rank's tokens takes for one head and chunk."""
-        raise NotImplementedError
-
-    def chunk_forward(self) -> int:
-        """Return what a forward runs for one head and chunk."""
-        raise NotImplementedError
-
-    def chunk_backward(self) -> int:
-        """Return what a backward runs for one head and chunk."""
-        raise NotImplementedError
-
-    @property
-    def products(self) -> int:
-        """The numbers per token that products of a chunk give: selective checkpointing keeps them.
-
-        Pairs; values, corrections and two parts of the output; what is read of the state, and the
-        state after the chunk.
-        """
-        state = self.key_dim * self.value_dim // self.chunk_size
-        return self.num_pairs * self.chunk_size + 4 * self.value_dim + self.key_dim + state
-
-    @property
-    def products_of_map(self) -> int:
-        """The same for the map of a rank's tokens, whose state has a matrix [K, K] beside it."""
-        columns = self.key_dim + self.value_dim
-        state = self.key_dim * columns // self.chunk_size
-        return self.num_pairs_of_map * self.chunk_size + 2 * columns + state
-
-    def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
-        """Return the FLOPs per token of full chunks and of the rest."""
-        num_full, rest = divmod(sequence_length, self.chunk_size)
-        of_sequence = num_full * flops(self) + flops(replace(self, chunk_size=rest))
-        return self.num_heads * of_sequence / sequence_length
 
 
 class GatedDeltaNet(DeltaRule):
@@ -159,12 +89,6 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return rule_carries(cores(config)[0], shapes["A_log"][0], shapes["conv1d.weight"][0])
 
 
-def rule_carries(rule: DeltaRule, num_heads: int, channels: int) -> Carried:
-    """Return what any delta rule passes on, with so many heads on a rank."""
-    transition = num_heads * rule.key_dim * rule.key_dim
-    return Carried(channels, transition, num_heads * rule.key_dim * rule.value_dim)
-
-
 def activations(block: Block, x: Tensor) -> Tensor:
     """Keep the input, q, k and v before and after the convolution, gates, decay and states.
 
@@ -184,7 +108,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     g = decay(block, a)
     (rule,) = cores(block.config)
     qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
-    out = rule_outputs(block, rule, qkv, g, beta, DELTA_RULE_SCRATCH)
+    out = gated_outputs(block, rule, qkv, g, beta)
     out = block.gated_norm("norm.weight", out, z)
     return block.linear("out_proj", out)
 
@@ -199,7 +123,7 @@ def _separate(block: Block, x: Tensor) -> Tensor:
     g = decay(block, a)
     (rule,) = cores(block.config)
     qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
-    out = rule_outputs(block, rule, qkv, g, beta, DELTA_RULE_SCRATCH)
+    out = gated_outputs(block, rule, qkv, g, beta)
     return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 
@@ -222,90 +146,43 @@ def decay(block: Block, a: Tensor) -> Tensor:
     return block.product(rate, block.pointwise(shifted, [shifted]))
 
 
-def parts_of(block: Block, mixed: Tensor, rule: DeltaRule, num_heads: int) -> list[Tensor]:
-    """Return q, k and v, which lie one after the other."""
-    values = num_heads * rule.value_dim
-    keys = (mixed.numel // block.tokens - values) // 2
-    return block.split(mixed, (keys, keys, values))
-
-
-def rule_outputs(
-    block: Block,
-    rule: DeltaRule,
-    qkv: Sequence[Tensor],
-    g: Tensor,
-    beta: Tensor,
-    scratch: tuple[Scratch, Scratch],
+def gated_outputs(
+    block: Block, rule: GatedDeltaNet, qkv: Sequence[Tensor], g: Tensor, beta: Tensor
 ) -> Tensor:
-    """Return the outputs of a delta rule.
+    """Return the outputs of the rule: on a GPU in 16 bits, as fla's kernels make them."""
+    if block.on_cpu or qkv[0].itemsize == WIDE:
+        return rule_outputs(block, rule, qkv, g, beta, DELTA_RULE_SCRATCH)
+    return _by_fla(block, rule, qkv, g, beta)
 
-    It keeps its inputs, and the state before each chunk in 32 bits.
+
+def _by_fla(
+    block: Block, rule: GatedDeltaNet, qkv: Sequence[Tensor], g: Tensor, beta: Tensor
+) -> Tensor:
+    """Keep q and k of length 1, v, the sums of g, and the inverse of each chunk, all as copies.
+
+    The backward makes the rest again: keys and values times the inverse, and the states. Source:
+    fla/ops/gated_delta_rule/chunk.py of fla-core 0.4.2.
     """
-    q, k, v = qkv
-    num_heads = beta.numel // block.tokens
-    state = block.rows * num_heads * rule.key_dim * rule.value_dim
-    num_chunks = block.num_chunks(rule.chunk_size)
-    at_once = 1 if block.on_cpu else num_chunks
-    size = block.rows * num_heads * at_once
-    forward, backward = (part.bytes_of(rule, size) for part in scratch)
-    products = WIDE * block.rows * num_heads * rule.chunk_size * rule.products
-    if block.shares_rows:
-        of_map = products // rule.products * rule.products_of_map
-        block.tape.products_within(of_map * num_chunks)
-    made = v.num_bytes + WIDE * state
-    forward = block.tape.products_within(products * num_chunks, made, forward, products * at_once)
-    states = block.tape.tensor(num_chunks * state, WIDE)
-    out, _ = block.tape.run(
-        [q, k, v, g, beta],
-        [(v.numel, v.itemsize), (state, WIDE)],
-        keeps=[q, k, v, g, beta, states],
-        forward=forward,
-        backward=backward,
+    size, tape = qkv[0].itemsize, block.tape
+    values, num = qkv[2].numel, beta.numel
+    keys = num * rule.key_dim
+    state = block.rows * num // block.tokens * rule.key_dim * rule.value_dim
+    states = block.num_chunks(rule.chunk_size) * state
+    pairs = num * rule.chunk_size
+    copies = [tape.tensor(numel, size) for numel in (keys, keys, values, pairs)]
+    sums = tape.tensor(num, WIDE)
+    out, _ = tape.run(
+        [*qkv, g, beta],
+        [(values, size), (state, WIDE)],
+        keeps=[*copies, sums, beta],
+        forward=size * (keys + 2 * values + states),
+        backward=size * (3 * keys + 3 * values + 2 * states),
     )
     return out
 
 
-class Scratch(NamedTuple):
-    """How many matrices in 32 bits are alive at once while a chunk of a head is computed."""
-
-    keys: int
-    """[C, S]."""
-    values: int
-    """[C, H]."""
-    pairs: int
-    """[C, C]."""
-
-    def bytes_of(self, rule: DeltaRule, num: int) -> int:
-        """Return the bytes of so many chunks and heads."""
-        c = rule.chunk_size
-        per_token = self.keys * rule.key_dim + self.values * rule.value_dim + self.pairs * c
-        return WIDE * num * c * per_token
-
-
 DELTA_RULE_SCRATCH = Scratch(9, 4, 5), Scratch(15, 6, 9)
 """In the forward and in the backward."""
-
-
-def delta_rule(core: Recurrence) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Return what mixers call as their rule: it gives no state, as parts train without a cache."""
-
-    def run(
-        tokens: Tokens,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        initial_state: torch.Tensor | None,
-        output_final_state: bool,
-        **flags: Any,
-    ) -> tuple[torch.Tensor, None]:
-        assert initial_state is None
-        assert not output_final_state
-        return tokens.recur(core, q, k, v, g, beta), None
-
-    return run
 
 
 def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:

@@ -18,7 +18,8 @@ from shardwise.kernels.gated_delta_rule import RECURRENCE
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds import gated_delta_net
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
-from shardwise.models.kinds.gated_delta_net import GatedDeltaNet, rule_carries
+from shardwise.models.kinds.delta_rule import rule_carries
+from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
 from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, Cut, even, evenly
@@ -81,9 +82,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     q, k = block.pointwise(q, [q]), block.pointwise(k, [k])
     beta = block.pointwise(b, keeps_outputs=True)
     g = gated_delta_net.decay(block, a)
-    out = gated_delta_net.rule_outputs(
-        block, rule, [q, k, v], g, beta, gated_delta_net.DELTA_RULE_SCRATCH
-    )
+    out = gated_delta_net.gated_outputs(block, rule, [q, k, v], g, beta)
     return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 

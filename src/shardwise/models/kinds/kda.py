@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
-from shardwise.models.kinds.gated_delta_net import (
+from shardwise.models.kinds.delta_rule import (
     DeltaRule,
     Scratch,
     delta_rule,

@@ -1,0 +1,249 @@
+"""`make gpu-runs`: whole runs on a CUDA device, beside the same runs on a CPU and beside the plan.
+
+Every run is `shardwise train` in a process of its own. On the device one comes after the other:
+Triton tunes kernels by their time, which lasts for minutes if several processes have the device.
+Beside them the CPU trains, so nothing here is a speed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
+
+from shardwise.assembly.describe import describe  # noqa: E402
+from shardwise.benchmark.paired import table, write_json  # noqa: E402
+from shardwise.benchmark.worker import Deadline, run_limited  # noqa: E402
+from shardwise.planner.peak import memory_of_run  # noqa: E402
+from shardwise.run_file import load_config  # noqa: E402
+from tests.gpu import suite  # noqa: E402
+from tests.gpu.draw import machine  # noqa: E402
+from tests.gpu.suite import processes, python  # noqa: E402
+from tests.gpu.workload import FLA_SHAPES, preset  # noqa: E402
+
+Sides = dict[str, Future[dict[str, Any]]]
+ROOM = 3.0
+"""How many times as far from the CPU's losses a device may be as float32 on the CPU is. It rounds
+at other places and adds up in another order."""
+RUN_SECONDS = 120.0
+TOTAL_SECONDS = 900.0
+CORPUS = ROOT / "runs" / "corpus"
+LEVERS_BASE: dict[str, Any] = {
+    "model": {"init": "random", "dtype": "bfloat16"},
+    "lora": {"r": 8, "alpha": 16},
+    "data": {"sequence_length": 128, "packing": "concat"},
+    "optimizer": {"lr": 3e-3, "lr_schedule": "constant"},
+    "training": {
+        **{"steps": 6, "global_batch_size": 8, "micro_batch_size": 2},
+        "precision": "bfloat16",
+    },
+}
+SIZES_BASE: dict[str, Any] = {
+    "model": {"path": "configs/models/qwen3_5-0.8b", "init": "random", "dtype": "bfloat16"},
+    "lora": {"r": 16, "alpha": 32},
+    "data": {"sequence_length": 1024, "packing": "concat"},
+    "training": {
+        **{"steps": 3, "global_batch_size": 8, "micro_batch_size": 4},
+        "precision": "bfloat16",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Lever:
+    """Keys of the run file that a run has beside LEVERS_BASE."""
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    like: str = ""
+    """The lever with which a run computes the same, on the CPU too; empty: this one itself."""
+
+
+FULL = {"lora": None}
+LEVERS: dict[str, Lever] = {
+    "lora": Lever(),
+    "full": Lever(FULL),
+    "compile, lora": Lever({"training.compile": "inductor", "lora.kernel": "peft"}, "lora"),
+    "compile, full": Lever({"training.compile": "inductor", **FULL}, "full"),
+    "lora.kernel cuda": Lever({"lora.kernel": "cuda"}, "lora"),
+    "lora.kernel torch": Lever({"lora.kernel": "torch"}, "lora"),
+    "lora.kernel peft": Lever({"lora.kernel": "peft"}, "lora"),
+    "lora.dropout": Lever({"lora.dropout": 0.1}),
+    "lora.dora": Lever({"lora.dora": True}),
+    "loss chunked": Lever({"training.loss": "chunked"}, "lora"),
+    "loss plain": Lever({"training.loss": "plain"}, "lora"),
+    "float16": Lever({"training.precision": "float16", "model.dtype": "float32"}, "lora"),
+    "accumulation float32": Lever({"training.accumulation": "float32"}, "lora"),
+    "checkpointing full": Lever({"training.checkpointing": "full"}, "lora"),
+    "checkpointing operators": Lever({"training.checkpointing": "operators"}, "lora"),
+    "offload_activations": Lever({"training.offload_activations": True}, "lora"),
+    "packing isolated": Lever({"data.packing": "isolated"}),
+    "fp8_tensorwise, lora": Lever({"training.matmul": "fp8_tensorwise", "lora.kernel": "torch"}),
+    "fp8_tensorwise, full": Lever({"training.matmul": "fp8_tensorwise", **FULL}),
+    "fp8_rowwise, lora": Lever({"training.matmul": "fp8_rowwise", "lora.kernel": "torch"}),
+    "fp8_rowwise, full": Lever({"training.matmul": "fp8_rowwise", **FULL}),
+    "base nf4": Lever({"model.base": "nf4"}),
+    "base int8": Lever({"model.base": "int8"}),
+    "base fp8": Lever({"model.base": "fp8"}),
+    "adamw8bit": Lever({"optimizer.name": "adamw8bit", **FULL}),
+    "muon": Lever({"optimizer.name": "muon", **FULL}),
+    "sgd": Lever({"optimizer.name": "sgd"}),
+    "offload optimizer": Lever({"parallel.offload": "optimizer", **FULL}, "full"),
+    "offload all": Lever({"parallel.data": "fsdp2", "parallel.offload": "all"}, "lora"),
+    "offload disk": Lever({"parallel.offload": "disk", **FULL}, "full"),
+    **{f"sdpa {name}": Lever({"model.sdpa_backend": name}, "lora") for name in ("flash", "math")},
+    **{
+        f"{data}, {mode}": Lever({"parallel.data": data, **keys}, mode)
+        for data in ("ddp", "fsdp2")
+        for mode, keys in (("lora", {}), ("full", FULL))
+    },
+    "saved and evaluated": Lever(
+        {
+            **{"data.validation": 0.1, "training.eval_every": 2, "training.eval_batches": 1},
+            **{"training.save_every": 2, "training.async_save": True, "training.sample": "def "},
+        }
+    ),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    f"{mode}, {length} tokens, {checkpointing}": {
+        "data.sequence_length": length,
+        "training.micro_batch_size": 4096 // length,
+        "training.checkpointing": checkpointing,
+        **keys,
+    }
+    for mode, keys in (("lora", {}), ("full", FULL))
+    for length in (1024, 4096)
+    for checkpointing in ("none", "full")
+}
+
+
+def main() -> int:
+    return suite.main("tests.gpu.runs", __doc__, body)
+
+
+def body(device: str, folder: Path, scratch: Path) -> int:
+    """Run everything; `runs.json` is whole after each run; return 1 if one failed or is off."""
+    runner = Runner(device, scratch)
+    if not CORPUS.is_dir():
+        run_limited(python("examples.corpus"), scratch / "corpus.log", RUN_SECONDS)
+    model = preset("tiny-qwen3_5") | FLA_SHAPES["tiny-qwen3_5"]
+    model |= {"vocab_size": 2048, "intermediate_size": 192}  # the corpus'; and for 8-bit products
+    write_json(scratch / "config.json", model)
+    levers = LEVERS if device == "cuda" else {"lora": LEVERS["lora"]}
+    content: dict[str, Any] = {"complete": False, "environment": machine(), "room": ROOM}
+    rows = content["levers"], content["sizes"] = [], []
+    with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(processes()) as pool:
+        sides = {name: runner.start(alone, pool, name, lever) for name, lever in levers.items()}
+        sizes = {
+            name: alone.submit(runner.train, SIZES_BASE, keys, device, f"size {name}")
+            for name, keys in (SIZES if device == "cuda" else {}).items()
+        }
+        for name, lever in levers.items():
+            rows[0].append(lever_row(name, lever, sides[name], sides[lever.like or name]))
+            write_json(folder / "runs.json", content)
+        for name, run in sizes.items():
+            rows[1].append(size_row(name, run.result()))
+            write_json(folder / "runs.json", content)
+    write_json(folder / "runs.json", content | {"complete": True})
+    print(table(("lever", "status", "off by", "by rounding"), map(lever_cells, rows[0])))
+    print(table(("size", "status", "measured GiB", "plan"), map(size_cells, rows[1])))
+    return 0 if {row["status"] for row in [*rows[0], *rows[1]]} <= {"ok"} else 1
+
+
+class Runner:
+    """Starts the runs on a device, and on the CPU those that they are compared with."""
+
+    def __init__(self, device: str, scratch: Path) -> None:
+        self.device, self.scratch = device, scratch
+        self.deadline = Deadline(TOTAL_SECONDS)
+
+    def start(
+        self, alone: ThreadPoolExecutor, pool: ThreadPoolExecutor, name: str, lever: Lever
+    ) -> Sides:
+        """Start the run of a lever; if it is like no other, also on the CPU, twice."""
+
+        def start(pool: ThreadPoolExecutor, side: str, device: str, **more: Any) -> Any:
+            keys = dict(lever.keys) | more
+            return pool.submit(self.train, LEVERS_BASE, keys, device, f"{side} {name}")
+
+        sides = {"device": start(alone, "device", self.device)}
+        if not lever.like:
+            sides["cpu"] = start(pool, "cpu", "cpu")
+            exact = {"training.precision": "float32", "model.dtype": "float32"}
+            sides["float32"] = start(pool, "float32", "cpu", **exact)
+        return sides
+
+    def train(
+        self, base: Mapping[str, Any], keys: Mapping[str, Any], device: str, name: str
+    ) -> dict[str, Any]:
+        """Train in a process of its own; return its status, and its record if there is one."""
+        folder = self.scratch / name.replace(" ", "-").replace(",", "")
+        run = {**base, "data": {**base["data"], "train": str(CORPUS / "python")}}
+        places = {"path": str(self.scratch), "tokenizer": str(CORPUS / "tokenizer")}
+        run["model"] = places | base["model"]
+        run["training"] = {**base["training"], "output_dir": str(folder), "device": device}
+        path = Path(f"{folder}.json")  # which is YAML, too
+        write_json(path, run)
+        more = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
+        command = python("shardwise", "train", str(path), *more, OMP_NUM_THREADS="1")
+        outcome = run_limited(command, Path(f"{folder}.log"), self.deadline.left(RUN_SECONDS))
+        record = folder / "record.json"
+        found = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+        return {**outcome, "record": found, "config": (str(path), more)}
+
+
+def lever_row(name: str, lever: Lever, own: Sides, like: Sides) -> dict[str, Any]:
+    """Return whether a device's losses are those of the CPU, and what it ran with."""
+    row: dict[str, Any] = {"lever": name, "keys": dict(lever.keys), "like": lever.like or name}
+    here, cpu, exact = (f.result() for f in (own["device"], like["cpu"], like["float32"]))
+    for side in (here, cpu, exact):
+        if side["status"] != "ok":
+            return {**row, "status": "failed", "reason": side["reason"]}
+    losses = [side["record"]["losses"] for side in (here, cpu, exact)]
+    row["off_by"], row["by_rounding"] = (farthest(losses[1], losses[i]) for i in (0, 2))
+    row |= {"losses": losses[0], "peak_bytes": here["record"]["peak_memory_bytes"][0]}
+    row |= {key: here["record"][key] for key in ("kernels", "notes", "eval", "sample")}
+    if row["off_by"] <= ROOM * row["by_rounding"]:
+        return {**row, "status": "ok", "reason": ""}
+    return {**row, "status": "off", "reason": f"over {ROOM} times what a rounding changes"}
+
+
+def farthest(one: list[float], other: list[float]) -> float:
+    """Return how far two curves are apart at most."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def size_row(name: str, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the measured peak of a run, and the planned one."""
+    row = {"size": name, "status": run["status"], "reason": run["reason"]}
+    cfg = load_config(*run["config"])
+    memory = memory_of_run(cfg, describe(cfg, 1))
+    row["planned"] = memory._asdict() | {"total": memory.total}
+    if run["record"]:
+        row["peak_bytes"] = run["record"]["peak_memory_bytes"][0]
+        row |= {key: run["record"][key] for key in ("kernels", "state_bytes", "memory_parts")}
+    return row
+
+
+def lever_cells(row: dict[str, Any]) -> list[object]:
+    if "off_by" not in row:
+        return [row["lever"], f"{row['status']}: {row['reason'][-200:]}", "", ""]
+    return [row["lever"], row["status"], f"{row['off_by']:.1e}", f"{row['by_rounding']:.1e}"]
+
+
+def size_cells(row: dict[str, Any]) -> list[object]:
+    if "peak_bytes" not in row:
+        return [row["size"], f"{row['status']}: {row['reason'][-200:]}", "", ""]
+    planned = row["planned"]["total"] - row["planned"]["overhead"]
+    peak = row["peak_bytes"]
+    return [row["size"], row["status"], f"{peak / 2**30:.2f}", f"{planned / peak - 1:+.1%}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
