@@ -82,7 +82,7 @@ def test_a_budget_stays_in_the_run_file(folder, capsys):
     chosen = load_config("layers.yaml").training.checkpointing
     assert chosen == Recomputation(full=(0,), operators=(2,))
     assert cli.main([*run, "--training.checkpointing={budget_gib: 0.01}"]) == 2
-    assert "the smallest that this run can keep is 0." in capsys.readouterr().err
+    assert "the smallest that this run can keep is 1." in capsys.readouterr().err
 
 
 def test_a_stored_base_needs_less_and_computes_the_same(capsys):
