@@ -219,13 +219,12 @@ class Sharded(Whole):
         of_root = [weight for unit in units for weight in unit.weights if weight in rest]
         of_units = [[w for w in unit.weights if w not in rest] for unit in units]
         self.gathered = [self._gathered(weights) for weights in of_units]
-        self.sent = [self._sent([w for w in weights if w.is_trained]) for weights in of_units]
+        self.sent = [self._sent(weights) for weights in of_units]
         self.root = self._gathered(of_root)
         self.last = len(units) - 1 if tied is None else 0
         """The unit after whose backward the gradients of the root are complete."""
-        trained = [weight for weight in of_root if weight.is_trained]
-        self.sent[self.last] += self._sent(trained)
-        self.is_root_trained = bool(trained)
+        self.sent[self.last] += self._sent(of_root)
+        self.is_root_trained = any(weight.is_trained for weight in of_root)
         self.shards = 0
         """Bytes of the shards' gradients."""
         self.is_kept = not cfg.parallel.reshard_after_forward
@@ -236,7 +235,7 @@ class Sharded(Whole):
         raise NotImplementedError
 
     def _sent(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of these weights' gradients as they are reduce-scattered."""
+        """Return the bytes that are reduce-scattered for the gradients of these weights."""
         raise NotImplementedError
 
     def _in_backward(self, place: int) -> tuple[int, int]:
@@ -279,7 +278,7 @@ class Fsdp2(Sharded):
         return sum(w.padded_numel * w.itemsize for w in weights)
 
     def _sent(self, weights: Sequence[Weight]) -> int:
-        return sum(4 * weight.padded_numel for weight in weights)
+        return sum(4 * weight.padded_numel for weight in weights if weight.is_trained)
 
     def _partial_sums(self) -> int:
         return self.sent_last
@@ -311,13 +310,19 @@ class Fsdp1(Sharded):
     """parallel/fsdp1.py: the weights of a unit are views into a flat parameter."""
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
-        size, wrap = 0, self.cfg.parallel.fsdp1_wrap
-        for flat in flat_parameters(Gathered(tuple(weights), False), wrap):
-            numel = -(-flat_spans(flat)[-1][1] // self.num_shards) * self.num_shards
-            size += numel * flat[0].itemsize
-        return size
+        return sum(self._flat_bytes(flat) for flat in self._flat(weights))
 
-    _sent = _gathered
+    def _sent(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of all of a flat parameter of which something is trained."""
+        flats = self._flat(weights)
+        return sum(self._flat_bytes(flat) for flat in flats if any(w.is_trained for w in flat))
+
+    def _flat(self, weights: Sequence[Weight]) -> list[tuple[Weight, ...]]:
+        return flat_parameters(Gathered(tuple(weights), False), self.cfg.parallel.fsdp1_wrap)
+
+    def _flat_bytes(self, flat: Sequence[Weight]) -> int:
+        numel = -(-flat_spans(flat)[-1][1] // self.num_shards) * self.num_shards
+        return numel * flat[0].itemsize
 
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
