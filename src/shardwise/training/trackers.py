@@ -27,7 +27,7 @@ PROJECT = "shardwise"
 Log = Callable[..., object]
 """`log(values, step=step)` adds the values of a step; steps come in order."""
 Close = Callable[[bool], object]
-"""Sends or writes what is left, and ends the run; true: as one that failed, where that is told."""
+"""Sends or writes what is left, and ends the run; true: as a failed one, if a tracker has those."""
 
 
 def _tensorboard(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:

@@ -1,4 +1,4 @@
-"""What kinds of delta rule share: FLOPs, what crosses ranks, and what is kept for a backward."""
+"""Parts that all delta rules share: FLOPs, what crosses ranks, what a backward needs."""
 
 from __future__ import annotations
 
