@@ -103,7 +103,7 @@ MOST_LINES = {
     "presets": 300,
     "assembly training checkpoint process launch": 8_400,
     "models": 11_512,
-    "parallel": 4_515,
+    "parallel": 4_550,
     "data": 3_760,
     "kernels": 7_503,
     "planner schedule metrics": 9_542,

@@ -33,7 +33,7 @@ from shardwise.benchmark.paired import command_line, ratios, spread, table, writ
 from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig
-from shardwise.drawing.gantt import gantt_file
+from shardwise.drawing.gantt import NARROW, gantt_file
 from shardwise.launch.local import start_processes
 from shardwise.planner import profile
 from shardwise.planner.split_view import plan
@@ -89,7 +89,7 @@ def chart(cells: dict[str, CellRecord]) -> str:
         assert pipeline is not None
         layers = " + ".join(map(str, pipeline["layers"]))
         timelines[f"{name}: {layers} layers"] = unpack(pipeline["events"])
-    return gantt_file(timelines)
+    return gantt_file(timelines, NARROW)
 
 
 def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]]:

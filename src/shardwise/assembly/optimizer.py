@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.config import Optimizer
 from shardwise.models.eight_bit import names_in_8_bits
@@ -19,6 +18,7 @@ from shardwise.models.matrices import matrices_of
 from shardwise.models.names import hf_name, is_adapter, is_factor_b, is_magnitude
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import adamw8bit
+from shardwise.parallel.by_element import SGD, AdamW
 from shardwise.parallel.muon import MOMENTUM_BUFFER, Muon
 
 
@@ -84,14 +84,11 @@ def make_optimizer(
     groups of LoRA's factors B at another rate come last.
     `selected`: see `selected_by`; `dtype`: see `Muon`.
     """
-    # One group per kind of tensor: the multi-tensor path of torch's optimizers takes neither plain
-    # tensors beside DTensors nor DTensors of several meshes.
     has_adamw_beside = cfg.name in ("muon", "adamw8bit")
-    groups: dict[tuple[Any, bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         ratio = cfg.lora_b_lr_ratio if is_factor_b(name) else 1.0
-        key = mesh, name in decayed, ratio, has_adamw_beside and name in selected
+        key = name in decayed, ratio, has_adamw_beside and name in selected
         groups.setdefault(key, []).append((name, parameter))
     options: list[dict[str, Any]] = [
         {
@@ -100,8 +97,8 @@ def make_optimizer(
             "lr": cfg.lr * ratio,
         }
         | ({"is_selected": is_selected} if has_adamw_beside else {})
-        for (_, decays, ratio, is_selected), parameters in sorted(
-            groups.items(), key=lambda group: group[0][2] != 1
+        for (decays, ratio, is_selected), parameters in sorted(
+            groups.items(), key=lambda group: group[0][1] != 1
         )
     ]
     if not named:
@@ -112,8 +109,8 @@ def make_optimizer(
     if cfg.name == "adamw8bit":
         return adamw8bit.AdamW8bit(options, cfg.lr, cfg.betas, cfg.eps)
     if cfg.name == "sgd":
-        return torch.optim.SGD(options, lr=cfg.lr)
-    return torch.optim.AdamW(options, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
+        return SGD(options, lr=cfg.lr)
+    return AdamW(options, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
 
 
 def optimized_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

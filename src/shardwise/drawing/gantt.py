@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from shardwise.drawing.svg import colour, drawing, svg_of
@@ -18,16 +19,19 @@ from shardwise.words import second_unit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 COLOURS: dict[Kind, str] = {"F": "c1", "B": "c2", "I": "c2", "W": "c3"}
 """The colour of each kind of action, by its name in the palette."""
 IDLE = "line"
 """The colour of idle time."""
 
-# Inches. A chart is as wide as the other figures of a report.
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 9.0, 0.62, 0.88, 0.36, 0.34
-_TITLE, _ROW, _BAR, _GAP = 0.32, 0.25, 0.21, 0.1
-_AXIS = _WIDTH - _LEFT - _RIGHT
+# Inches.
+WIDE, NARROW = 9.0, 5.0
+"""As wide as the other figures of a report, or as a page on a phone, where text is not shrunk."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.62, 0.88, 0.16, 0.34
+_LEGEND = 0.2  # a line of it
+_TITLE, _ROW, _BAR, _GAP = 0.46, 0.25, 0.21, 0.1
 _DIGIT = 0.075  # a digit of a micro-batch's number
 
 
@@ -38,23 +42,30 @@ class _Scale:
     unit_seconds: float
     unit_name: str
     length: float  # in units
+    inches: float
 
     @classmethod
-    def of(cls, timelines: Mapping[str, Timeline]) -> _Scale:
-        """Choose the unit in which the longest step is read best."""
+    def of(cls, timelines: Mapping[str, Timeline], width: float = WIDE) -> _Scale:
+        """Choose the unit in which the longest step is read best; `width` is the chart's."""
         longest = max(timeline.seconds for timeline in timelines.values())
         unit_seconds, name = second_unit(longest)
-        return cls(unit_seconds, name, longest / unit_seconds or 1.0)
+        return cls(unit_seconds, name, longest / unit_seconds or 1.0, width - _LEFT - _RIGHT)
 
     def text(self, seconds: float) -> str:
         """Return a time with its unit."""
         return f"{seconds / self.unit_seconds:.4g} {self.unit_name}"
 
 
-def gantt_svg(timelines: Mapping[str, Timeline], name: str, predicted: Collection[str] = ()) -> str:
+def gantt_svg(
+    timelines: Mapping[str, Timeline],
+    name: str,
+    predicted: Collection[str] = (),
+    width: float = WIDE,
+) -> str:
     """Return a chart of timelines, by their titles, as an `<svg>` element.
 
-    `name`: see `svg_of`; `predicted`: see `draw_gantt`. UserError where matplotlib is missing.
+    `name`: see `svg_of`; `predicted` and `width`: see `draw_gantt`. UserError where matplotlib is
+    missing.
     """
     scale = _Scale.of(timelines)
     steps = [
@@ -62,60 +73,75 @@ def gantt_svg(timelines: Mapping[str, Timeline], name: str, predicted: Collectio
         for title, timeline in timelines.items()
     ]
     with drawing():
-        return svg_of(draw_gantt(timelines, predicted), name, title="; ".join(steps))
+        return svg_of(draw_gantt(timelines, predicted, width), name, title="; ".join(steps))
 
 
-def gantt_file(timelines: Mapping[str, Timeline]) -> str:
+def gantt_file(timelines: Mapping[str, Timeline], width: float = WIDE) -> str:
     """Return the chart as an SVG file; UserError where matplotlib is missing."""
-    return gantt_svg(timelines, "gantt", predicted=("simulated",))
+    return gantt_svg(timelines, "gantt", predicted=("simulated",), width=width)
 
 
-def draw_gantt(timelines: Mapping[str, Timeline], predicted: Collection[str] = ()) -> Figure:
-    """Draw the chart; call it inside `drawing()`.
+def draw_gantt(
+    timelines: Mapping[str, Timeline], predicted: Collection[str] = (), width: float = WIDE
+) -> Figure:
+    """Draw the chart, `width` inches wide; call it inside `drawing()`.
 
     `predicted`: the titles of timelines that are not compared with the longest of the others.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    scale = _Scale.of(timelines)
+    scale = _Scale.of(timelines, width)
     heights = [_TITLE + _ROW * timeline.num_ranks + _GAP for timeline in timelines.values()]
-    body, height = sum(heights), sum(heights) + _TOP + _BOTTOM
-    figure = Figure(figsize=(_WIDTH, height))
-    axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / height, _AXIS / _WIDTH, body / height))
+    legend = _legend(timelines)
+    columns = min(len(legend), round(width / 1.8))
+    body = sum(heights)
+    height = body + _TOP + _LEGEND * ceil(len(legend) / columns) + _BOTTOM
+    figure = Figure(figsize=(width, height))
+    place = _LEFT / width, _BOTTOM / height, scale.inches / width, body / height
+    axes = figure.add_axes(place)
     axes.set(xlim=(0.0, scale.length), ylim=(body, 0.0))  # y is in inches, from the top
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(8))
+    axes.xaxis.set_major_locator(MaxNLocator(round(scale.inches)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} {scale.unit_name}")
     labels: dict[float, str] = {}
     top = 0.0
     compared = [t.seconds for title, t in timelines.items() if title not in predicted]
     for (title, timeline), block in zip(timelines.items(), heights, strict=True):
         longest = 0.0 if title in predicted else max(compared)
-        _write_title(axes, title, timeline, longest, top + _TITLE / 2, scale)
+        _write_title(axes, title, timeline, longest, top, scale)
         for rank in range(timeline.num_ranks):
             middle = top + _TITLE + _ROW * (rank + 0.5)
             labels[middle] = f"rank {rank}"
             _draw_rank(axes, timeline, rank, middle, scale)
         top += block
     axes.set_yticks([*labels], [*labels.values()])
-    _write_legend(figure, timelines)
+    figure.legend(
+        handles=legend,
+        loc="upper left",
+        bbox_to_anchor=(0.0, 1.0),
+        borderaxespad=0.4,
+        borderpad=0.0,
+        ncols=columns,
+        handlelength=1.2,
+        columnspacing=1.4,
+    )
     return figure
 
 
 def _write_title(
-    axes: Axes, title: str, timeline: Timeline, longest: float, y: float, scale: _Scale
+    axes: Axes, title: str, timeline: Timeline, longest: float, top: float, scale: _Scale
 ) -> None:
-    """Write above a timeline its title, its length, and how much shorter it is than the longest.
+    """Write above a timeline its title, then its length and how much less than the longest it is.
 
     `longest` is in seconds, and 0 where there is nothing to compare it with.
     """
     share = timeline.seconds / longest if longest else 0.0
     gain = f", {1 - share:.1%} less time" if 0.0 < share < 1.0 else ""
     summary = f"{scale.text(timeline.seconds)}{gain}, bubble {timeline.bubble():.1%}"
-    axes.text(0.0, y, title, va="center", fontsize=9.5, weight="bold")
-    axes.text(scale.length, y, summary, va="center", ha="right", fontsize=8.5)
+    axes.text(0.0, top + 0.3 * _TITLE, title, va="center", fontsize=9.5, weight="bold")
+    axes.text(0.0, top + 0.7 * _TITLE, summary, va="center", fontsize=8.5)
 
 
 def _draw_rank(axes: Axes, timeline: Timeline, rank: int, y: float, scale: _Scale) -> None:
@@ -156,7 +182,7 @@ def _write_numbers(axes: Axes, events: Sequence[Event], y: float, scale: _Scale)
     digits = max((len(str(event.microbatch)) for event in events), default=1)
     for event in events:
         start, end = event.start / scale.unit_seconds, event.end / scale.unit_seconds
-        if (end - start) / scale.length * _AXIS > _DIGIT * digits + 0.04:
+        if (end - start) / scale.length * scale.inches > _DIGIT * digits + 0.04:
             axes.text(
                 (start + end) / 2,
                 y,
@@ -168,8 +194,8 @@ def _write_numbers(axes: Axes, events: Sequence[Event], y: float, scale: _Scale)
             )
 
 
-def _write_legend(figure: Figure, timelines: Mapping[str, Timeline]) -> None:
-    """Name the colours above the chart."""
+def _legend(timelines: Mapping[str, Timeline]) -> list[Patch]:
+    """Return the colours with their names."""
     from matplotlib.patches import Patch
 
     kinds = {event.kind for timeline in timelines.values() for event in timeline.events}
@@ -179,13 +205,4 @@ def _write_legend(figure: Figure, timelines: Mapping[str, Timeline]) -> None:
     if any(event.chunk >= t.num_ranks for t in timelines.values() for event in t.events):
         label = "paler: further chunks of a rank"
         entries.append(Patch(color=colour("c1"), alpha=0.5, label=label))
-    figure.legend(
-        handles=entries,
-        loc="upper left",
-        bbox_to_anchor=(_LEFT / _WIDTH, 1.0),
-        borderaxespad=0.4,
-        borderpad=0.0,
-        ncols=len(entries),
-        handlelength=1.2,
-        columnspacing=1.4,
-    )
+    return entries

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.parallel.by_element import AdamW
+
 
 class WithAdamW(torch.optim.Optimizer):
     """An update of its own for the groups whose `is_selected` is true, and AdamW for the others."""
@@ -19,7 +21,7 @@ class WithAdamW(torch.optim.Optimizer):
         empty = {"params": [], "param_names": [], "is_selected": False, "weight_decay": 0.0}
         # It has the same groups and states as this optimizer, so that schedules and checkpoints
         # see one optimizer.
-        self._adamw = torch.optim.AdamW(others or [empty], lr=lr, betas=betas, eps=eps)
+        self._adamw = AdamW(others or [empty], lr=lr, betas=betas, eps=eps)
         selected = [group for group in groups if group["is_selected"]]
         super().__init__([*self._adamw.param_groups, *selected], {"lr": lr})
         self._adamw.param_groups[:] = [g for g in self.param_groups if not g["is_selected"]]

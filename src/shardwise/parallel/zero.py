@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -61,20 +62,20 @@ class Bucket:
         by_entry = [cut(whole, e.dim, size) for whole, e in zip(wholes, self.entries)]
         return list(zip(*by_entry))
 
-    def sizes(self) -> list[int]:
-        """Return the elements of each entry in a rank's row of a buffer.
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each entry begins in a rank's row of a buffer, and where the row ends.
 
-        They are those of the first rank's piece, which is the largest.
+        The first rank's piece of an entry is the largest, so each piece has room for that one.
         """
         first, *_ = self.cuts(local(entry.whole) for entry in self.entries)
-        return [piece.numel() for piece in first]
+        return list(accumulate((piece.numel() for piece in first), initial=0))
 
     def places(self, row: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return views into a row of a buffer, one for each of a rank's pieces."""
-        offsets = accumulate(self.sizes(), initial=0)
         return [
             row[offset : offset + piece.numel()].view(piece.shape)
-            for offset, piece in zip(offsets, pieces)
+            for offset, piece in zip(self.offsets, pieces)
         ]
 
 
@@ -97,7 +98,7 @@ class Shards:
         self.finish()  # One is under way at most, which overlaps with the backward.
         gradients = [local(e.whole.grad) for e in bucket.entries if e.whole.grad is not None]
         assert len(gradients) == len(bucket.entries), "a trained parameter has no gradient"
-        shape = bucket.group.size(), sum(bucket.sizes())
+        shape = bucket.group.size(), bucket.offsets[-1]
         buffer = torch.empty(shape, dtype=torch.float32, device=gradients[0].device)
         for row, pieces in zip(buffer, bucket.cuts(gradients)):
             torch._foreach_copy_(bucket.places(row, pieces), pieces)
@@ -141,7 +142,7 @@ class Shards:
     def gather(self) -> None:
         """Send the shards that each rank has updated to the complete weights of all ranks."""
         for bucket in self.buckets:
-            updated = local(bucket.entries[0].whole).new_empty(sum(bucket.sizes()))
+            updated = local(bucket.entries[0].whole).new_empty(bucket.offsets[-1])
             pieces = [local(entry.shard) for entry in bucket.entries]
             torch._foreach_copy_(bucket.places(updated, pieces), pieces)
             buffer = updated.new_empty(bucket.group.size(), len(updated))

@@ -87,10 +87,11 @@ def clip_by_global_norm(
     scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scale = torch.where(norm.isfinite(), scale, 1.0)
     if max_norm is not None or loss_scale != 1.0:
+        factor = scale / loss_scale
         for parameter in parameters:
             if parameter.grad is not None:
                 values = storage.values(parameter.grad)
                 gradient = local(values)  # with offload it is on the CPU
-                gradient.mul_((scale / loss_scale).to(gradient.device))
+                gradient.mul_(factor.to(gradient.device))
                 storage.change(parameter.grad, values)
     return norm
