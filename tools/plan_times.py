@@ -3,13 +3,14 @@
     python tools/plan_times.py [--rounds 3] [--runs runs/plan-times] [--out results/plan]
     python tools/plan_times.py --keep-measured
 
-Each round calibrates with two processes, then trains every case. A case's measured seconds are the
-median of its steps in a round, and the median over rounds; so are its predicted seconds, each by
-the calibration of its round. `rounds` of a case has both, so that what a shared machine does from
-one quarter of an hour to the next is seen beside the error. The calibration has seen none of the
-models: its layers have other widths, depths, vocabularies and rows. Nothing is fitted to these
-runs. `choices` has the layout and micro-batch that is predicted fastest for each model, and by how
-much it was slower than the one measured fastest.
+Each round calibrates with two processes, then trains every case; after the last round the machine
+is calibrated once more. A case's measured seconds are the median of its steps in a round, and the
+median over rounds. So are its predicted seconds, which in a round are the mean of what the
+calibrations before and after it give: a shared machine is not as fast in every quarter of an hour.
+`rounds` of a case has both. A calibration has seen none of the models: its layers have other
+widths, depths, vocabularies and rows. Nothing is fitted to these runs. `choices` has the layout and
+micro-batch that is predicted fastest for each model, and by how much it was slower than the one
+measured fastest.
 
 The calibrations are kept in OUT/calibrations. With `--keep-measured` predictions alone are made
 again from them, in a minute, on a machine with the same processor.
@@ -23,7 +24,10 @@ import os
 import shutil
 import statistics
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,7 @@ from shardwise.metrics.hardware import environment
 from shardwise.planner.calibration import default_path
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.measure_machine import calibrate
-from shardwise.planner.step_time import time_of_step
+from shardwise.planner.step_time import StepTime, time_of_step
 from shardwise.run_file import parse_config
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +75,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp": (2, {"pp": 2, "schedule": "1f1b"}),
     "cp": (2, {"cp": 2}),
 }
+Cases = list[tuple[str, int, RunConfig]]
+"""Each one's name, number of processes and run."""
 
 
 def main() -> None:
@@ -85,27 +91,15 @@ def main() -> None:
     options.runs.mkdir(parents=True, exist_ok=True)
     os.environ["SHARDWISE_CACHE"] = str(options.runs.absolute() / "cache")
     cases = list(cases_of(options.runs, options.layouts.split(",")))
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in cases}
     calibrations = options.out / "calibrations"
     if options.keep_measured:
-        facts = predict_again(cases, options.out, rows)
+        content = json.loads((options.out / "times.json").read_text())
+        facts = content["environment"]
+        measured = {r["case"]: [of["measured"] for of in r["rounds"]] for r in content["rows"]}
     else:
         facts = environment(torch.device("cpu"))
-        calibrations.mkdir(parents=True, exist_ok=True)
-    for number in range(0 if options.keep_measured else options.rounds):
-        # A machine that others share is not as fast in every quarter of an hour.
-        assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
-        shutil.copy(default_path(), calibrations / f"round-{number}.json")
-        for name, nproc, cfg in cases[:: 1 if number % 2 == 0 else -1]:
-            print(f"round {number}: {name}", flush=True)
-            shutil.rmtree(cfg.training.output_dir, ignore_errors=True)
-            assert launch(cfg, nproc) == 0, name
-            lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
-            steps = [json.loads(line) for line in lines]
-            seconds = [step["seconds"] for step in steps if "seconds" in step]
-            measured = round(statistics.median(seconds[WARM_UP:]), 5)
-            rows[name].append(row_of(name, nproc, cfg, measured))
-    middles = [middle_of(of_case) for of_case in rows.values()]
+        measured = measure(cases, options.rounds, calibrations)
+    middles = [middle_of(rounds) for rounds in predict(cases, measured, calibrations).values()]
     errors = sorted(abs(row["error"]) for row in middles)
     summary = {"cases": len(middles), "median": statistics.median(errors), "worst": errors[-1]}
     chosen = choices(middles)
@@ -116,7 +110,48 @@ def main() -> None:
     print(json.dumps(summary))
 
 
-def cases_of(runs: Path, layouts: list[str]) -> Any:
+def measure(cases: Cases, num_rounds: int, calibrations: Path) -> dict[str, list[float]]:
+    """Return the seconds of a step of each case in each round; keep each calibration."""
+    shutil.rmtree(calibrations, ignore_errors=True)
+    calibrations.mkdir(parents=True)
+    measured: dict[str, list[float]] = {name: [] for name, *_ in cases}
+    for number in range(num_rounds + 1):
+        assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
+        shutil.copy(default_path(), calibrations / f"{number}.json")
+        if number == num_rounds:
+            break
+        for name, nproc, cfg in cases[:: 1 if number % 2 == 0 else -1]:
+            print(f"round {number}: {name}", flush=True)
+            shutil.rmtree(cfg.training.output_dir, ignore_errors=True)
+            assert launch(cfg, nproc) == 0, name
+            lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
+            steps = [json.loads(line) for line in lines]
+            seconds = [step["seconds"] for step in steps if "seconds" in step]
+            measured[name].append(round(statistics.median(seconds[WARM_UP:]), 5))
+    return measured
+
+
+def predict(
+    cases: Cases, measured: dict[str, list[float]], calibrations: Path
+) -> dict[str, list[dict[str, Any]]]:
+    """Return each case's measured and predicted seconds in each round."""
+    predicted: dict[str, list[StepTime]] = defaultdict(list)
+    for path in sorted(calibrations.iterdir()):
+        default_path().parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, default_path())
+        cluster = cluster_of("here")
+        for name, nproc, cfg in cases:
+            predicted[name].append(time_of_step(cfg, describe(cfg, nproc), cluster))
+    return {
+        name: [
+            row_of(name, seconds, around)
+            for seconds, around in zip(of_case, pairwise(predicted[name]), strict=True)
+        ]
+        for name, of_case in measured.items()
+    }
+
+
+def cases_of(runs: Path, layouts: list[str]) -> Iterator[tuple[str, int, RunConfig]]:
     """Yield the name, number of processes and run of every case."""
     for model, layout, mode, rows in itertools.product(MODELS, layouts, ("full", "lora"), (1, 2)):
         base, sizes = MODELS[model]
@@ -154,27 +189,17 @@ def cases_of(runs: Path, layouts: list[str]) -> Any:
         yield name, nproc, parse_config(run, name)
 
 
-def predict_again(cases: Any, out: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Add the rows of each round, as it was measured, and return where that was."""
-    content = json.loads((out / "times.json").read_text())
-    measured = {row["case"]: row["rounds"] for row in content["rows"]}
-    for number, path in enumerate(sorted((out / "calibrations").iterdir())):
-        default_path().parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, default_path())
-        for name, nproc, cfg in cases:
-            rows[name].append(row_of(name, nproc, cfg, measured[name][number]["measured"]))
-    return content["environment"]
-
-
-def row_of(name: str, nproc: int, cfg: RunConfig, measured: float) -> dict[str, Any]:
-    """Return a case's measured and predicted seconds."""
-    predicted = time_of_step(cfg, describe(cfg, nproc), cluster_of("here"))
+def row_of(name: str, measured: float, around: tuple[StepTime, StepTime]) -> dict[str, Any]:
+    """Return what was measured of a case in a round, and the mean of what is predicted."""
+    before, after = map(asdict, around)
+    parts = {part: round((before[part] + after[part]) / 2, 5) for part in before}
+    predicted = statistics.mean(step.total for step in around)
     return {
         "case": name,
         "measured": measured,
-        "predicted": round(predicted.total, 5),
-        "error": round(predicted.total / measured - 1, 4),
-        "parts": {part: round(value, 5) for part, value in asdict(predicted).items()},
+        "predicted": round(predicted, 5),
+        "error": round(predicted / measured - 1, 4),
+        "parts": parts,
     }
 
 

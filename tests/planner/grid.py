@@ -64,6 +64,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp": {"data": "fsdp2", "dp_replicate": 2},
     "fsdp2-tp": {"data": "fsdp2", "tp": 2},
     "1f1b-ddp": {"data": "ddp", "pp": 2},
+    "1f1b-tp": {"pp": 2, "tp": 2},
+    "fsdp2-ep": {"data": "fsdp2", "ep": 2},
 }
 
 
@@ -95,7 +97,10 @@ def cells() -> list[Cell]:
     of_layouts = {
         1: [("single", family) for family in WIDER] * 4,
         2: [*product(list(LAYOUTS)[1:13], hybrids[:3]), *product(("ddp", "fsdp2"), hybrids[3:])],
-        4: [*product(("fsdp2", *list(LAYOUTS)[13:]), hybrids[:2])],
+        4: [
+            *product(("fsdp2", *list(LAYOUTS)[13:-1]), hybrids[:2]),
+            *product(("fsdp2-ep",), ("qwen3_moe", "kimi_linear")),
+        ],
     }
     rest = zip(
         cycle((512, 128, 256)),

@@ -117,13 +117,14 @@ class Shards:
         for bucket, summed, work in self.pending:
             work.wait()
             sums = bucket.places(summed, [local(entry.shard) for entry in bucket.entries])
+            kept = [entry.shard.grad for entry in bucket.entries]
+            if kept[0] is not None:  # then all of them are there
+                torch._foreach_add_([local(gradient) for gradient in kept], sums)
+                continue
             for entry, shard_sum in zip(bucket.entries, sums):
-                gradient = entry.shard.grad
-                if gradient is None:
-                    kept = shard_sum.to(entry.shard.grad_dtype or shard_sum.dtype, copy=True)
-                    entry.shard.grad = placed_like(entry.shard, kept)
-                else:
-                    local(gradient).add_(shard_sum)
+                dtype = entry.shard.grad_dtype or shard_sum.dtype
+                first = shard_sum.to(dtype, copy=True)
+                entry.shard.grad = placed_like(entry.shard, first)
         self.pending.clear()
 
     def finish_backward(self) -> None:
