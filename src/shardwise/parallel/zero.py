@@ -117,8 +117,8 @@ class Shards:
         for bucket, summed, work in self.pending:
             work.wait()
             sums = bucket.places(summed, [local(entry.shard) for entry in bucket.entries])
-            kept = [entry.shard.grad for entry in bucket.entries]
-            if kept[0] is not None:  # then all of them are there
+            kept = [e.shard.grad for e in bucket.entries if e.shard.grad is not None]
+            if kept:  # all of them, from an earlier micro-batch
                 torch._foreach_add_([local(gradient) for gradient in kept], sums)
                 continue
             for entry, shard_sum in zip(bucket.entries, sums):
