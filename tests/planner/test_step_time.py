@@ -29,13 +29,13 @@ def speeds(seconds_of_rest: float = 0.0) -> Speeds:
     return Speeds(sizes, dict.fromkeys(("forward", "input", "weight"), table), units, [0.0, 1e-9])
 
 
-def calibrated(rest: float = 0.0, jitter: float = 0.0):
+def calibrated(rest: float = 0.0, jitter: float = 0.0, rest_alone: float | None = None):
     messages = tuple(
         Collective(kind, 2, num_bytes, 1e-3 + num_bytes / 1e9)
         for kind in FACTORS
         for num_bytes in (1000, 100_000_000)
     )
-    busy = {1: speeds(rest), 2: speeds(rest)}
+    busy = {1: speeds(rest if rest_alone is None else rest_alone), 2: speeds(rest)}
     made = Calibration({"device": "x"}, 2, 2**30, 1e9, busy, messages, jitter)
     return replace(cluster_of("2xCPU-core"), calibration=made)
 
@@ -135,6 +135,22 @@ def test_a_pipeline_s_step_is_the_simulator_s():
     assert halves.bubble > 0
     work = halves.layers + halves.head
     assert work < alone.layers + alone.head < 2 * (work + halves.bubble)
+
+
+def test_a_rank_computes_the_faster_the_longer_others_wait():
+    def slowdown(layers: list[int]) -> float:
+        """Return how much longer the busiest rank computes than alone."""
+        training = {"global_batch_size": 8}
+        cfg = config(tiny("qwen3_5"), None, training, split=layers)
+        works = [
+            step_time(cfg, 2, cluster)
+            for cluster in (calibrated(2.0, rest_alone=1.0), calibrated(1.0))
+        ]
+        together, alone = (work.layers + work.head for work in works)
+        return together / alone
+
+    assert 1.15 < slowdown([4, 0]) < 1.2  # embedding and layers are 5 units, the head is 1
+    assert 1.6 < slowdown([2, 2]) < 1.9
 
 
 @pytest.mark.parametrize("data", ["ddp", "fsdp2"])

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -66,13 +67,17 @@ class StepTime:
         return work + self.communication + self.bubble
 
 
-@dataclass(frozen=True)
-class UnitSeconds:
+class UnitSeconds(NamedTuple):
     """The seconds of one micro-batch in a unit."""
 
     forward: float
     backward: float
     recomputed: float
+
+
+def between(alone: UnitSeconds, together: UnitSeconds, share: float) -> UnitSeconds:
+    """Return the seconds while other ranks are busy for this share of the time."""
+    return UnitSeconds(*(a + share * (b - a) for a, b in zip(alone, together, strict=True)))
 
 
 def time_of_step(
@@ -82,7 +87,8 @@ def time_of_step(
     num_ranks = prod(run.sizes.values())
     m = num_microbatches(cfg, num_ranks)
     of_run = Shares(cfg, run) if of_run is None else of_run
-    units = _seconds_of_units(cfg, run, cluster)
+    units = _seconds_of_units(cfg, run, cluster, num_ranks)
+    others_busy = 1.0
     if run.pipeline is None:
         shares = [of_run.of(0)]
         busiest, bubble = list(range(len(units))), 0.0
@@ -90,7 +96,13 @@ def time_of_step(
         boundaries = of_run.boundaries
         assert boundaries is not None
         shares = [of_run.of(rank) for rank in unlike_ranks(cfg, run, boundaries)]
-        busiest, bubble = _pipeline(cfg, run, cluster, units, boundaries)
+        busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries)
+        if cluster.calibration is not None:
+            # While others wait, a rank computes nearly as fast as alone.
+            alone = _seconds_of_units(cfg, run, cluster, 1)
+            pairs = zip(alone, units, strict=True)
+            units = [between(*pair, others_busy) for pair in pairs]
+            busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries)
     totals = [_messages(cfg, run, cluster, share) for share in shares]
     waited, data_messages = max(totals, key=sum)
     forwards = m * sum(units[i].forward for i in busiest)
@@ -98,7 +110,7 @@ def time_of_step(
     can_hide = _hideable(cfg, cluster, forwards, backwards, m)
     hidden = min(data_messages, can_hide)
     calibration = cluster.calibration
-    jitter = calibration.jitter if calibration and num_ranks > 1 else 0.0
+    jitter = others_busy * calibration.jitter if calibration and num_ranks > 1 else 0.0
     head = [i for i in busiest if i == len(units) - 1]
     return StepTime(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
@@ -123,8 +135,13 @@ def unlike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) ->
     return list(sorts.values())
 
 
-def _seconds_of_units(cfg: RunConfig, run: Description, cluster: Cluster) -> list[UnitSeconds]:
-    """Return the seconds of every unit; layers that are alike are priced once."""
+def _seconds_of_units(
+    cfg: RunConfig, run: Description, cluster: Cluster, num_busy: int
+) -> list[UnitSeconds]:
+    """Return the seconds of every unit while so many ranks are busy.
+
+    Layers that are alike are priced once.
+    """
     # Products are those of the matrices, in whatever form `model.base` stores them.
     shapes = shapes_of(replace(cfg, model=replace(cfg.model, base="none")), run)
     if run.spec.tied:
@@ -139,18 +156,18 @@ def _seconds_of_units(cfg: RunConfig, run: Description, cluster: Cluster) -> lis
             added = work.rest_backward.trained * share_added
             rest = work.rest_backward._replace(trained=added)
             of_step = replace(work, rest_backward=rest)
-            priced[id(work)] = _seconds(cfg, cluster, num_ranks, of_step)
+            priced[id(work)] = _seconds(cfg, cluster, num_busy, of_step)
         units.append(priced[id(work)])
     return units
 
 
-def _seconds(cfg: RunConfig, cluster: Cluster, num_ranks: int, work: UnitWork) -> UnitSeconds:
+def _seconds(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -> UnitSeconds:
     def products(of: Sequence[Product]) -> float:
-        return sum(_product(cfg, cluster, num_ranks, product) for product in of)
+        return sum(_product(cfg, cluster, num_busy, product) for product in of)
 
     def rest(direction: str, amount: Rest) -> float:
         if cluster.calibration is not None:
-            speeds = cluster.calibration.of_busy(num_ranks)
+            speeds = cluster.calibration.of_busy(num_busy)
             return speeds.rest_seconds(work.key, direction, amount)
         device, itemsize = cluster.device, _product_dtype(cfg).itemsize
         rate = _peak(cfg, cluster) * efficiency("core")
@@ -177,9 +194,9 @@ def _peak(cfg: RunConfig, cluster: Cluster) -> float:
     return cluster.device.flops.get(name, cluster.device.flops["float32"])
 
 
-def _product(cfg: RunConfig, cluster: Cluster, num_ranks: int, product: Product) -> float:
+def _product(cfg: RunConfig, cluster: Cluster, num_busy: int, product: Product) -> float:
     if cluster.calibration is not None:
-        return cluster.calibration.of_busy(num_ranks).product_seconds(product)
+        return cluster.calibration.of_busy(num_busy).product_seconds(product)
     rows, inner, columns = product.rows, product.inner, product.columns
     flops = 2 * rows * inner * columns / (_peak(cfg, cluster) * efficiency("product"))
     moved = _product_dtype(cfg).itemsize * (rows * inner + inner * columns + rows * columns)
@@ -275,8 +292,11 @@ def _pipeline(
     cluster: Cluster,
     units: list[UnitSeconds],
     boundaries: Sequence[int],
-) -> tuple[list[int], float]:
-    """Return the units of the busiest rank, and the seconds of the step in which it waits."""
+) -> tuple[list[int], float, float]:
+    """Return the units of the busiest rank, and the seconds of the step in which it waits.
+
+    Then the share of the step in which the other ranks compute.
+    """
     pipeline = run.pipeline
     assert pipeline is not None
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
@@ -301,4 +321,6 @@ def _pipeline(
     seconds, busy = step_seconds(pipeline, chunks)
     rank = busy.index(max(busy))
     places = [i for c in pipeline.chunks_of(rank) for i in range(boundaries[c], boundaries[c + 1])]
-    return places, seconds - busy[rank]
+    num_ranks = prod(run.sizes.values())
+    others = num_ranks // len(busy) * sum(busy) - busy[rank]
+    return places, seconds - busy[rank], others / (num_ranks - 1) / seconds
