@@ -216,7 +216,9 @@ def test_bytes_sent_are_bars_with_a_tick_at_what_the_formulas_say(tmp_path):
 
 
 def test_seeds_are_dots_of_one_row(tmp_path):
-    left, right = figures(tmp_path / "a", seeds())["seeds"].figure.axes
+    drawn = figures(tmp_path / "a", seeds())
+    assert "against-training-seed" not in drawn  # a seed is no quantity
+    left, right = drawn["seeds"].figure.axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["single", "ddp"]
     dots = [list(line.get_xdata()) for line in left.lines if line.get_marker() == "o"]
     last = LOSSES[-1]

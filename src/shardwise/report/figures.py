@@ -27,7 +27,7 @@ from shardwise.report.panels import (
     set_title,
     speed,
 )
-from shardwise.report.seeds import over_seeds, spread
+from shardwise.report.seeds import over_seeds, spread, varies_seed
 from shardwise.report.shares import shares
 from shardwise.report.style import Look, looks
 from shardwise.report.tables import MEMORY_PARTS, Row, groups_of, numeric_axes, pareto
@@ -75,9 +75,9 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(spread(seeds))
     if any(row.tokens_per_second or row.peak_memory_bytes for row in rows):
         drawn.append(throughput_and_memory(without_controls, look))
-        drawn += _with_unique_names(
-            [against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)]
-        )
+        # Seeds are numbers, but no quantity.
+        axes = [axis for axis in numeric_axes(bench.sweep, rows) if not varies_seed(axis)]
+        drawn += _with_unique_names([against(bench, axis, rows) for axis in axes])
     if any(row.memory_parts for row in rows):
         drawn.append(memory(without_controls))
     if any(_with_both_figures(cells) for _, cells in without_controls):

@@ -195,6 +195,7 @@ def _draw_validation(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -
     if not at:
         text: dict[str, Any] = {"transform": panel.transAxes, "ha": "center", "style": "italic"}
         panel.text(0.5, 0.5, "not evaluated", color=colour("muted"), **text)
+        panel.set(xticks=[], yticks=[])
         return
     write = partial(panel.annotate, textcoords="offset points", fontsize=8.5)
     first, last = min(at), max(at)

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from shardwise.drawing.svg import colour
+from shardwise.records.cell import Axis
 from shardwise.report.folder import Bench
 from shardwise.report.names import named_values
 from shardwise.report.panels import MAX_NAME, Drawn, grid
@@ -75,13 +76,18 @@ def _spread(values: Sequence[float], write: Callable[[float], str]) -> str:
     return middle if low == high else f"{middle} ({low} – {high})"
 
 
+def varies_seed(axis: Axis) -> bool:
+    """Return whether nothing but the seed changes along an axis."""
+    return set(axis.keys) == {SEED}
+
+
 def over_seeds(bench: Bench, rows: Sequence[Row]) -> list[Seeds]:
     """Return the cells of each combination of values on all axes but that of the seed.
 
     The list is empty where no axis varies the seed alone.
     """
     axes = bench.sweep.axes
-    seeds = {axis.name for axis in axes if set(axis.keys) == {SEED} and len(axis.values) > 1}
+    seeds = {axis.name for axis in axes if varies_seed(axis) and len(axis.values) > 1}
     others = [axis for axis in axes if axis.name not in seeds]
     if not seeds:
         return []
