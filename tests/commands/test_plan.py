@@ -161,8 +161,10 @@ def test_a_key_that_the_one_layout_cannot_keep_is_refused(capsys):
 def test_kinds_of_layers_may_be_recomputed(capsys):
     options = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
     override = "--training.checkpointing=[full_attention]"
-    assert cli.main(["plan", "tiny-qwen3_5", *options, override]) == 0
-    assert "recompute full_attention" in capsys.readouterr().out
+    assert cli.main(["plan", "tiny-qwen3_5", *options, override, "--json"]) == 0
+    choices = json.loads(capsys.readouterr().out)["choices"]
+    assert choices
+    assert all("recompute full_attention" in choice["details"] for choice in choices)
 
 
 @pytest.mark.parametrize(

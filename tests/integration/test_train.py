@@ -116,6 +116,15 @@ def noise(folder, single) -> RunRecord:
     return record
 
 
+def test_what_ddp_sends_is_counted_where_the_warm_up_ends_in_its_second_step(folder):
+    """There DDP agrees on its buckets, by a message of C++ that nothing counts."""
+    cfg = replace_measure(config(folder, "two", "ddp", steps=3, eval_every=0), memory=True)
+    assert cfg.measure.warmup_steps == 2
+    record = run_on(2, cfg)
+    assert record.sent_bytes_per_step is not None
+    assert record.sent_bytes_per_step == record.sent_bytes_by_formula
+
+
 # Cells of parity compare the steps. What whole runs add, test_resume.py and test_tensor.py have.
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -154,6 +154,19 @@ def test_what_does_not_fit_on_one_device_is_sharded():
     assert answer.best.candidate.division.data == "fsdp2" or answer.best.cfg.parallel.tp > 1
 
 
+def test_a_division_is_not_given_up_for_a_candidate_that_needs_more():
+    """Bounds of memory of its candidates were equal with layers that stay gathered, or that are
+    freed, and with any schedule."""
+    asked = question("qwen3_5-9b", "8xRTX4090", rows=512, lora=False, length=8192)
+    assert search(asked).best.fits
+
+
+def test_the_best_layout_does_not_depend_on_how_many_are_shown():
+    asked = question("llama-3.1-405b", "8xH100-80GB", 64, rows=512, lora=False, length=8192)
+    one, ten = (search(asked, top).best for top in (1, 10))
+    assert one.title == ten.title == "fsdp2:256-tp:2-sp"
+
+
 def test_a_price_of_experts_knows_their_axis():
     asked = question("tiny-qwen3_5_moe", "4xH100-80GB", lora=False)
     cfg = replace(asked.cfg, parallel=Parallel(data="fsdp2", ep=2))

@@ -75,10 +75,20 @@ class Estimates:
         in_flight = min(1.0, num_micro / division.pp)
         activations = kept * rows * in_flight / (division.tp * division.cp)
         others, gradients = self._states(division, candidate.offload)
+        if not candidate.is_resharded:
+            others += (self.weights - self.tied[0] - self.largest) / division.pp / division.tp
         if division.pp > 1 or num_micro <= 1:
             # The first gradients come when no forward is left that keeps more.
             return others + max(gradients, activations)
         return others + gradients + activations
+
+    def order_of_size(self, candidate: Candidate) -> tuple[float, int, bool]:
+        """Return by what candidates are ordered that need little memory.
+
+        Of equal bounds the schedule comes first that keeps least: the others have further chunks of
+        micro-batches in flight.
+        """
+        return self.least_bytes(candidate), candidate.num_virtual, candidate.schedule == "zbv"
 
     def _states(self, division: Division, offload: str) -> tuple[float, float]:
         """Return lower bounds of the weights and optimizer states, and of the gradients."""

@@ -30,8 +30,11 @@ from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, usable_bytes
 from shardwise.words import counted
 
-NUM_EXACT = 20
-"""Divisions of the devices whose candidates are computed exactly, unless too few of them fit."""
+NUM_EXACT = 12
+"""Divisions of the devices whose candidates are computed exactly, beside the first of each layout,
+unless too few of them fit."""
+NUM_FITTING = 5
+"""So many fit at least, or as many as are shown."""
 MOST_DIVISIONS = 200
 PER_DIVISION = 3
 """The fastest candidates of a division that are computed, beside its smallest."""
@@ -202,7 +205,7 @@ def _promising(space: Space, estimates: Estimates, divisions: Sequence[Division]
         fastest = [*islice(in_order, PER_DIVISION)]
         if not fastest:
             continue
-        smallest = min([*fastest, *in_order], key=estimates.least_bytes)
+        smallest = min([*fastest, *in_order], key=estimates.order_of_size)
         entry = (-estimates.seconds(fastest[0]), number, Prospect(fastest, smallest))
         push = heapq.heappush if len(best) < MOST_DIVISIONS else heapq.heappushpop
         push(best, entry)
@@ -212,15 +215,19 @@ def _promising(space: Space, estimates: Estimates, divisions: Sequence[Division]
 def _compute_first(exact: Exact, prospects: Iterable[Prospect], top: int) -> None:
     """Compute divisions in turn, until enough are computed and enough of them fit.
 
+    Estimates of unlike layouts are unlike in their errors, so one division of each is computed.
     Of a division whose smallest candidate does not fit, nothing else is computed.
     """
-    num_fitting = 0
+    num_fitting, layouts = 0, set()
     for number, prospect in enumerate(prospects):
-        if number >= NUM_EXACT and num_fitting >= top:
-            break
+        layout = layout_name(prospect.smallest.division)
+        if number >= NUM_EXACT and num_fitting >= max(top, NUM_FITTING) and layout in layouts:
+            continue
+        layouts.add(layout)
         smallest = exact.of(prospect.smallest)
         if smallest is None or smallest.fits:
-            choices = [smallest, *map(exact.of, prospect.fastest)]
+            most = PER_DIVISION if number < NUM_EXACT else 1
+            choices = [smallest, *map(exact.of, prospect.fastest[:most])]
             num_fitting += any(choice is not None and choice.fits for choice in choices)
 
 
@@ -310,7 +317,7 @@ def _simpler(
         candidates = [*filter(space.is_allowed, space.candidates(division))]
         if not candidates:
             continue
-        least = min(candidates, key=estimates.least_bytes)
+        least = min(candidates, key=estimates.order_of_size)
         fitting = [c for c in candidates if estimates.least_bytes(c) <= limit]
         for candidate in (min(fitting, key=estimates.seconds, default=least), least):
             choice = exact.of(candidate)

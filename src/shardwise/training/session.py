@@ -170,20 +170,23 @@ class Session:
             )
         self._checked = step
 
-    def _counting(
-        self, microbatches: Sequence[AnyBatch]
-    ) -> contextlib.AbstractContextManager[object]:
-        """Return what counts the bytes that the next step sends, in the last one of the warm-up.
+    @contextlib.contextmanager
+    def _counting(self, microbatches: Sequence[AnyBatch]) -> Generator[None]:
+        """Count what the next step sends if it is one of the warm-up, which is not timed.
 
-        That step is not timed, and an ordinary one: the first ones make buckets and stages ready.
+        The last such step stays, as the first ones make stages ready, unless it has a message that
+        cannot be counted: in its second step DDP agrees on its buckets.
         """
         measure, number = self.cfg.measure, len(self._meter.seconds) + 1
         is_seen = self.cfg.training.compile == "none"
-        if not (measure.memory and is_seen and number == measure.warmup_steps):
-            return contextlib.nullcontext()
-        self._sent, self._counted_cut = Collectives(self.mesh), self.job.cut
-        self._num_targets = targets_on_rank(self.job, microbatches)
-        return self._sent
+        if not (measure.memory and is_seen and number <= measure.warmup_steps):
+            yield
+            return
+        cut, num_targets = self.job.cut, targets_on_rank(self.job, microbatches)
+        with Collectives(self.mesh) as sent:
+            yield
+        if self._sent is None or not sent.uncounted:
+            self._sent, self._counted_cut, self._num_targets = sent, cut, num_targets
 
     def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
         """Evaluate and report the loss on this rank's micro-batches of each global batch.
