@@ -54,6 +54,8 @@ before a round: {statistics.median(loads):.1f} (median), at most {max(loads):.1f
 
 ![Tokens per second and peak memory of each side](peers.png)
 
+Bars are medians; a line reaches over all rounds.
+
 {slower(result, modes)}
 
 ## What does not run
@@ -190,9 +192,10 @@ def figure(result: dict[str, Any]) -> bytes:
     with drawing():
         from matplotlib.figure import Figure
 
-        chart = Figure(figsize=(10, 3.6 * len(modes)), layout="constrained")
-        panels = chart.subplots(len(modes), 2, squeeze=False, sharey="row")
-        for (times, peaks), mode in zip(panels, modes, strict=True):
+        # One below the other, and so narrow that a phone need not shrink the text.
+        chart = Figure(figsize=(5, 6.6 * len(modes)), layout="constrained")
+        panels = chart.subplots(2 * len(modes))
+        for times, peaks, mode in zip(panels[::2], panels[1::2], modes, strict=True):
             names = list(result["sides"])[::-1]
             for place, name in enumerate(names):
                 taken, speeds = rounds(result, mode, name), speeds_of(result, mode, name)
@@ -207,11 +210,12 @@ def figure(result: dict[str, Any]) -> bytes:
                     what = f" {cells(result, mode, name)[0]}"
                     peaks.text(0, place, what, va="center", color=colour("muted"))
             titles = [result["sides"][name]["title"].replace("`", "") for name in names]
-            times.set_yticks(range(len(names)), titles)
-            times.set_ylim(-0.7, len(names) - 0.3)
+            for panel in (times, peaks):
+                panel.set_yticks(range(len(names)), titles)
+                panel.set_ylim(-0.7, len(names) - 0.3)
             if result["untimed"]:
                 times.set_xticks([])
-            unit = "not timed" if result["untimed"] else "tokens/s (line: all rounds)"
+            unit = "not timed" if result["untimed"] else "tokens/s"
             times.set(title=f"{NAMES[mode]}: {unit}")
-            peaks.set(title=f"{NAMES[mode]}: peak memory of a rank, MiB")
+            peaks.set(title=f"{NAMES[mode]}: peak of a rank, MiB")
         return png_of(chart)
