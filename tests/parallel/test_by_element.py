@@ -64,9 +64,10 @@ def trained(
 def compare(number: int) -> None:
     torchs, ours, options = CASES[number]
     plain, no_dtensors, _ = trained(torchs, options, is_sharded=False)
-    _, of_torch, of_torch_states = trained(torchs, options, is_sharded=True)
+    by_torch, of_torch, of_torch_states = trained(torchs, options, is_sharded=True)
     sharded, of_ours, of_our_states = trained(ours, options, is_sharded=True)
-    assert all(map(torch.equal, plain, sharded))
+    assert all(map(torch.equal, by_torch, sharded))
+    torch.testing.assert_close(sharded, plain)  # a kernel may round the end of a tensor otherwise
     assert (no_dtensors, of_ours) == (0, 0)
     assert of_torch > 0, "torch has learned it: by_element.py can go"
     assert of_our_states == of_torch_states

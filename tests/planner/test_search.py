@@ -167,6 +167,15 @@ def test_the_best_layout_does_not_depend_on_how_many_are_shown():
     assert one.title == ten.title == "fsdp2:256-tp:2-sp"
 
 
+def test_a_bound_of_ddp_knows_no_gathered_weights():
+    """A run file may say `reshard_after_forward: false`, which means nothing to ddp."""
+    asked = question("tiny-qwen3_5", "4xRTX4090")
+    estimates = Estimates(asked, subject_of(asked))
+    (candidate, *_) = (c for c in computed(asked) if c.candidate.division.data == "ddp")
+    kept = candidate.candidate._replace(is_resharded=False)
+    assert estimates.least_bytes(kept) == estimates.least_bytes(candidate.candidate)
+
+
 def test_a_price_of_experts_knows_their_axis():
     asked = question("tiny-qwen3_5_moe", "4xH100-80GB", lora=False)
     cfg = replace(asked.cfg, parallel=Parallel(data="fsdp2", ep=2))

@@ -28,7 +28,7 @@ IDLE = "line"
 
 # Inches.
 WIDE, NARROW = 9.0, 5.0
-"""As wide as the other figures of a report, or as a page on a phone, where text is not shrunk."""
+"""The width of the other figures of a report, and of a page on a phone, where no text is shrunk."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.62, 0.88, 0.16, 0.34
 _LEGEND = 0.2  # a line of it
 _TITLE, _ROW, _BAR, _GAP = 0.46, 0.25, 0.21, 0.1

@@ -75,7 +75,8 @@ class Estimates:
         in_flight = min(1.0, num_micro / division.pp)
         activations = kept * rows * in_flight / (division.tp * division.cp)
         others, gradients = self._states(division, candidate.offload)
-        if not candidate.is_resharded:
+        is_sharded = division.data == "fsdp2" and division.shards * division.cp > 1
+        if is_sharded and not candidate.is_resharded:
             others += (self.weights - self.tied[0] - self.largest) / division.pp / division.tp
         if division.pp > 1 or num_micro <= 1:
             # The first gradients come when no forward is left that keeps more.
