@@ -172,14 +172,14 @@ class Session:
 
     @contextlib.contextmanager
     def _counting(self, microbatches: Sequence[AnyBatch]) -> Generator[None]:
-        """Count what the next step sends if it is one of the warm-up, which is not timed.
+        """Count what the next step sends if it is one of the last two of the warm-up (not timed).
 
-        The last such step stays, as the first ones make stages ready, unless it has a message that
-        cannot be counted: in its second step DDP agrees on its buckets.
+        The last one stays, as earlier ones make stages ready, unless it has a message that cannot
+        be counted: in its second step DDP agrees on its buckets.
         """
         measure, number = self.cfg.measure, len(self._meter.seconds) + 1
         is_seen = self.cfg.training.compile == "none"
-        if not (measure.memory and is_seen and number <= measure.warmup_steps):
+        if not (measure.memory and is_seen and measure.warmup_steps - number in (0, 1)):
             yield
             return
         cut, num_targets = self.job.cut, targets_on_rank(self.job, microbatches)
