@@ -99,7 +99,7 @@ def test_the_tables_and_figures_of_a_study_go_into_its_page(
     assert "| `zero1` | 1.0e-03 (wrong) |" in found["losses cpu"]
     assert "| `ddp` | 2 |  | 80 MiB | 3 MiB | 3 MiB |" in found["sent cpu"]
     assert "Not ok: ✗ zero1 and fsdp1." in found["ran cpu"]
-    assert "the sweep has 72 cells now" in found["ran cpu"]
+    assert "the sweep has 88 cells now" in found["ran cpu"]
     drawn = {name for name in FIGURES if f"results/study/{name}.png" in found[f"figure {name}"]}
     assert drawn == {"strategies", "memory", "losses", "sent"}
     assert "since it was changed" in found["figure lengths"]
@@ -154,7 +154,7 @@ def test_the_figure_of_bubbles_has_them_measured_and_simulated(tool: ModuleType)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
+@pytest.mark.parametrize("tool", ["study_lengths"], indirect=True)
 def test_the_longest_row_is_that_whose_planned_peak_is_in_the_memory(tool: ModuleType) -> None:
     cells = read_sweep(TOOLS.parent / "configs" / "study-cpu.yaml", TOOLS).cells
     for name in ("single-128-lora", "pp-uniform-128-full"):

@@ -5,74 +5,19 @@ They are narrow, so that they can be read on a telephone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.assembly.describe import describe
+from study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups
+from study_lengths import lengths
+
 from shardwise.drawing.svg import colour
-from shardwise.planner.peak import memory_of_rank
-from shardwise.presets import STARTER
 from shardwise.report import figures as report
-from shardwise.report.folder import Bench
 from shardwise.report.losses import losses
-from shardwise.report.panels import BAR_HEIGHT, Drawn, Groups, grid, peak_unit
+from shardwise.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
 from shardwise.report.style import looks
-from shardwise.report.tables import Row, groups_of
-from shardwise.run_file import parse_config
-from shardwise.words import percent
-
-WIDTH = 6.4
-"""Inches."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
-LENGTH = "data.sequence_length"
-DEMO = "demo"
-"""The bench of `make demo`, of which the README shows the memory."""
-
-
-@dataclass(frozen=True)
-class Study:
-    """A bench and its rows."""
-
-    bench: Bench
-    rows: list[Row]
-    planned: Mapping[str, Mapping[str, Any]]
-    """The run of each cell that the sweep has now, by id; without controls."""
-
-    @property
-    def is_current(self) -> bool:
-        """Return whether its cells are those that the sweep has now."""
-        return self.planned.keys() == {row.plan.id for row in self.rows if not row.plan.control}
-
-    @property
-    def num_shown(self) -> int:
-        """How many groups figures with a panel for each show: those of the first length."""
-        lengths = [axis for axis in self.bench.sweep.axes if axis.name == LENGTH]
-        groups = len(in_groups(self))
-        return groups // len(lengths[0].values) if lengths else groups
-
-
-Studies = Mapping[str, Study]
-
-
-def in_groups(study: Study, with_controls: bool = False) -> Groups:
-    """Return the title and the cells of each group."""
-    rows = [row for row in study.rows if with_controls or not row.plan.control]
-    axes = [axis for axis in study.bench.sweep.axes if not axis.compared]
-    return [
-        (" · ".join(title_of(axis.name, cells[0].plan.values[axis.name]) for axis in axes), cells)
-        for cells in groups_of(rows).values()
-    ]
-
-
-def title_of(axis: str, value: str) -> str:
-    """Return the value of an axis in a few words."""
-    return (
-        f"{value} tokens"
-        if axis == LENGTH
-        else {"lora": "LoRA", "full": "in full"}.get(value, value)
-    )
+from shardwise.report.tables import Row
 
 
 def narrow(drawn: Drawn, **changes: Any) -> Drawn:
@@ -186,6 +131,51 @@ def curves(study: Study) -> Drawn | None:
     return narrow(drawn, caption=caption)
 
 
+# ---------------------------------------------------------------------- more and more processes
+
+
+def processes(study: Study) -> Drawn | None:
+    """Draw the peak and the sent bytes of each strategy over the number of processes."""
+    groups = in_groups(study)
+    if not all(row.peak_memory_bytes for _, cells in groups for row in cells):
+        return None
+    figure, panels = grid(2, len(groups), [2.5, 2.5])
+    figure.set_figwidth(WIDTH)
+    unit, unit_name = peak_unit(study.rows)
+    numbers = sorted({row.plan.nproc for row in study.rows})
+    names = dict.fromkeys(strategy_of(row) for _, cells in groups for row in cells)
+    handles: dict[str, Any] = {}
+    for (title, cells), upper, lower in zip(groups, *panels, strict=True):
+        alone = [row for row in cells if row.plan.nproc == 1]
+        for place, name in enumerate(name for name in names if name != strategy_of(alone[0])):
+            style: dict[str, Any] = {"color": colour(COLOURS[place]), "marker": MARKERS[place]}
+            style |= {"markersize": 4.5, "linewidth": 1.4}
+            rows = alone + [row for row in cells if strategy_of(row) == name]
+            for panel, sizes in (
+                (upper, [(row.peak_memory_bytes or 0) / unit for row in rows]),
+                (lower, [(row.sent_bytes or 0) / 2**20 for row in rows]),
+            ):
+                handles[name] = panel.plot([row.plan.nproc for row in rows], sizes, **style)[0]
+        upper.set_title(f"{title}: peak of a rank, {unit_name}")
+        lower.set_title(f"{title}: sent in a step, MiB")
+        for panel in (upper, lower):
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(numbers, [str(number) for number in numbers])
+            panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
+        lower.set_xlabel("processes")
+    draw_legend_below(figure, [*handles.items()])
+    caption = (
+        "One step of 8 rows, divided among more and more processes. Above: the rank with the "
+        "largest peak. Below: what leaves the rank that sends most, counted."
+    )
+    return Drawn("processes", "More processes: less memory, more bytes", caption, figure)
+
+
+def strategy_of(row: Row) -> str:
+    """Return the strategy of a cell that is called after it and its processes, as `zero1-4`."""
+    return row.label.removesuffix(f"-{row.plan.nproc}")
+
+
 # ------------------------------------------------------------------------ micro-batches and bubbles
 
 
@@ -280,90 +270,7 @@ def microbatches(study: Study) -> Drawn | None:
     return Drawn("microbatches", "More micro-batches, smaller bubbles", caption, figure)
 
 
-# ------------------------------------------------------------------- the longest row in a memory
-
-LONGEST, STEP = 4096, 16
-"""Tokens: the longest row that is tried, and what lengths are a multiple of."""
-
-
-def lengths(study: Study) -> Drawn | None:
-    """Draw the longest row of each strategy within the memory that the baseline takes for one.
-
-    Peaks are planned by formulas for each length. The caption says how far they are from the
-    measured ones of the study.
-    """
-    if not study.is_current:  # the peaks of another version of the code are not planned ones
-        return None
-    cells = [row for row in study.rows if row.peak_memory_bytes and not row.plan.control]
-    most = max(int(row.plan.values[LENGTH]) for row in cells)
-    modes: dict[str, list[Row]] = {}
-    errors = []
-    for row in cells:
-        length = int(row.plan.values[LENGTH])
-        peak = peak_by_length(study.planned[row.plan.id], row)
-        errors.append(abs(peak(length) / (row.peak_memory_bytes or 1) - 1))
-        if length == most:
-            modes.setdefault(title_of("mode", row.plan.values["mode"]), []).append(row)
-    names, limits, longest = [], [], {}
-    for mode, rows in modes.items():
-        names = [row.label for row in rows]
-        limits.append(next(row.peak_memory_bytes or 0 for row in rows if row.is_baseline))
-        longest[mode] = [
-            longest_row(peak_by_length(study.planned[row.plan.id], row), limits[-1]) for row in rows
-        ]
-    unit, unit_name = peak_unit(study.rows)
-    figure, (panels,) = grid(1, len(modes), [max(4, len(names)) * BAR_HEIGHT])
-    figure.set_figwidth(WIDTH)
-    for panel, (mode, tokens), limit in zip(panels, longest.items(), limits, strict=True):
-        bars = panel.barh(range(len(names)), tokens, color=colour("c1"), height=0.66)
-        panel.bar_label(bars, fmt="%d", padding=3, fontsize=8.5)
-        panel.set_title(f"{mode}: longest row in {limit / unit:.1f} {unit_name}")
-        panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names))
-        panel.set_ylim(len(names) - 0.5, -0.5)
-        panel.set_xlim(0, 1.2 * max(tokens))
-        panel.grid(visible=False, axis="y")
-        panel.set_xlabel("tokens")
-    caption = (
-        f"Tokens of the longest row within the memory that the first strategy takes for rows of "
-        f"{most}. Planned for each length by the formulas of `shardwise plan`, which are at most "
-        f"{percent(max(errors), 1)} off the measured peaks of this study."
-    )
-    return Drawn("lengths", "Context length at a fixed memory", caption, figure)
-
-
-def peak_by_length(content: Mapping[str, Any], row: Row) -> Callable[[int], int]:
-    """Return what gives the planned peak of a cell, in bytes, with rows of so many tokens.
-
-    A pipeline is cut where the cell's was.
-    """
-    # The tokenizer of the study may not be there.
-    model = {**content["model"], "tokenizer": str(STARTER)}
-    cfg = parse_config({**content, "model": model}, row.plan.id)
-    run = describe(cfg, row.plan.nproc)
-    pipeline = row.record.pipeline if row.record else None
-    boundaries = pipeline["boundaries"] if pipeline else None
-    first = dict.fromkeys(run.sizes, 0)
-
-    def peak(length: int) -> int:
-        longer = replace(cfg, data=replace(cfg.data, sequence_length=length))
-        return max(
-            memory_of_rank(longer, run, {**first, "pp": stage}, boundaries).total
-            for stage in range(run.sizes["pp"])
-        )
-
-    return peak
-
-
-def longest_row(peak: Callable[[int], int], limit: int) -> int:
-    """Return the most tokens of a row, a multiple of STEP, whose planned peak is in the limit."""
-    low, high = 0, LONGEST // STEP
-    while high - low > 1:
-        middle = (low + high) // 2
-        if peak(middle * STEP) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low * STEP
+# ---------------------------------------------------------------------------------- all of them
 
 
 def of(name: str, draw: Callable[[Study], Drawn | None]) -> tuple[str, Callable[..., Drawn | None]]:
@@ -380,6 +287,7 @@ FIGURES: dict[str, tuple[str, Callable[[Studies], Drawn | None]]] = {
     "lengths": of("cpu", lengths),
     "microbatches": of("microbatches", microbatches),
     "sent": of("cpu", sent),
+    "processes": of("processes", processes),
     "sent-compositions": of("compositions", sent),
     "memory-compositions": of("compositions", memory),
     "memory-demo": of(DEMO, memory),

@@ -17,7 +17,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from study_figures import DEMO, FIGURES, Studies, Study, bubbles, in_groups
+from study import DEMO, Studies, Study, in_groups
+from study_figures import FIGURES, bubbles
 
 from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
@@ -32,7 +33,7 @@ from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "study.md"]
-STUDIES = ("cpu", "models", "experts", "microbatches", "compositions")
+STUDIES = ("cpu", "models", "experts", "microbatches", "compositions", "processes")
 CALIBRATION = "study-calibration.json"
 """What `shardwise calibrate` has measured, beside the runs; the diagram of a ring has its times."""
 BEGIN, END = "<!-- tools/study_table.py {} -->\n", "<!-- end -->\n"
@@ -103,6 +104,15 @@ def losses(study: Study) -> str:
         return f"{scientific(row.difference) if row.difference else '0'}{mark}"
 
     return by_group(study, figures, with_control=True)
+
+
+def validation(study: Study) -> str:
+    """Return the validation loss at the end, by strategy and group."""
+
+    def figures(row: Row | None) -> str:
+        return f"{row.validation[-1][1]:.7f}" if row and row.validation else NOTHING
+
+    return by_group(study, figures)
 
 
 def by_group(study: Study, figures: Callable[[Row | None], str], with_control: bool = False) -> str:
@@ -203,6 +213,7 @@ def published(name: str, results: Path) -> str:
 TABLES: dict[str, Callable[[Study], str]] = {
     "speed": speed,
     "losses": losses,
+    "validation": validation,
     "gradients": gradients,
     "sent": sent,
     "bubble": bubble,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_suffix(".toml")
-PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "silent-bugs.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "concepts" / "silent-bugs.md"
+CHECK = "tests/parity/test_sensitivity.py::check_caught"
 HEAD = """\
 # Silent bugs elsewhere
 
@@ -34,10 +37,17 @@ too.
 | in | the [cell](glossary.md#benchmarks) that is run with it: family, layout, mode, processes |
 | red | what is then beyond its tolerance, and so fails the test's last assertion |
 
-Where a cell is named, that assertion compares the `loss` of each step and of the evaluation, every
-gradient (`grad`) and their `norm`, the weights after the steps (`param`) and the files that the run
-leaves (`saved`): `check_caught` in [`test_sensitivity.py`](../../tests/parity/test_sensitivity.py).
-Where the library's own assertion ends the run before, that is named.
+Where a cell is named, it is caught by the last line of `check_caught` in
+[`test_sensitivity.py`](../../tests/parity/test_sensitivity.py), the same for each layout:
+
+```python
+{caught}
+```
+
+It compares the `loss` of each step and of the evaluation, every gradient (`grad`) and their `norm`,
+the weights after the steps (`param`) and the files that the run leaves (`saved`). Where the
+library's own assertion ends the run before, that is named. Where no cell is named, the line stands
+under *red*.
 
 To plant one yourself, name the file and the bug:
 
@@ -58,11 +68,22 @@ def sections() -> list[dict[str, Any]]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))["section"]
 
 
+def last_line(test: str) -> str:
+    """Return the last statement of a function, by its file and name, on one line."""
+    file, name = test.split("::")
+    source = (ROOT / file).read_text(encoding="utf-8")
+    functions = [one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef)]
+    (function,) = (one for one in functions if one.name == name)
+    statement = ast.get_source_segment(source, function.body[-1])
+    assert statement is not None
+    return " ".join(statement.split())
+
+
 def page() -> str:
     """Return the whole page."""
     defects = [defect for section in sections() for defect in section["defect"]]
     num_systems = len({defect["system"] for defect in defects})
-    parts = [HEAD.format(count=len(defects), systems=num_systems)]
+    parts = [HEAD.format(count=len(defects), systems=num_systems, caught=last_line(CHECK))]
     for section in sections():
         parts += [f"\n## {section['title']}\n", "| where | what went wrong there | planted here as"]
         parts[-1] += " | in | red |\n|---|---|---|---|---|"
@@ -70,10 +91,12 @@ def page() -> str:
             number = re.search(r"\d+$", defect["link"])
             assert number is not None, defect["link"]
             file, _ = defect["test"].split("::")
-            cell = f"`{defect['cell']}`" if "cell" in defect else "one process"
+            cell, red = "one process", f"{defect['red']}: `{last_line(defect['test'])}`"
+            if "cell" in defect:
+                cell, red = f"`{defect['cell']}`", defect["red"]
             parts.append(
                 f"| [{defect['system']} #{number[0]}]({defect['link']}) | {defect['wrong']} "
-                f"| [`{defect['planted']}`](../../{file}) | {cell} | {defect['red']} |"
+                f"| [`{defect['planted']}`](../../{file}) | {cell} | {red} |"
             )
     return "\n".join(parts) + "\n"
 

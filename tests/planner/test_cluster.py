@@ -47,6 +47,9 @@ def test_a_link_of_another_kind_joins_the_devices_of_a_node():
     [
         ("8xH1000", 1, None, "8xH100-80GB"),
         ("0xH200", 1, None, "8xH100-80GB"),
+        ("8xh200", 1, None, r"did you mean H200\?"),
+        ("8xA100", 1, None, r"did you mean A100-40GB or A100-80GB\?"),
+        ("8xRTX5090", 1, None, r"did you mean RTX4090\?"),
         ("H200", 0, None, "at least 1"),
         ("H200", 1, "pigeon", "400Gbps"),
         ("here", 2, None, "leave --nodes out"),

@@ -18,8 +18,9 @@ from shardwise.models.activations import UnitMemory
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner import peak
 from shardwise.planner.memory import Memory
-from shardwise.planner.peak import memory_of_run
+from shardwise.planner.peak import memory_of_rank, memory_of_run
 from shardwise.planner.share import share_of
+from shardwise.schedule.orders import ORDERS, Pipeline
 from tests.distributed import run_ranks
 from tests.planner.grid import Cell, cells, measure_each, predict
 
@@ -174,6 +175,27 @@ def test_parts_add_up_and_a_moment_has_a_name():
     parts = ("weights", "gradients", "optimizer", "activations", "buffers", "temporary")
     assert memory.total == sum(getattr(memory, part) for part in parts)
     assert " of " in memory.moment
+
+
+@pytest.mark.parametrize("data", ["single", "fsdp2"])
+@pytest.mark.parametrize("schedule", ORDERS)
+def test_the_middle_of_a_long_step_changes_no_peak(schedule, data, monkeypatch):
+    monkeypatch.setattr(peak, "unit_memory", simple_units)
+    cfg, run = described("full")
+    num_virtual = {"1f1b": 1, "gpipe": 1}.get(schedule, 2)
+    parallel = Parallel(data=data, pp=4, schedule=schedule, virtual_stages=num_virtual)
+    training = replace(cfg.training, micro_batch_size=1, global_batch_size=64)
+    cfg = replace(cfg, parallel=parallel, training=training)
+    run = replace(run, sizes=run.sizes | {"pp": 4}, pipeline=pipeline_of(cfg, 4))
+    boundaries = [round(chunk * 26 / (4 * num_virtual)) for chunk in range(4 * num_virtual + 1)]
+
+    def memories() -> list[Memory]:
+        ranks = [dict.fromkeys(run.sizes, 0) | {"pp": stage} for stage in range(4)]
+        return [memory_of_rank(cfg, run, rank, boundaries) for rank in ranks]
+
+    short = memories()
+    monkeypatch.setattr(Pipeline, "shortened", lambda pipeline: pipeline)
+    assert memories() == short
 
 
 def test_stages_pass_on_the_hidden_states_of_all_tokens(monkeypatch):

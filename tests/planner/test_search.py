@@ -15,15 +15,9 @@ from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.layouts import Facts, layout_of
 from shardwise.planner.calibration import Speeds
-from shardwise.planner.candidates import (
-    Question,
-    Space,
-    division_of,
-    layout_name,
-    subject_of,
-    title,
-)
+from shardwise.planner.candidates import Question, Space, subject_of
 from shardwise.planner.cluster import cluster_of
+from shardwise.planner.divisions import division_of, layout_name, title
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import USABLE, Choice, Exact, explain
 from shardwise.planner.peak import memory_of_rank
@@ -159,6 +153,43 @@ def test_a_division_is_not_given_up_for_a_candidate_that_needs_more():
     freed, and with any schedule."""
     asked = question("qwen3_5-9b", "8xRTX4090", rows=512, lora=False, length=8192)
     assert search(asked).best.fits
+
+
+def test_a_stage_s_gathered_weights_count_before_it_is_computed():
+    """Pipelines under fsdp2 seemed to fit and to be fast, and none of 200 of them did."""
+    asked = question("llama-3.1-405b", "8xRTX4090", 2048, rows=16384, lora=False, length=8192)
+    assert search(asked).best.title == "fsdp2:2048-tp:8-sp"
+
+
+def test_what_stays_on_the_host_takes_time():
+    asked = question("llama-3.1-8b", "8xL40S", lora=False)
+    cfg = replace(asked.cfg, parallel=Parallel(data="fsdp2"))
+    runs = {
+        offload: explain(replace(asked, cfg=replace(cfg, parallel=parallel)))[0]
+        for offload in ("none", "optimizer", "all")
+        for parallel in [replace(cfg.parallel, offload=offload)]
+    }
+    sizes = [choice.memory.total for choice in runs.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    trained = asked.cluster.host.bandwidth * runs["optimizer"].time.optimizer
+    assert trained > 2 * 4 * 8.03e9 / 8  # gradients down and weights up, and then the update
+    assert runs["none"].time.optimizer < runs["all"].time.optimizer
+    messages = [c.time.communication + c.time.hidden_communication for c in runs.values()]
+    assert messages[0] == messages[1] < messages[2]
+
+
+def test_the_best_is_shown_with_one_thing_changed():
+    asked = question("tiny-llama", "2xRTX4090", lora=False)
+    training = replace(asked.cfg.training, precision="float32")
+    parallel = Parallel(pp=2, data="single")
+    cfg = replace(asked.cfg, parallel=parallel, training=training)
+    answer = search(replace(asked, cfg=cfg, fixed=frozenset(["parallel.pp", "parallel.data"])))
+    by_cost = answer.changes["layers split by cost"]
+    assert sum(by_cost.cfg.parallel.split) == 4
+    assert answer.changes["products in bfloat16"].time.total < answer.best.time.total
+    assert "products in bfloat16" not in search(asked).changes
+    sharded = search(replace(asked, wanted={"fsdp2": ()}))
+    assert {"offload optimizer", "offload all"} <= sharded.changes.keys()
 
 
 def test_the_best_layout_does_not_depend_on_how_many_are_shown():

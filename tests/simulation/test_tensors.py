@@ -14,7 +14,7 @@ from shardwise.simulation.tensors import MOST_VALUES, SimulatedTensors
 @pytest.fixture
 def recorder():
     recorder = StorageRecorder()
-    with SimulatedTensors(recorder, copies_sums=False):
+    with SimulatedTensors(recorder, copies_whole=False):
         yield recorder
 
 

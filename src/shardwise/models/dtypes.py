@@ -12,6 +12,11 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     return None if precision == "float32" else getattr(torch, precision)
 
 
+def product_dtype(cfg: RunConfig) -> torch.dtype:
+    """Return the dtype of a run's matrix products and of what they give."""
+    return autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
+
+
 def hidden_dtype(cfg: RunConfig) -> torch.dtype:
     """Return the dtype of hidden states between layers: that of the weights, autocast or not.
 

@@ -12,7 +12,7 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
-from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.spec import LayerSpec
 from shardwise.models.tensor_cuts import BlockSplit, unwrapped
 from shardwise.models.tensor_plan import cut_rows, split_blocks
@@ -48,12 +48,11 @@ def blocks_of(
     splits = split_blocks(run.hf, layer, cfg.parallel.tp)
     # `operators` saves what comes out of products, but nothing of a collective.
     reruns_layer = rerun_of(unit, cfg.training.checkpointing) != "none"
-    product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
     kinds = [block.kind for block in layer.blocks]
     last_norm = f"{layer.name}.{layer.norms.after}."
     ends_with_norm = any(weight.name.startswith(last_norm) for weight in weights)
     for kind, (path, split) in zip(kinds, splits.items(), strict=True):
-        output_dtype = hidden_dtype(cfg) if kind.experts else product_dtype
+        output_dtype = hidden_dtype(cfg) if kind.experts else product_dtype(cfg)
         prefix = f"{layer.name}.{path}."
         module = run.hf.get_submodule(prefix.removesuffix("."))
         products = [weight for weight in unit.weights if weight.name.startswith(prefix)]
@@ -69,7 +68,7 @@ def blocks_of(
             # A recomputation ends with the last tensor that the backward needs.
             reruns_output=reruns_layer and (not is_last or ends_with_norm),
             output_itemsize=output_dtype.itemsize,
-            bytes_within=tuple(_bytes_within(module, split, product_dtype.itemsize)),
+            bytes_within=tuple(_bytes_within(module, split, product_dtype(cfg).itemsize)),
             cut_rows=() if split is None else cut_rows(module, split),
         )
 

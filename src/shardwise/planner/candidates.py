@@ -15,11 +15,12 @@ from shardwise import rules
 from shardwise.assembly.costs import counted_costs
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import Parallel, RunConfig, UserError
-from shardwise.layouts import Facts, ModelFacts, layout_of, parallel_of
+from shardwise.layouts import Facts, ModelFacts, parallel_of
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
 from shardwise.planner.choices import Recomputed, as_checkpointing, hashable, is_budget
 from shardwise.planner.cluster import HERE, Cluster
+from shardwise.planner.divisions import Division, divisors, is_meant, layout_name, with_two_ranks
 from shardwise.planner.memory import require_memory
 from shardwise.schedule.costs import Cost
 
@@ -65,36 +66,6 @@ class Question:
         return (getattr(getattr(self.cfg, section), name),) if key in self.fixed else offered
 
 
-class Division(NamedTuple):
-    """How devices are divided among the axes."""
-
-    pp: int
-    data: str
-    replicas: int
-    """Ranks that compute other rows with the same weights."""
-    shards: int
-    """Ranks that compute other rows and share weights, gradients or states."""
-    cp: int
-    ep: int
-    tp: int
-    is_sequence: bool
-
-    @property
-    def num_data(self) -> int:
-        """Ranks among which the rows are divided."""
-        return self.replicas * self.shards
-
-    def parallel(self, base: Parallel) -> Parallel:
-        """Return the section of a run file."""
-        return replace(
-            base,
-            data=self.data,
-            dp_replicate=self.replicas if self.data == "fsdp2" else 1,
-            **{axis: getattr(self, axis) for axis in ("pp", "cp", "ep", "tp")},
-            sequence_parallel=self.is_sequence,
-        )
-
-
 class Candidate(NamedTuple):
     """A division of the devices, and how a rank works in it."""
 
@@ -106,6 +77,8 @@ class Candidate(NamedTuple):
     micro_batch_size: int
     recomputation: Recomputed
     """A choice, the kinds of layers that are recomputed, or layers by number or by a budget."""
+    split: Literal["even", "by cost"] = "even"
+    """How a pipeline is cut, unless the run file says it."""
 
     def run_file(self, question: Question) -> RunConfig:
         """Return the run under this layout."""
@@ -126,15 +99,6 @@ class Candidate(NamedTuple):
         return replace(cfg, parallel=parallel, training=training)
 
 
-class Totals(NamedTuple):
-    """What a row of a batch costs in a whole model under one choice of recomputation."""
-
-    flops: float
-    kept: float
-    """Bytes that its forward keeps for its backward, without the head, which takes few rows at a
-    time where many would be large."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """A model, and what is computed of it once for all candidates."""
@@ -144,8 +108,9 @@ class Subject:
     counts: ModelCounts
     units: tuple[Cost, ...]
     """Costs of one row, without recomputation; seconds are FLOPs."""
-    totals: Mapping[str, Totals]
-    """By the choice of recomputation."""
+    kept: Mapping[str, float]
+    """Bytes that the forward of a row keeps for its backward at least, by the choice of
+    recomputation; without the head, which takes few rows at a time where many would be large."""
 
     @property
     def weight_bytes(self) -> float:
@@ -172,25 +137,19 @@ def subject_of(question: Question) -> Subject:
             "its layers keep is not known; plan one that `shardwise models` lists"
         )
     facts = replace(facts, indivisible=cache(facts.indivisible))
-    costs, counts = {}, counts_of(run.hf, run.spec)
-    alike = first_alike(run.hf, run.spec, "none")
-    bounds: dict[Recomputed, tuple[Recomputed, Recomputed]] = {
-        # What a budget chooses computes and keeps as little as this, or more.
-        choice: ("none", "full") if is_budget(choice) else (choice, choice)
-        for choice in ("none", *recomputations(question))
-    }
-    for choice in dict.fromkeys(one for ends in bounds.values() for one in ends):
-        way = replace(one, training=replace(training, checkpointing=as_checkpointing(choice)))
+    counts, alike = counts_of(run.hf, run.spec), first_alike(run.hf, run.spec, "none")
+    costs = {}
+    for choice in ("none", *recomputations(question)):
+        # What a budget chooses keeps as much as if all was computed again, or more.
+        checkpointing = "full" if is_budget(choice) else as_checkpointing(choice)
+        way = replace(one, training=replace(training, checkpointing=checkpointing))
         of = question.device_type
         costs[choice] = counted_costs(way, run.hf, run.spec, counts, device=of, alike=alike)
-    totals = {
-        str(choice): Totals(
-            sum(unit.seconds for unit in costs[fast]),
-            sum(unit.activation_bytes for unit in costs[small][:-1]),
-        )
-        for choice, (fast, small) in bounds.items()
+    kept = {
+        str(choice): sum(unit.activation_bytes for unit in units[:-1])
+        for choice, units in costs.items()
     }
-    return Subject(run, facts, counts, costs["none"], totals)
+    return Subject(run, facts, counts, costs["none"], kept)
 
 
 @dataclass
@@ -237,11 +196,10 @@ class Space:
             parallel = question.cfg.parallel
             schedules = ((parallel.schedule, parallel.num_virtual),)
         is_fsdp = division.data == "fsdp2"
-        is_alone = is_fsdp and division.pp == division.tp == 1
         for (schedule, num_virtual), reshards, offload, size, recomputation in product(
             schedules,
             values("parallel.reshard_after_forward", (True, False) if is_fsdp else (True,)),
-            values("parallel.offload", self.offloads if is_alone else ("none",)),
+            values("parallel.offload", self.offloads if division.may_offload else ("none",)),
             values("training.micro_batch_size", sizes),
             recomputations(question),
         ):
@@ -252,7 +210,7 @@ class Space:
 
     def is_allowed(self, candidate: Candidate) -> bool:
         """Return whether the rules allow a candidate's choices with two ranks along each axis."""
-        small = _small(candidate.division)
+        small = with_two_ranks(candidate.division)
         return self._is_allowed(candidate._replace(division=small, micro_batch_size=1))
 
     def _is_small_one_allowed(self, candidate: Candidate) -> bool:
@@ -328,73 +286,3 @@ class Space:
 def recomputations(question: Question) -> tuple[Recomputed, ...]:
     """Return the choices of recomputation that are tried."""
     return tuple(map(hashable, question.values("training.checkpointing", RECOMPUTATION)))
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors of a number, the smallest first."""
-    return tuple(size for size in range(1, number + 1) if number % size == 0)
-
-
-def layout_name(division: Division) -> str:
-    """Return the name of a division's layout, as `layouts.layout_of`."""
-    return _name(_small(division))
-
-
-def _small(division: Division) -> Division:
-    """Return a division of the same kind with at most two ranks along each axis."""
-    pp, data, replicas, shards, cp, ep, tp, is_sequence = division
-    sizes = [min(2, size) for size in (replicas, shards, cp, ep, tp)]
-    return Division(min(2, pp), data, *sizes, is_sequence)
-
-
-@cache
-def _name(division: Division) -> str:
-    return layout_of(division.parallel(Parallel()))
-
-
-def sizes_of(division: Division) -> dict[str, tuple[int, ...]]:
-    """Return the parts of a layout with their sizes, in the order of its name.
-
-    `hsdp` has two: replicas, and shards of each.
-    """
-    sizes: dict[str, tuple[int, ...]] = {}
-    for part in layout_name(division).split("-"):
-        if part in ("pp", "cp", "ep", "tp"):
-            sizes[part] = (getattr(division, part),)
-        elif part == "hsdp":
-            sizes[part] = (division.replicas, division.shards)
-        else:
-            sizes[part] = () if part in ("sp", "single") else (division.num_data,)
-    return sizes
-
-
-def title(division: Division) -> str:
-    """Return a layout with its sizes: `pp:4-hsdp:2x8-tp:8-sp`."""
-    parts = sizes_of(division).items()
-    return "-".join(f"{part}:{'x'.join(map(str, size))}" if size else part for part, size in parts)
-
-
-def is_meant(division: Division, wanted: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether a division has these parts, and these sizes where they are given."""
-    sizes = sizes_of(division)
-    return sizes.keys() == wanted.keys() and all(
-        not wanted[part] or wanted[part] == size for part, size in sizes.items()
-    )
-
-
-def division_of(cfg: RunConfig, num_ranks: int) -> Division:
-    """Return how a run divides its ranks."""
-    parallel = cfg.parallel
-    num_data = num_ranks // parallel.ranks_of_a_model
-    replicas = parallel.dp_replicate if parallel.data in ("fsdp1", "fsdp2") else num_data
-    return Division(
-        pp=parallel.pp,
-        data=parallel.data,
-        replicas=replicas,
-        shards=num_data // replicas,
-        cp=parallel.cp,
-        ep=parallel.ep,
-        tp=parallel.tp,
-        is_sequence=parallel.sequence_parallel,
-    )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from shardwise.config import UserError, require
@@ -31,6 +33,10 @@ class Device:
     source: str
     """The datasheet."""
 
+    def rate(self, dtype: torch.dtype) -> float:
+        """Return the FLOP/s in a dtype, or those in float32 where it has none of its own."""
+        return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
+
 
 @dataclass(frozen=True)
 class Link:
@@ -50,6 +56,8 @@ class Cluster:
     nodes: int
     inside: Link
     between: Link
+    host: Link
+    """What joins a device and the memory of its host."""
     calibration: Calibration | None = None
     """What was measured here; None for a preset."""
 
@@ -84,9 +92,14 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
         return _here(nodes)
     match = re.fullmatch(r"(?:([1-9]\d{0,4})x)?([\w-]+)", devices)
     if match is None or match[2] not in table["devices"]:
+        name = (match[2] if match else devices).upper()
+        meant = [known for known in table["devices"] if known.upper().startswith(name)]
+        meant = meant or get_close_matches(name, table["devices"], 1)
         raise UserError(
-            f"--devices {devices[:80]} is not known; give {HERE}, or a number and one of "
-            f"{', '.join(table['devices'])}, such as 8xH100-80GB"
+            f"--devices {devices[:80]} is not known"
+            + (f" (did you mean {' or '.join(meant)}?)" if meant else "")
+            + f"; give {HERE}, or a number and one of {', '.join(table['devices'])}, such as "
+            "8xH100-80GB"
         )
     row = table["devices"][match[2]]
     inside, between = row["inside"], "400Gbps"
@@ -94,7 +107,8 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
         between = link
     elif link is not None:
         inside = link
-    return Cluster(_device(match[2], row), int(match[1] or 1), nodes, _link(inside), _link(between))
+    links = map(_link, (inside, between, row["host"]))
+    return Cluster(_device(match[2], row), int(match[1] or 1), nodes, *links)
 
 
 def efficiency(part: str) -> float:
@@ -129,4 +143,4 @@ def _here(nodes: int) -> Cluster:
         "measured by shardwise calibrate",
     )
     link = _link("loopback")
-    return Cluster(device, calibration.num_processes, 1, link, link, calibration)
+    return Cluster(device, calibration.num_processes, 1, link, link, link, calibration)

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.config import RunConfig
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
-from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.dtypes import product_dtype
 from shardwise.models.facts import context_facts
 from shardwise.models.families import family_of
 from shardwise.models.kinds.attention import SlidingAttention
@@ -92,7 +92,7 @@ def sent_by_layers(
     """Yield what rank `rank` of `cp` sends for these mixers in one micro-batch."""
     num_ranks, rows = cfg.parallel.cp, cfg.training.micro_batch_size
     tokens_per_row = cfg.data.sequence_length // num_ranks
-    itemsize = (autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)).itemsize
+    itemsize = product_dtype(cfg).itemsize
     facts = context_facts(hf, spec)
     way, cut = facts.way_and_cut(cfg.parallel)
     shape = facts.of_rank(cfg.parallel)

@@ -6,18 +6,18 @@ survives is computed by `peak.py` and `step_time.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
+from shardwise.config import Parallel
+from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.expert_plan import experts_of
-from shardwise.planner.candidates import Candidate, Division, Question, Subject
+from shardwise.models.quantise import as_stored
+from shardwise.planner.candidates import Candidate, Question, Subject, recomputations
+from shardwise.planner.choices import Recomputed, as_checkpointing, is_budget
 from shardwise.planner.cluster import Link
-
-EFFICIENCY = 0.5
-"""The share of the peak rate that is assumed of products."""
-SECONDS_OF_A_LAYER = 2e-4
-"""What starting the kernels of a layer's forward and backward takes."""
-HOST_BANDWIDTH = 25e9
-"""Bytes per second between a device and its host."""
+from shardwise.planner.divisions import Division
+from shardwise.planner.step_time import seconds_of_units
 
 
 @dataclass
@@ -28,31 +28,56 @@ class Estimates:
     subject: Subject
 
     def __post_init__(self) -> None:
-        cfg, device = self.question.cfg, self.question.cluster.device
-        rates = device.flops
-        precision = (
-            "bfloat16" if "bfloat16" in (cfg.training.precision, cfg.model.dtype) else "float32"
-        )
-        self.rate = EFFICIENCY * rates.get(precision, max(rates.values()))
+        cfg, run = self.question.cfg, self.subject.run
+        self.num_layers = len(self.subject.units) - 2
+        self.seconds_of_a_row = {
+            str(choice): self._of_a_row(choice)
+            for choice in ("none", *recomputations(self.question))
+        }
+        """Of the layers and of the head, by the choice of recomputation."""
         self.rows = cfg.training.global_batch_size
         self.weights = self.subject.total("weight_bytes")
         self.gradients = self.subject.total("gradient_bytes")
         self.states = self.subject.total("optimizer_bytes")
-        self.hidden = self.subject.units[1].output_bytes
+        layers = self.subject.units[1:-1]
+        self.hidden = layers[0].output_bytes
+        """Bytes of the hidden states of a row."""
+        self.output = self.hidden / hidden_dtype(cfg).itemsize * product_dtype(cfg).itemsize
+        """Bytes of a block's output for a row."""
+        self.inputs = self.hidden * (self.num_layers - 1)
+        """Bytes of the inputs of the layers of a row. The first may keep none."""
+        self.of_a_layer = min(unit.activation_bytes for unit in layers)
+        """Bytes that each layer keeps of a row at least, if nothing of it is computed again."""
         self.tied = (0, 0, 0)
         """The weights, gradients and states that embedding and head have in common, which count at
         either end."""
         if self.subject.facts.is_tied:
             end = self.subject.units[0]
             self.tied = end.weight_bytes, end.gradient_bytes, end.optimizer_bytes
-        modules = [module for _, module in experts_of(self.subject.run.hf, self.subject.run.spec)]
+        modules = [m for _, m in experts_of(as_stored(run.hf, cfg.model.base), run.spec)]
         self.experts = sum({p: p.nbytes for m in modules for p in m.parameters()}.values())
         """Bytes of the weights that `ep` spreads."""
+        top_k = run.hf.config.num_experts_per_tok if modules else 0
+        self.routed = 2 * len(modules) * top_k * self.hidden
+        """Bytes that go to the experts of a row's tokens and come back."""
         self.largest = max(unit.weight_bytes for unit in self.subject.units)
         trained = sum(u.parameters for u in self.subject.units if u.trainable)
         is_lora = cfg.lora is not None
         self.reduced = 2 * self.gradients if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
+        # Hundreds of candidates of a division ask for the same.
+        self._states, self._work = cache(self._states_of), cache(self._seconds_of_work)
+
+    def _of_a_row(self, choice: Recomputed) -> tuple[float, float]:
+        """Return the seconds of a row in all layers, and in the head, on one device."""
+        question, run = self.question, self.subject.run
+        # A budget chooses layers that take as long as if nothing was computed again, or longer.
+        checkpointing = "none" if is_budget(choice) else as_checkpointing(choice)
+        training = replace(question.cfg.training, micro_batch_size=1, checkpointing=checkpointing)
+        one = replace(question.cfg, parallel=Parallel(), training=training)
+        units = seconds_of_units(one, run, question.cluster, question.cluster.num_devices)
+        *layers, head = (sum(unit) for unit in units)
+        return sum(layers), head
 
     def ring(self, num_ranks: int, inside: int = 1) -> Link:
         """Return the slowest link of a ring of ranks, each with so many neighbours inside it.
@@ -69,19 +94,32 @@ class Estimates:
     def least_bytes(self, candidate: Candidate) -> float:
         """Return a lower bound of the memory of the fullest rank."""
         division, rows = candidate.division, candidate.micro_batch_size
-        kept = self.subject.totals[str(candidate.recomputation)].kept
-        # The first rank of a pipeline keeps as many micro-batches as there are stages.
         num_micro = self.rows / division.num_data / rows
-        in_flight = min(1.0, num_micro / division.pp)
-        activations = kept * rows * in_flight / (division.tp * division.cp)
+        activations = self._activations(candidate, num_micro)
         others, gradients = self._states(division, candidate.offload)
         is_sharded = division.data == "fsdp2" and division.shards * division.cp > 1
-        if is_sharded and not candidate.is_resharded:
-            others += (self.weights - self.tied[0] - self.largest) / division.pp / division.tp
-        if division.pp > 1 or num_micro <= 1:
-            # The first gradients come when no forward is left that keeps more.
+        # torch's stage of a pipeline never frees what it has gathered.
+        if is_sharded and (division.pp > 1 or not candidate.is_resharded):
+            whole = self.weights - self.tied[0] - self.experts * (1 - 1 / division.ep)
+            others += (whole - self.largest) / division.pp / division.tp
+        if num_micro <= division.pp:  # the first gradients come when no forward is left
             return others + max(gradients, activations)
         return others + gradients + activations
+
+    def _activations(self, candidate: Candidate, num_micro: float) -> float:
+        """Return a lower bound of what the forwards of the fullest rank keep."""
+        training, division = self.question.cfg.training, candidate.division
+        if training.offload_activations and self.question.device_type == "cuda":
+            return 0.0
+        kept = self.subject.kept[str(candidate.recomputation)]
+        # Without sequence parallelism every rank of `tp` keeps all of a layer's input.
+        inputs = min(kept, self.inputs) if not division.is_sequence else 0.0
+        # The first rank of a pipeline keeps as many micro-batches as there are stages.
+        in_flight = min(1.0, num_micro / division.pp)
+        total = in_flight * (inputs + (kept - inputs) / division.tp)
+        if candidate.recomputation == "full":  # its first backward computes a layer again
+            total += self.of_a_layer / division.tp
+        return total * candidate.micro_batch_size / division.cp
 
     def order_of_size(self, candidate: Candidate) -> tuple[float, int, bool]:
         """Return by what candidates are ordered that need little memory.
@@ -91,7 +129,7 @@ class Estimates:
         """
         return self.least_bytes(candidate), candidate.num_virtual, candidate.schedule == "zbv"
 
-    def _states(self, division: Division, offload: str) -> tuple[float, float]:
+    def _states_of(self, division: Division, offload: str) -> tuple[float, float]:
         """Return lower bounds of the weights and optimizer states, and of the gradients."""
         local = division.pp * division.tp
         shards = division.num_data * division.cp
@@ -107,7 +145,9 @@ class Estimates:
             weights /= shards
         else:
             weights -= self.experts * (1 - 1 / division.ep)
-        gradients /= shards if division.data in ("fsdp2", "zero2") else division.ep
+        # Nor does it reduce gradients before the last micro-batch.
+        are_reduced = division.data == "zero2" or (division.data == "fsdp2" and division.pp == 1)
+        gradients /= shards if are_reduced else division.ep
         states /= shards if division.data in ("fsdp2", "zero1", "zero2") else division.ep
         if offload != "none":
             states = 0.0
@@ -119,46 +159,72 @@ class Estimates:
 
     def least_seconds(self, division: Division) -> float:
         """Return a lower bound of the estimates of a division's candidates."""
-        flops = min(total.flops for total in self.subject.totals.values())
-        return flops * self.rows / self.question.num_ranks / self.rate + self._tensor(division, 4)
+        return min(self._work(division, choice) for choice in self.seconds_of_a_row)
 
     def seconds(self, candidate: Candidate) -> float:
         """Return roughly how long a step takes."""
         division, size = candidate.division, candidate.micro_batch_size
         num_micro = max(1, self.rows // (division.num_data * size))
-        total = self.subject.totals[str(candidate.recomputation)]
-        compute = total.flops * self.rows / self.question.num_ranks / self.rate
-        num_layers = len(self.subject.units) / division.pp
-        compute += num_micro * num_layers * SECONDS_OF_A_LAYER
-        tensor = self._tensor(division, 6 if candidate.recomputation == "full" else 4)
+        work = self._work(division, str(candidate.recomputation))
         halves = 3 if candidate.schedule == "zbv" else 1
         idle = (division.pp - 1) / (num_micro * candidate.num_virtual * halves)
         sent = self._data(candidate, num_micro)
-        covering = compute if division.data == "fsdp2" else compute / num_micro
+        covering = work if division.data == "fsdp2" else work / num_micro
         if candidate.offload != "none":
-            sent += self.states / (division.num_data * HOST_BANDWIDTH)
-        return (compute + tensor) * (1 + idle) + max(0.0, sent - covering)
+            sent += self.states / (division.num_data * self.question.cluster.host.bandwidth)
+        return work * (1 + idle) + max(0.0, sent - covering)
 
-    def _tensor(self, division: Division, num_sums: int) -> float:
-        """Return the seconds of what tensor and context parallelism send, with nothing beside."""
-        rows, layers = self.rows / division.num_data, len(self.subject.units) / division.pp
-        seconds = 0.0
-        if division.tp > 1:
-            sums = num_sums * 2 * (division.tp - 1) / division.tp * self.hidden / division.cp
-            link = self.ring(division.tp)
-            seconds += layers * rows * (sums / link.bandwidth + num_sums * link.latency)
-        if division.cp > 1:
-            sent = 2 * (division.cp - 1) / division.cp * self.hidden / division.tp
-            link = self.question.cluster.link_of(division.tp * division.cp)
-            seconds += layers * rows * (sent / link.bandwidth + 4 * link.latency)
-        return seconds
+    def _seconds_of_work(self, division: Division, recomputation: str) -> float:
+        """Return the seconds of a rank in its layers and their messages, with nothing beside."""
+        layers, head = self.seconds_of_a_row[recomputation]
+        if division.pp > 1:  # the last stage has a layer less, in place of the head
+            head = max(0.0, head - layers / self.num_layers)
+        seconds = (layers / division.pp + head) / division.tp / division.cp
+        is_again = recomputation == "full"
+        seconds += self._tensor(division, is_again) + self._context(division)
+        return self.rows / division.num_data * (seconds + self._experts(division, is_again))
+
+    def _tensor(self, division: Division, is_again: bool) -> float:
+        """Return the seconds of the messages of `tp` for a row."""
+        if division.tp == 1:
+            return 0.0
+        # Summed are the outputs of two blocks, and the gradients of their inputs. A forward that
+        # runs again ends before the last sum. With sequence parallelism a sum is two messages, and
+        # inputs are gathered again, too.
+        num_sums, summed = 4 + is_again, 2 * (self.output + self.hidden)
+        if is_again:
+            summed += self.hidden + self.output / 2 if division.is_sequence else self.output
+        num_messages = 2 * num_sums if division.is_sequence else num_sums
+        sent = 2 * (division.tp - 1) / division.tp * summed / division.cp
+        link = self.ring(division.tp)
+        each = sent / link.bandwidth + num_messages * link.latency
+        return self.num_layers / division.pp * each
+
+    def _context(self, division: Division) -> float:
+        """Return the seconds of the messages of `cp` for a row."""
+        if division.cp == 1:
+            return 0.0
+        sent = 2 * (division.cp - 1) / division.cp * self.hidden / division.tp
+        link = self.question.cluster.link_of(division.tp * division.cp)
+        return self.num_layers / division.pp * (sent / link.bandwidth + 4 * link.latency)
+
+    def _experts(self, division: Division, is_again: bool) -> float:
+        """Return the seconds of the messages of `ep` for a row: forward, backward, and again."""
+        if division.ep == 1:
+            return 0.0
+        sent = (2 + is_again) * self.routed / division.cp * (division.ep - 1) / division.ep
+        link = self.question.cluster.link_of(division.ep * division.tp)
+        return sent / link.bandwidth / division.pp
 
     def _data(self, candidate: Candidate, num_micro: int) -> float:
         """Return the seconds of what data parallelism sends."""
         division = candidate.division
         local, together = division.pp * division.tp, division.num_data * division.cp
         link = self.ring(together, inside=division.tp)
-        reduced = self.reduced / local
+        reduced, weights = self.reduced / local, self.weights / local
+        if division.ep > 1:  # a rank gathers no experts but its own
+            share = 1 - self.experts / self.weights * (1 - 1 / division.ep)
+            reduced, weights = share * reduced, share * weights
         if division.data != "fsdp2":
             times = num_micro if division.data == "zero2" else 1
             share = (together - 1) / together
@@ -171,7 +237,7 @@ class Estimates:
         if division.pp > 1:
             times = 1
             gathers = gathers if candidate.is_resharded else 1
-        inside = share * (gathers * self.weights / local + times * reduced) / inner.bandwidth
+        inside = share * (gathers * weights + times * reduced) / inner.bandwidth
         replicas = division.replicas
         across = 2 * (replicas - 1) / replicas * reduced / shards / link.bandwidth
         num_messages = (gathers + times) * len(self.subject.units) / division.pp

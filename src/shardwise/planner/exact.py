@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 from shardwise import rules
@@ -13,16 +14,11 @@ from shardwise.config import Recomputation, RunConfig
 from shardwise.layouts import Facts, axis_sizes, num_microbatches
 from shardwise.metrics.flops import model_flops_per_token, utilization
 from shardwise.models.activations import UnitMemory
+from shardwise.models.dtypes import product_dtype
 from shardwise.parallel.pipeline_parallel import pipeline_of
-from shardwise.planner.candidates import (
-    Candidate,
-    Question,
-    Subject,
-    division_of,
-    subject_of,
-    title,
-)
+from shardwise.planner.candidates import Candidate, Question, Subject, subject_of
 from shardwise.planner.choices import hashable
+from shardwise.planner.divisions import division_of, title
 from shardwise.planner.memory import USABLE, Memory
 from shardwise.planner.peak import memory_of_share
 from shardwise.planner.recompute import TooSmallError, as_way, within_budget
@@ -80,6 +76,8 @@ class Choice:
         words.append(f"micro-batch {candidate.micro_batch_size}")
         if candidate.recomputation != "none":
             words.append(f"recompute {self._recomputation}")
+        if candidate.split != "even":
+            words.append(f"split {candidate.split}")
         if not candidate.is_resharded:
             words.append("keeps gathered weights")
         if candidate.offload != "none":
@@ -122,7 +120,11 @@ class Exact:
         return self.choices[candidate]
 
     def _choice(self, candidate: Candidate) -> Choice | None:
-        cfg = with_split(candidate.run_file(self.question), self.question, self.subject)
+        cfg, question = candidate.run_file(self.question), self.question
+        if cfg.parallel.pp > 1 and "parallel.split" not in question.fixed:
+            split = even_split if candidate.split == "even" else split_by_cost
+            chosen = split(cfg, question, self.subject)
+            cfg = replace(cfg, parallel=replace(cfg.parallel, split=chosen))
         facts = Facts(self.question.num_ranks, self.subject.facts)
         message = next((message for _, message in rules.refusals(cfg, facts)), None)
         if message is not None:
@@ -168,17 +170,10 @@ class Exact:
             fits=memory.total <= usable_bytes(question),
             price=partial(time_of_step, cfg, run, cluster, shares),
             flops_per_token=self.flops_per_token,
-            peak_flops=num_ranks * peak_of(question),
+            peak_flops=num_ranks * cluster.device.rate(product_dtype(cfg)),
             applied=cfg,
             recomputed=words,
         )
-
-
-def peak_of(question: Question) -> float:
-    """Return the peak FLOP/s of a device in the dtype of the run's products."""
-    cfg, flops = question.cfg, question.cluster.device.flops
-    is_half = cfg.training.precision != "float32" or cfg.model.dtype == "bfloat16"
-    return flops["bfloat16" if is_half and "bfloat16" in flops else "float32"]
 
 
 def explain(question: Question) -> tuple[Choice, Subject]:
@@ -199,13 +194,11 @@ def explain(question: Question) -> tuple[Choice, Subject]:
     return Exact(question, subject).of_run(cfg, candidate), subject
 
 
-def with_split(cfg: RunConfig, question: Question, subject: Subject) -> RunConfig:
-    """Return a pipeline with the even split of its layers whose fullest stage computes least.
+def even_split(cfg: RunConfig, question: Question, subject: Subject) -> str | list[int]:
+    """Return the even split of a pipeline's layers whose fullest stage computes least.
 
     Either every stage has as many layers, or the ends have one less, for the embedding and head.
     """
-    if cfg.parallel.pp == 1 or "parallel.split" in question.fixed:
-        return cfg
     num_chunks, num_layers = cfg.parallel.pp * cfg.parallel.num_virtual, len(subject.units) - 2
     each, rest = divmod(num_layers + 2, num_chunks)
     numbers = [each + (chunk < rest) for chunk in range(num_chunks)]
@@ -216,9 +209,16 @@ def with_split(cfg: RunConfig, question: Question, subject: Subject) -> RunConfi
     slowest = max(*numbers[:-1], numbers[-1] + head / layers)
     uniform = -(-num_layers // num_chunks)
     of_uniform = max(uniform, num_layers // num_chunks + head / layers)
-    if slowest >= of_uniform or 0 in numbers[1:-1]:
-        return cfg
-    return replace(cfg, parallel=replace(cfg.parallel, split=numbers))
+    return "uniform" if slowest >= of_uniform or 0 in numbers[1:-1] else numbers
+
+
+def split_by_cost(cfg: RunConfig, question: Question, subject: Subject) -> list[int]:
+    """Return the split that takes least time by the FLOPs of layers and head."""
+    balanced = replace(cfg, parallel=replace(cfg.parallel, split="balanced"))
+    number = min(num_microbatches(cfg, question.num_ranks), 4 * cfg.parallel.pp)
+    (_, *inner, end) = choose_split(balanced, subject.units, number).boundaries
+    # Boundaries count the embedding and the head, which belong to the first and the last stage.
+    return [high - low for low, high in pairwise((1, *inner, end - 1))]
 
 
 def boundaries_of(cfg: RunConfig, subject: Subject, num_ranks: int) -> tuple[int, ...] | None:

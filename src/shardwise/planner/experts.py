@@ -13,7 +13,7 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
-from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.expert_plan import experts_of, num_experts
 from shardwise.models.names import hf_name
 from shardwise.models.patches.experts import widths_of
@@ -74,8 +74,7 @@ def mixtures_of(
         num_in, num_out, itemsize = widths_of(unwrapped(experts))
         # A linear may lead from hidden states into narrower experts.
         is_narrower = num_in != run.spec.hidden_size
-        product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
-        row_dtype = product_dtype if is_narrower else hidden_dtype(cfg)
+        row_dtype = product_dtype(cfg) if is_narrower else hidden_dtype(cfg)
         products = [weight for weight in unit.weights if weight.name.startswith(f"{path}.")]
         needs_input_gradient = all(weight.input_gradient for weight in products)
         is_trained = any(parameter.requires_grad for parameter in experts.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from shardwise.models.activations import UnitMemory
@@ -37,3 +38,32 @@ class Pass(NamedTuple):
     """Bytes of other chunks' gradients."""
     messages: int = 0
     """Bytes of hidden states that are received or sent."""
+
+
+class Progress:
+    """How far a rank of a pipeline is in its step: numbers of micro-batches by chunk."""
+
+    def __init__(self) -> None:
+        self.forwards, self.backwards = Counter[int](), Counter[int]()
+        """Those that have ended."""
+        self.in_flight = Counter[int]()
+        """Forwards whose backward has not begun."""
+        self.halved = Counter[int]()
+        """Backwards of which only the first half has ended."""
+
+    def begin(self, kind: str, chunk: int) -> None:
+        """Count an action that begins: a backward takes its micro-batch out of flight."""
+        if kind in "BI":
+            self.in_flight[chunk] -= 1
+
+    def end(self, kind: str, chunk: int) -> None:
+        """Count an action that has ended. After half of a backward its micro-batch is in flight."""
+        if kind == "F":
+            self.forwards[chunk] += 1
+            self.in_flight[chunk] += 1
+        if kind in "BI":
+            self.backwards[chunk] += 1
+        if kind in "IW":
+            step = 1 if kind == "I" else -1
+            self.in_flight[chunk] += step
+            self.halved[chunk] += step

@@ -9,7 +9,6 @@ in `holding.py`, and the weights, gradients and optimizer states between steps i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -36,7 +35,7 @@ from shardwise.planner.holding import (
     buckets,
 )
 from shardwise.planner.memory import Memory, state_bytes
-from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass
+from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass, Progress
 from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
 from shardwise.planner.update import summed_bytes, update_bytes
 from shardwise.schedule.simulate import kept_messages
@@ -304,24 +303,26 @@ class Rank:
         """Yield a rank's actions in the order of its schedule.
 
         A micro-batch in flight keeps the activations of a chunk, and its output until its backward.
+        In the middle of a long step, which repeats itself, only the numbers of messages grow.
         """
         assert self.run.pipeline is not None
-        rank = self.coordinates["pp"]
-        chunks, holdings = self.run.pipeline.chunks_of(rank), self.holdings
+        rank, pipeline = self.coordinates["pp"], self.run.pipeline.shortened()
+        left_out = self.run.pipeline.num_microbatches - pipeline.num_microbatches
+        order, chunks, holdings = pipeline.order(rank), pipeline.chunks_of(rank), self.holdings
         late = [sum(unit.memory.late for unit in units) for units in self.chunks]
-        forwards, backwards, in_flight = Counter[int](), Counter[int](), Counter[int]()
-        halved = Counter[int]()
+        now = Progress()
         moments: dict[object, tuple[Moment, ...]] = {}
         seen: set[object] = set()
-        for action in self.run.pipeline.order(rank):
+        for number, action in enumerate(order):
+            if number == len(order) // 2:
+                for ended in (now.forwards, now.backwards):
+                    ended.update(dict.fromkeys(range(len(chunks)), left_out))
             place = chunks.index(action.chunk)
             units, holding = self.chunks[place], holdings[place]
-            if action.kind in "BI":
-                in_flight[place] -= 1
-            # A half of a backward frees nothing until the other half.
-            messages = self._messages(action.kind, forwards, backwards, in_flight)
-            numbers = tuple(in_flight[chunk] for chunk in range(len(chunks)))
-            left = sum(number * late[chunk] for chunk, number in halved.items())
+            now.begin(action.kind, place)
+            messages = self._messages(action.kind, now)
+            numbers = tuple(now.in_flight[chunk] for chunk in range(len(chunks)))
+            left = sum(number * late[chunk] for chunk, number in now.halved.items())
             others = sum(h.total for h in holdings if h is not holding and not h.is_first)
             key = action.kind == "F", place, holding.is_first
             state = action.kind, key, messages, numbers, left, others
@@ -331,23 +332,11 @@ class Rank:
                     run = self._forward if action.kind == "F" else self._backward
                     moments[key] = tuple(run(units, holding))
                 yield Pass(place, moments[key], numbers, left, others, messages)
-            if action.kind == "F":
-                forwards[place] += 1
-                in_flight[place] += 1
-            if action.kind == "I":
-                in_flight[place] += 1
-                halved[place] += 1
-            if action.kind in "BI":
-                backwards[place] += 1
-            if action.kind == "W":
-                in_flight[place] -= 1
-                halved[place] -= 1
+            now.end(action.kind, place)
             if action.kind in "BW":
                 holding.is_first = False
 
-    def _messages(
-        self, kind: str, forwards: Counter[int], backwards: Counter[int], in_flight: Counter[int]
-    ) -> int:
+    def _messages(self, kind: str, now: Progress) -> int:
         """Return the bytes of hidden states and their gradients that torch keeps around an action.
 
         A chunk's output stays until its backward. gpipe and 1f1b drop what they have sent with the
@@ -358,11 +347,11 @@ class Rank:
         for place, chunk in enumerate(self.share.chunks):
             if not chunk.spec.last:
                 is_kept = keeps_all and chunk.sends_to is not None
-                number += forwards[place] if is_kept else in_flight[place]
+                number += now.forwards[place] if is_kept else now.in_flight[place]
             if chunk.receives_from is not None and chunk.needs_input_gradient:
-                number += backwards[place] if keeps_all else min(1, backwards[place])
+                number += now.backwards[place] if keeps_all else min(1, now.backwards[place])
             if kind == "F" and chunk.sends_to is not None and not keeps_all:
-                number += min(1, backwards[place])
+                number += min(1, now.backwards[place])
         return number * self.passed_on
 
     def _after(self) -> Iterator[Memory]:

@@ -10,7 +10,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from shardwise.metrics.flops import model_flops_per_token
-from shardwise.planner.candidates import Question, Subject, layout_name
+from shardwise.planner.candidates import Question, Subject
+from shardwise.planner.divisions import layout_name
 from shardwise.planner.exact import Choice, usable_bytes
 from shardwise.planner.memory import Memory
 from shardwise.planner.search import Answer
@@ -152,6 +153,8 @@ def verdict(choice: Choice, answer: Answer) -> str:
         return "fits"
     best = answer.best
     ratio = choice.time.total / best.time.total
+    if ratio < 0.995:
+        return f"{ratio:.2f} times as long, with other losses"
     if ratio < 1.005:
         return "as fast"
     mine, others = time_parts(choice.time), time_parts(best.time)

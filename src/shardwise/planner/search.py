@@ -12,20 +12,22 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from time import perf_counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
 
 from shardwise.config import UserError
+from shardwise.models.dtypes import product_dtype
 from shardwise.planner.candidates import (
     RECOMPUTATION,
     SCHEDULES,
     Candidate,
-    Division,
     Question,
     Space,
     Subject,
-    layout_name,
     subject_of,
 )
+from shardwise.planner.divisions import Division, layout_name, most_sharded, moved
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, usable_bytes
 from shardwise.words import counted
@@ -42,6 +44,8 @@ STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
 """From the simplest."""
 MOST_SIMPLER = 12
 """Other layouts that are shown."""
+MOST_CHUNKS = 32
+"""To find the split by cost of more takes longer than all else."""
 MOST_ROUNDS = 4
 """Rounds of changes to the best choice."""
 
@@ -104,8 +108,9 @@ def search(question: Question, top: int = 5) -> Answer:
     choices = _best_of_each(exact)
     if choices:
         # The second may have more to gain: another thing of it may fit.
-        best = min((_climb(exact, space, choice) for choice in choices[:2]), key=_order)
-        answer.changes = _changes(exact, space, best)
+        climb = Climb(exact, space, estimates, frozenset(divisions))
+        best = min((climb.from_choice(choice) for choice in choices[:2]), key=_order)
+        answer.changes = _changes(exact, space, best) | _in_half_precision(question, best)
     best_of_each = _best_of_each(exact)
     for choice in reversed(best_of_each):  # the best of a layout at last
         if (name := layout_name(choice.candidate.division)) in answer.simpler:
@@ -200,35 +205,52 @@ def _promising(space: Space, estimates: Estimates, divisions: Sequence[Division]
             break
         if estimates.state_bytes(division, space.offloads[-1]) > limit:
             continue
-        may_fit = [c for c in space.candidates(division) if estimates.least_bytes(c) <= limit]
-        in_order = filter(space.is_allowed, sorted(may_fit, key=estimates.seconds))
-        fastest = [*islice(in_order, PER_DIVISION)]
-        if not fastest:
-            continue
-        smallest = min([*fastest, *in_order], key=estimates.order_of_size)
-        entry = (-estimates.seconds(fastest[0]), number, Prospect(fastest, smallest))
-        push = heapq.heappush if len(best) < MOST_DIVISIONS else heapq.heappushpop
-        push(best, entry)
+        prospect = _prospect(space, estimates, division)
+        if prospect is not None:
+            entry = (-estimates.seconds(prospect.fastest[0]), number, prospect)
+            push = heapq.heappush if len(best) < MOST_DIVISIONS else heapq.heappushpop
+            push(best, entry)
     return [prospect for _, _, prospect in sorted(best, reverse=True)]
+
+
+def _prospect(space: Space, estimates: Estimates, division: Division) -> Prospect | None:
+    """Return the candidates of a division that may fit, if there are some."""
+    limit = usable_bytes(space.question)
+    sizes = {c: estimates.order_of_size(c) for c in space.candidates(division)}
+    may_fit = [candidate for candidate, (least, *_) in sizes.items() if least <= limit]
+    may_fit.sort(key=estimates.seconds)
+    fastest = [*islice(filter(space.is_allowed, may_fit), PER_DIVISION)]
+    if not fastest:
+        return None
+    smallest = next(filter(space.is_allowed, sorted(may_fit, key=sizes.__getitem__)))
+    return Prospect(fastest, smallest)
 
 
 def _compute_first(exact: Exact, prospects: Iterable[Prospect], top: int) -> None:
     """Compute divisions in turn, until enough are computed and enough of them fit.
 
-    Estimates of unlike layouts are unlike in their errors, so one division of each is computed.
-    Of a division whose smallest candidate does not fit, nothing else is computed.
+    Those that differ in their replicas count as one, which is nothing where not even its smallest
+    candidate fits. Estimates of unlike layouts are unlike in their errors, so one division of each
+    is computed.
     """
-    num_fitting, layouts = 0, set()
-    for number, prospect in enumerate(prospects):
-        layout = layout_name(prospect.smallest.division)
-        if number >= NUM_EXACT and num_fitting >= max(top, NUM_FITTING) and layout in layouts:
+    question = exact.question
+    is_open = question.wanted is None and "parallel.dp_replicate" not in question.fixed
+    layouts, computed, fitting = set[str](), set[Division](), set[Division]()
+    for prospect in prospects:
+        division = prospect.smallest.division
+        layout, sharded = layout_name(division), most_sharded(division) if is_open else division
+        is_enough = len(computed) >= NUM_EXACT and len(fitting) >= max(top, NUM_FITTING)
+        if is_enough and layout in layouts:
             continue
-        layouts.add(layout)
-        smallest = exact.of(prospect.smallest)
+        most = 1 if is_enough or sharded in computed else PER_DIVISION
+        smallest = exact.of(prospect.smallest._replace(division=sharded))
+        if smallest is not None:
+            layouts.add(layout)
+            computed.add(sharded)
         if smallest is None or smallest.fits:
-            most = PER_DIVISION if number < NUM_EXACT else 1
-            choices = [smallest, *map(exact.of, prospect.fastest[:most])]
-            num_fitting += any(choice is not None and choice.fits for choice in choices)
+            choices = [*map(exact.of, (prospect.smallest, *prospect.fastest[:most]))]
+            if any(choice is not None and choice.fits for choice in choices):
+                fitting.add(sharded)
 
 
 def _best_of_each(exact: Exact) -> list[Choice]:
@@ -255,16 +277,36 @@ def _order(choice: Choice) -> tuple[float, int, int, bool, int]:
     )
 
 
-def _climb(exact: Exact, space: Space, best: Choice) -> Choice:
-    """Follow single changes from a choice as long as they make it faster."""
-    for _ in range(MOST_ROUNDS):
-        options = [exact.of(candidate) for _, candidate in changed(space, best.candidate)]
-        fitting = [choice for choice in options if choice is not None and choice.fits]
-        faster = min([best, *fitting], key=_order)
-        if faster is best:
-            break
-        best = faster
-    return best
+@dataclass(frozen=True)
+class Climb:
+    """Single changes of a choice, as long as they make it faster."""
+
+    exact: Exact
+    space: Space
+    estimates: Estimates
+    divisions: frozenset[Division]
+    """Those in question."""
+
+    def from_choice(self, best: Choice) -> Choice:
+        """Return where the changes lead."""
+        for _ in range(MOST_ROUNDS):
+            changes = [candidate for _, candidate in changed(self.space, best.candidate)]
+            options = map(self.exact.of, (*changes, *self._beside(best.candidate)))
+            fitting = [choice for choice in options if choice is not None and choice.fits]
+            faster = min([best, *fitting], key=_order)
+            if faster is best:
+                break
+            best = faster
+        return best
+
+    def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield the fastest candidates of divisions beside that of one, if they may be faster."""
+        most = self.estimates.seconds(candidate)
+        for division in self.divisions.intersection(moved(candidate.division)):
+            prospect = _prospect(self.space, self.estimates, division)
+            for other in prospect.fastest if prospect else ():
+                if self.estimates.seconds(other) < most:
+                    yield other
 
 
 def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
@@ -292,11 +334,36 @@ def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate
             other = candidate._replace(schedule=schedule, num_virtual=num_virtual)
             if other != candidate and num_virtual <= most:
                 yield f"{schedule} x{num_virtual}", other
+    num_chunks = candidate.division.pp * candidate.num_virtual
+    if "parallel.split" not in question.fixed and 1 < num_chunks <= MOST_CHUNKS:
+        split: Literal["even", "by cost"] = "by cost" if candidate.split == "even" else "even"
+        yield (
+            f"layers split {'by cost' if split == 'by cost' else 'evenly'}",
+            candidate._replace(split=split),
+        )
+    if question.device_type == "cuda" and "parallel.offload" not in question.fixed:
+        for offload in ("none", "optimizer", "all") if candidate.division.may_offload else ():
+            if offload != candidate.offload:
+                yield f"offload {offload}", candidate._replace(offload=offload)
 
 
 def _changes(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
     options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
     return {change: choice for change, choice in options.items() if choice is not None}
+
+
+def _in_half_precision(question: Question, best: Choice) -> dict[str, Choice]:
+    """Return a choice with products in bfloat16, if they are faster: to be seen, not to be taken.
+
+    Its losses are others.
+    """
+    training, device = question.cfg.training, question.cluster.device
+    if device.rate(product_dtype(question.cfg)) >= device.rate(torch.bfloat16):
+        return {}
+    half = replace(question.cfg, training=replace(training, precision="bfloat16"))
+    other = replace(question, cfg=half)
+    choice = Exact(other, subject_of(other)).of(best.candidate)
+    return {} if choice is None else {"products in bfloat16": choice}
 
 
 def _simpler(

@@ -18,13 +18,11 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-import torch
-
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import EXPERT_AXES, num_microbatches
 from shardwise.models.alike import first_alike
-from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
 from shardwise.planner.communication import of_data, step_of, within_layers
@@ -39,6 +37,10 @@ RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 """Messages whose bytes go round all ranks."""
 ADAMW_BYTES = 7 * 4
 """Bytes per element that AdamW moves: weight, gradient and two moments read, three written."""
+
+HOST_MEMORY_BANDWIDTH = 5e10
+"""Bytes per second of a rank's share of its host's memory, where an offloaded optimizer works:
+assumed."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def time_of_step(
     num_ranks = prod(run.sizes.values())
     m = num_microbatches(cfg, num_ranks)
     of_run = Shares(cfg, run) if of_run is None else of_run
-    units = _seconds_of_units(cfg, run, cluster, num_ranks)
+    units = seconds_of_units(cfg, run, cluster, num_ranks)
     others_busy = 1.0
     if run.pipeline is None:
         shares = [of_run.of(0)]
@@ -99,7 +101,7 @@ def time_of_step(
         busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries)
         if cluster.calibration is not None:
             # While others wait, a rank computes nearly as fast as alone.
-            alone = _seconds_of_units(cfg, run, cluster, 1)
+            alone = seconds_of_units(cfg, run, cluster, 1)
             pairs = zip(alone, units, strict=True)
             units = [between(*pair, others_busy) for pair in pairs]
             busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries)
@@ -135,7 +137,7 @@ def unlike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) ->
     return list(sorts.values())
 
 
-def _seconds_of_units(
+def seconds_of_units(
     cfg: RunConfig, run: Description, cluster: Cluster, num_busy: int
 ) -> list[UnitSeconds]:
     """Return the seconds of every unit while so many ranks are busy.
@@ -169,8 +171,8 @@ def _seconds(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) ->
         if cluster.calibration is not None:
             speeds = cluster.calibration.of_busy(num_busy)
             return speeds.rest_seconds(work.key, direction, amount)
-        device, itemsize = cluster.device, _product_dtype(cfg).itemsize
-        rate = _peak(cfg, cluster) * efficiency("core")
+        device, itemsize = cluster.device, product_dtype(cfg).itemsize
+        rate = cluster.device.rate(product_dtype(cfg)) * efficiency("core")
         moved = 2 * amount.elements * itemsize + 2 * amount.trained * itemsize
         bandwidth = device.memory_bandwidth * efficiency("memory")
         return amount.core_flops / rate + moved / bandwidth
@@ -184,22 +186,13 @@ def _seconds(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) ->
     return UnitSeconds(forward, backward, again[work.reruns])
 
 
-def _product_dtype(cfg: RunConfig) -> torch.dtype:
-    return autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
-
-
-def _peak(cfg: RunConfig, cluster: Cluster) -> float:
-    """Return the device's FLOP/s in the dtype of products, or those of float32."""
-    name = str(_product_dtype(cfg)).removeprefix("torch.")
-    return cluster.device.flops.get(name, cluster.device.flops["float32"])
-
-
 def _product(cfg: RunConfig, cluster: Cluster, num_busy: int, product: Product) -> float:
     if cluster.calibration is not None:
         return cluster.calibration.of_busy(num_busy).product_seconds(product)
     rows, inner, columns = product.rows, product.inner, product.columns
-    flops = 2 * rows * inner * columns / (_peak(cfg, cluster) * efficiency("product"))
-    moved = _product_dtype(cfg).itemsize * (rows * inner + inner * columns + rows * columns)
+    rate = cluster.device.rate(product_dtype(cfg)) * efficiency("product")
+    flops = 2 * rows * inner * columns / rate
+    moved = product_dtype(cfg).itemsize * (rows * inner + inner * columns + rows * columns)
     traffic = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
     return product.times * max(flops, traffic)
 
@@ -230,7 +223,8 @@ def _messages(
     step = step_of(cfg, run, share)
     waited = _message_seconds(add_up(within_layers(step)), cluster, step.sizes, "")
     # FSDP and ZeRO copy what they gather and scatter.
-    return waited, _message_seconds(add_up(of_data(step)), cluster, step.sizes, " of weights")
+    of_weights = _message_seconds(add_up(of_data(step)), cluster, step.sizes, " of weights")
+    return waited, of_weights + _over_host(cfg, run, cluster, share)
 
 
 def _message_seconds(
@@ -283,7 +277,28 @@ def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share)
     if cluster.calibration is not None:
         per_tensor, per_element = cluster.calibration.of_busy(prod(run.sizes.values())).optimizer
         return per_tensor * len(share.trained) + per_element * numel
-    return numel * ADAMW_BYTES / (cluster.device.memory_bandwidth * efficiency("memory"))
+    if cfg.parallel.offload == "none":
+        return numel * ADAMW_BYTES / (cluster.device.memory_bandwidth * efficiency("memory"))
+    update = numel * ADAMW_BYTES / (HOST_MEMORY_BANDWIDTH * efficiency("memory"))
+    if cfg.parallel.offload == "all":  # gradients and weights are there
+        return update
+    # Gradients go down, and updated weights come up.
+    moved = sum(2 * w.shard_numel(0) * w.itemsize for w in share.trained)
+    return moved / cluster.host.bandwidth + update
+
+
+def _over_host(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
+    """Return the seconds in which shards that stay on the host come up to be gathered.
+
+    Gradients go down after each backward.
+    """
+    if cfg.parallel.offload != "all":
+        return 0.0
+    m = num_microbatches(cfg, prod(run.sizes.values()))
+    times = m * (2 if cfg.parallel.reshard_after_forward else 1)
+    up = times * sum(w.shard_numel(0) * w.itemsize for w in share.weights)
+    down = m * sum(w.shard_numel(0) * w.itemsize for w in share.trained)
+    return (up + down) / cluster.host.bandwidth
 
 
 def _pipeline(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from shardwise.layouts import (
@@ -84,6 +84,18 @@ class Pipeline:
     def speed_of(self, chunk: int) -> float:
         """Return how fast the rank of a chunk computes."""
         return self.speeds[self.rank_of(chunk)] if self.speeds else 1.0
+
+    def shortened(self) -> Pipeline:
+        """Return the same with fewer micro-batches, where there are many.
+
+        The middle of a step, in which every group of as many micro-batches as there are ranks runs
+        like the one before, has fewer such groups. Where all forwards come first there is none.
+        """
+        if self.schedule in ("gpipe", "looped-bfs"):
+            return self
+        groups, left_over = divmod(self.num_microbatches, self.num_ranks)
+        number = min(groups, 4) * self.num_ranks + left_over
+        return replace(self, num_microbatches=number)
 
     def order(self, rank: int) -> list[Action]:
         """Return the actions of a rank in the order in which it runs them."""

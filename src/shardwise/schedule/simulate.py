@@ -9,7 +9,7 @@ work nor other messages, and takes no time within a rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -146,8 +146,21 @@ def crosses_ranks(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
 def step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, list[float]]:
     """Return the seconds of one step, and those in which each rank is busy, without a timeline.
 
-    They are those of `simulate` up to rounding, in less time where micro-batches are many.
+    They are those of `simulate` up to rounding, in less time where micro-batches are many: a
+    further group of them takes as long as the one before.
     """
+    short = pipeline.shortened()
+    left_out = pipeline.num_microbatches - short.num_microbatches
+    if left_out <= 2 * short.num_microbatches:
+        return _step_seconds(pipeline, chunks)
+    longer = replace(short, num_microbatches=short.num_microbatches + pipeline.num_ranks)
+    (seconds, busy), (more, _) = _step_seconds(short, chunks), _step_seconds(longer, chunks)
+    times_as_busy = pipeline.num_microbatches / short.num_microbatches
+    groups = left_out / pipeline.num_ranks
+    return seconds + groups * (more - seconds), [times_as_busy * part for part in busy]
+
+
+def _step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, list[float]]:
     assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs, {pipeline.num_chunks} chunks"
     work = Work.of(pipeline, chunks, np.arange(len(chunks) + 1)[None])
     seconds = {kind: column[:, 0].tolist() for kind, column in _seconds(work).items()}

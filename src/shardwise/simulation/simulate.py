@@ -111,7 +111,7 @@ def _simulate(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
     recorder = StorageRecorder(moments.latest)
     with ExitStack() as stack:
         stack.enter_context(recorder.watching_resizes())
-        stack.enter_context(SimulatedTensors(recorder, copies_sums=uses_gloo))
+        stack.enter_context(SimulatedTensors(recorder, copies_whole=uses_gloo))
         mesh = build_mesh(cfg, torch.device("cpu"))
         job = build(cfg, mesh, AfterOneStep())
         batches = full_batches(cfg, mesh, job)

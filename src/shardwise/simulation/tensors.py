@@ -43,13 +43,13 @@ class SimulatedTensors(TorchDispatchMode):
       torch's pipelines agree that they know the shapes of what they pass on.
     """
 
-    def __init__(self, recorder: StorageRecorder, copies_sums: bool) -> None:
+    def __init__(self, recorder: StorageRecorder, copies_whole: bool) -> None:
         """Record storages by `recorder`.
 
-        `copies_sums`: whether a reduce-scatter copies what it adds up, as gloo's does.
+        `copies_whole`: whether a gather and a reduce-scatter copy the whole tensor, as gloo's do.
         """
         super().__init__()
-        self._recorder, self._copies_sums = recorder, copies_sums
+        self._recorder, self._copies_whole = recorder, copies_whole
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
@@ -122,8 +122,9 @@ class SimulatedTensors(TorchDispatchMode):
 
     def _communicated(self, func: Any, args: Sequence[Any], tensors: list[torch.Tensor]) -> Any:
         """Return the result of an operator of a process group; its `Work` keeps the tensors."""
-        if func is _c10d._reduce_scatter_base_.default and self._copies_sums:
-            self._recorder.see(self._shapes(torch.empty_like, args[1:2], {}))
+        whole = {_c10d._allgather_base_.default: 0, _c10d._reduce_scatter_base_.default: 1}
+        if func in whole and self._copies_whole:
+            self._recorder.see(self._shapes(torch.empty_like, (args[whole[func]],), {}))
         future = torch.futures.Future[list[torch.Tensor]]()
         future.set_result(tensors)
         work = _create_work_from_future(future).boxed()
