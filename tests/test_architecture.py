@@ -102,11 +102,11 @@ MOST_LINES = {
     "cli commands library __main__ __init__": 1_717,
     "presets": 300,
     "assembly training checkpoint process launch": 8_410,
-    "models": 11_512,
+    "models": 11_520,
     "parallel": 4_550,
     "data": 3_760,
     "kernels": 7_503,
-    "planner schedule metrics": 9_590,
+    "planner schedule metrics": 9_940,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_370,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 7_135
+    assert lines <= 7_240
 
 
 def every_source() -> list[Path]:

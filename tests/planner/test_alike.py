@@ -12,7 +12,8 @@ from shardwise.config import Data, Lora, Model, Parallel, Recomputation, RunConf
 from shardwise.models.alike import counts_of, first_alike, same_structure
 from shardwise.planner.blocks import blocks_of
 from shardwise.planner.context import mixers_of
-from shardwise.planner.share import shapes_of, share_of
+from shardwise.planner.share import share_of
+from shardwise.planner.weights import shapes_of
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

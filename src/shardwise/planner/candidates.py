@@ -77,8 +77,8 @@ class Candidate(NamedTuple):
     micro_batch_size: int
     recomputation: Recomputed
     """A choice, the kinds of layers that are recomputed, or layers by number or by a budget."""
-    split: Literal["even", "by cost"] = "even"
-    """How a pipeline is cut, unless the run file says it."""
+    split: tuple[int, ...] | None = None
+    """Layers of each stage of a pipeline. None: as the run file says, or evenly."""
 
     def run_file(self, question: Question) -> RunConfig:
         """Return the run under this layout."""

@@ -107,8 +107,8 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
         between = link
     elif link is not None:
         inside = link
-    links = map(_link, (inside, between, row["host"]))
-    return Cluster(_device(match[2], row), int(match[1] or 1), nodes, *links)
+    inner, outer, host = map(_link, (inside, between, row["host"]))
+    return Cluster(_device(match[2], row), int(match[1] or 1), nodes, inner, outer, host)
 
 
 def efficiency(part: str) -> float:

@@ -25,8 +25,9 @@ from shardwise.models.expert_plan import experts_by_layer
 from shardwise.planner.context import sent_by_layers, sent_by_router_loss
 from shardwise.planner.data_messages import DATA_FORMULAS, sums_over_copies
 from shardwise.planner.messages import Messages, Step, Total, add_up, ranks_along, sizes_of
-from shardwise.planner.share import Chunk, Share, Weight
+from shardwise.planner.share import Chunk, Share
 from shardwise.planner.units import left_whole
+from shardwise.planner.weights import Weight
 from shardwise.schedule.context import MessageKind
 
 
@@ -142,7 +143,7 @@ def _numbers(step: Step) -> Iterator[Messages]:
     axis_sets: set[tuple[str, ...]] = set()
     for chunk in step.share.chunks:
         unsharded = left_whole(step.cfg, chunk)
-        for weight in chunk.weights:
+        for weight in chunk.unlike:
             if weight.is_trained:
                 axes = [] if weight in unsharded else [step.data_axis(weight)]
                 if weight.ep_dim is not None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from shardwise.models.matrices import muon_dtype
 from shardwise.planner.messages import Messages, Step
-from shardwise.planner.share import Weight
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
+from shardwise.planner.weights import Weight
 
 
 def _ddp(step: Step) -> Iterator[Messages]:

@@ -18,12 +18,15 @@ from shardwise.models.dtypes import product_dtype
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner.candidates import Candidate, Question, Subject, subject_of
 from shardwise.planner.choices import hashable
-from shardwise.planner.divisions import division_of, title
+from shardwise.planner.divisions import division_of, layout_name, title
 from shardwise.planner.memory import USABLE, Memory
 from shardwise.planner.peak import memory_of_share
 from shardwise.planner.recompute import TooSmallError, as_way, within_budget
 from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, time_of_step, unlike_ranks
+
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
+"""From the simplest."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,17 @@ class Choice:
     def time(self) -> StepTime:
         """The time of a step."""
         return self.price()
+
+    def order(self) -> tuple[float, int, int, bool, int]:
+        """Return by what choices are ordered: time in three digits, then how simple they are."""
+        candidate, parts = self.candidate, layout_name(self.candidate.division).split("-")
+        return (
+            float(f"{self.time.total:.2e}"),
+            len(parts) + (candidate.offload != "none"),
+            next((STRATEGIES.index(part) for part in parts if part in STRATEGIES), len(STRATEGIES)),
+            candidate.recomputation != "none",
+            self.memory.total,
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,8 +90,8 @@ class Choice:
         words.append(f"micro-batch {candidate.micro_batch_size}")
         if candidate.recomputation != "none":
             words.append(f"recompute {self._recomputation}")
-        if candidate.split != "even":
-            words.append(f"split {candidate.split}")
+        if candidate.split is not None:
+            words.append(f"layers {' + '.join(map(str, candidate.split))}")
         if not candidate.is_resharded:
             words.append("keeps gathered weights")
         if candidate.offload != "none":
@@ -122,9 +136,8 @@ class Exact:
     def _choice(self, candidate: Candidate) -> Choice | None:
         cfg, question = candidate.run_file(self.question), self.question
         if cfg.parallel.pp > 1 and "parallel.split" not in question.fixed:
-            split = even_split if candidate.split == "even" else split_by_cost
-            chosen = split(cfg, question, self.subject)
-            cfg = replace(cfg, parallel=replace(cfg.parallel, split=chosen))
+            split = [*candidate.split] if candidate.split else even_split(cfg, self.subject)
+            cfg = replace(cfg, parallel=replace(cfg.parallel, split=split))
         facts = Facts(self.question.num_ranks, self.subject.facts)
         message = next((message for _, message in rules.refusals(cfg, facts)), None)
         if message is not None:
@@ -194,7 +207,7 @@ def explain(question: Question) -> tuple[Choice, Subject]:
     return Exact(question, subject).of_run(cfg, candidate), subject
 
 
-def even_split(cfg: RunConfig, question: Question, subject: Subject) -> str | list[int]:
+def even_split(cfg: RunConfig, subject: Subject) -> str | list[int]:
     """Return the even split of a pipeline's layers whose fullest stage computes least.
 
     Either every stage has as many layers, or the ends have one less, for the embedding and head.
@@ -212,13 +225,17 @@ def even_split(cfg: RunConfig, question: Question, subject: Subject) -> str | li
     return "uniform" if slowest >= of_uniform or 0 in numbers[1:-1] else numbers
 
 
-def split_by_cost(cfg: RunConfig, question: Question, subject: Subject) -> list[int]:
+def split_by_cost(choice: Choice, subject: Subject) -> tuple[int, ...]:
     """Return the split that takes least time by the FLOPs of layers and head."""
+    cfg = choice.cfg
     balanced = replace(cfg, parallel=replace(cfg.parallel, split="balanced"))
-    number = min(num_microbatches(cfg, question.num_ranks), 4 * cfg.parallel.pp)
+    num_microbatches = cfg.training.global_batch_size // (
+        cfg.training.micro_batch_size * choice.candidate.division.num_data
+    )
+    number = min(num_microbatches, 4 * cfg.parallel.pp)
     (_, *inner, end) = choose_split(balanced, subject.units, number).boundaries
     # Boundaries count the embedding and the head, which belong to the first and the last stage.
-    return [high - low for low, high in pairwise((1, *inner, end - 1))]
+    return tuple(high - low for low, high in pairwise((1, *inner, end - 1)))
 
 
 def boundaries_of(cfg: RunConfig, subject: Subject, num_ranks: int) -> tuple[int, ...] | None:

@@ -14,9 +14,9 @@ from shardwise.assembly.costs import gradient_bytes
 from shardwise.config import RunConfig
 from shardwise.models.activations import UnitMemory
 from shardwise.parallel.zero import BUCKET_BYTES
-from shardwise.planner.share import Weight
 from shardwise.planner.units import Unit as Gathered
 from shardwise.planner.units import flat_parameters, flat_spans
+from shardwise.planner.weights import Weight
 
 
 @dataclass(frozen=True)

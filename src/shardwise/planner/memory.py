@@ -17,8 +17,9 @@ from shardwise.assembly.costs import gradient_bytes, optimizer_bytes
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, require
 from shardwise.layouts import context_joins_of, num_strategy_ranks
-from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
+from shardwise.planner.share import Chunk, Share, boundaries_of, share_of
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
+from shardwise.planner.weights import Weight
 
 USABLE = 0.95
 """The share of a device's memory that a plan may use, and of a budget that a choice may; the rest

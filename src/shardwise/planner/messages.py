@@ -11,7 +11,8 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import context_joins_of, num_strategy_ranks
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.planner.share import Share, Weight
+from shardwise.planner.share import Share
+from shardwise.planner.weights import Weight
 from shardwise.schedule.context import MessageKind
 
 Total = dict[tuple[str, str], tuple[int, int]]

@@ -36,8 +36,9 @@ from shardwise.planner.holding import (
 )
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass, Progress
-from shardwise.planner.share import Chunk, Share, Weight, boundaries_of, share_of
+from shardwise.planner.share import Chunk, Share, boundaries_of, share_of
 from shardwise.planner.update import summed_bytes, update_bytes
+from shardwise.planner.weights import Weight
 from shardwise.schedule.simulate import kept_messages
 
 NORM_ELEMENTS = 2**16

@@ -23,7 +23,8 @@ from shardwise.planner.communication import bytes_leaving, messages_of_step
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.messages import sizes_of
 from shardwise.planner.peak import Rank
-from shardwise.planner.share import Share, Weight, share_of
+from shardwise.planner.share import Share, share_of
+from shardwise.planner.weights import Weight
 from shardwise.schedule.split import Split
 
 

@@ -6,56 +6,28 @@ and from the best two the search goes on, one change at a time.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import prod
 from time import perf_counter
-from typing import Literal, NamedTuple
-
-import torch
 
 from shardwise.config import UserError
-from shardwise.models.dtypes import product_dtype
-from shardwise.planner.candidates import (
-    RECOMPUTATION,
-    SCHEDULES,
-    Candidate,
-    Question,
-    Space,
-    Subject,
-    subject_of,
-)
-from shardwise.planner.divisions import Division, layout_name, most_sharded, moved
+from shardwise.planner.candidates import Question, Space, Subject, subject_of
+from shardwise.planner.changes import Climb, changes_of, in_half_precision, split_otherwise
+from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, usable_bytes
+from shardwise.planner.prospects import PER_DIVISION, Prospect, promising
 from shardwise.words import counted
 
-NUM_EXACT = 12
+NUM_EXACT = 8
 """Divisions of the devices whose candidates are computed exactly, beside the first of each layout,
 unless too few of them fit."""
 NUM_FITTING = 5
 """So many fit at least, or as many as are shown."""
-MOST_DIVISIONS = 200
-PER_DIVISION = 3
-"""The fastest candidates of a division that are computed, beside its smallest."""
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
-"""From the simplest."""
 MOST_SIMPLER = 12
 """Other layouts that are shown."""
-MOST_CHUNKS = 32
-"""To find the split by cost of more takes longer than all else."""
-MOST_ROUNDS = 4
-"""Rounds of changes to the best choice."""
-
-
-class Prospect(NamedTuple):
-    """The candidates of a division that are computed first."""
-
-    fastest: list[Candidate]
-    smallest: Candidate
-    """The one with the lowest bound of memory."""
 
 
 @dataclass
@@ -99,18 +71,21 @@ def search(question: Question, top: int = 5) -> Answer:
     exact = Exact(question, subject)
     divisions = sorted(space.divisions(), key=estimates.least_seconds)
     _require_any(divisions, space)
-    _compute_first(exact, _promising(space, estimates, divisions), top)
+    _compute_first(exact, promising(space, estimates, divisions), top)
     if not _best_of_each(exact):
         space.offloads = ("none", "optimizer", "all")
-        _compute_first(exact, _promising(space, estimates, divisions), top)
+        _compute_first(exact, promising(space, estimates, divisions), top)
     answer = Answer(question, subject, num_divisions=len(divisions))
     answer.simpler = _simpler(exact, space, estimates, divisions)
     choices = _best_of_each(exact)
     if choices:
         # The second may have more to gain: another thing of it may fit.
         climb = Climb(exact, space, estimates, frozenset(divisions))
-        best = min((climb.from_choice(choice) for choice in choices[:2]), key=_order)
-        answer.changes = _changes(exact, space, best) | _in_half_precision(question, best)
+        best = min((climb.from_choice(choice) for choice in choices[:2]), key=Choice.order)
+        by_cost = [choice for choice in split_otherwise(exact, best).values() if choice.fits]
+        best = min([best, *by_cost], key=Choice.order)
+        changes = changes_of(exact, space, best) | split_otherwise(exact, best)
+        answer.changes = changes | in_half_precision(question, best)
     best_of_each = _best_of_each(exact)
     for choice in reversed(best_of_each):  # the best of a layout at last
         if (name := layout_name(choice.candidate.division)) in answer.simpler:
@@ -193,41 +168,9 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     )
 
 
-def _promising(space: Space, estimates: Estimates, divisions: Sequence[Division]) -> list[Prospect]:
-    """Return the divisions with the lowest estimates among those that may fit, best first.
-
-    Divisions come in the order of their lower bounds, so that most are never looked into.
-    """
-    limit = usable_bytes(space.question)
-    best: list[tuple[float, int, Prospect]] = []
-    for number, division in enumerate(divisions):
-        if len(best) == MOST_DIVISIONS and estimates.least_seconds(division) > -best[0][0]:
-            break
-        if estimates.state_bytes(division, space.offloads[-1]) > limit:
-            continue
-        prospect = _prospect(space, estimates, division)
-        if prospect is not None:
-            entry = (-estimates.seconds(prospect.fastest[0]), number, prospect)
-            push = heapq.heappush if len(best) < MOST_DIVISIONS else heapq.heappushpop
-            push(best, entry)
-    return [prospect for _, _, prospect in sorted(best, reverse=True)]
-
-
-def _prospect(space: Space, estimates: Estimates, division: Division) -> Prospect | None:
-    """Return the candidates of a division that may fit, if there are some."""
-    limit = usable_bytes(space.question)
-    sizes = {c: estimates.order_of_size(c) for c in space.candidates(division)}
-    may_fit = [candidate for candidate, (least, *_) in sizes.items() if least <= limit]
-    may_fit.sort(key=estimates.seconds)
-    fastest = [*islice(filter(space.is_allowed, may_fit), PER_DIVISION)]
-    if not fastest:
-        return None
-    smallest = next(filter(space.is_allowed, sorted(may_fit, key=sizes.__getitem__)))
-    return Prospect(fastest, smallest)
-
-
 def _compute_first(exact: Exact, prospects: Iterable[Prospect], top: int) -> None:
-    """Compute divisions in turn, until enough are computed and enough of them fit.
+    """Compute divisions in turn, until enough are computed and fit, and none is left that is
+    estimated to be faster than the best of them.
 
     Those that differ in their replicas count as one, which is nothing where not even its smallest
     candidate fits. Estimates of unlike layouts are unlike in their errors, so one division of each
@@ -236,21 +179,26 @@ def _compute_first(exact: Exact, prospects: Iterable[Prospect], top: int) -> Non
     question = exact.question
     is_open = question.wanted is None and "parallel.dp_replicate" not in question.fixed
     layouts, computed, fitting = set[str](), set[Division](), set[Division]()
+    best = math.inf
     for prospect in prospects:
         division = prospect.smallest.division
         layout, sharded = layout_name(division), most_sharded(division) if is_open else division
         is_enough = len(computed) >= NUM_EXACT and len(fitting) >= max(top, NUM_FITTING)
-        if is_enough and layout in layouts:
+        if is_enough and prospect.seconds > best:
+            if layout not in layouts:
+                choices = [exact.of(prospect.fastest[0]), exact.of(prospect.smallest)]
+                layouts |= {layout} if any(choices) else set()
             continue
-        most = 1 if is_enough or sharded in computed else PER_DIVISION
         smallest = exact.of(prospect.smallest._replace(division=sharded))
+        if smallest is None or smallest.fits:
+            most = 1 if sharded in computed else PER_DIVISION
+            for choice in map(exact.of, (prospect.smallest, *prospect.fastest[:most])):
+                if choice is not None and choice.fits:
+                    fitting.add(sharded)
+                    best = min(best, choice.time.total)
         if smallest is not None:
             layouts.add(layout)
             computed.add(sharded)
-        if smallest is None or smallest.fits:
-            choices = [*map(exact.of, (prospect.smallest, *prospect.fastest[:most]))]
-            if any(choice is not None and choice.fits for choice in choices):
-                fitting.add(sharded)
 
 
 def _best_of_each(exact: Exact) -> list[Choice]:
@@ -259,111 +207,9 @@ def _best_of_each(exact: Exact) -> list[Choice]:
     for choice in exact.choices.values():
         if choice is not None and choice.fits:
             division = choice.candidate.division
-            if division not in best or _order(choice) < _order(best[division]):
+            if division not in best or choice.order() < best[division].order():
                 best[division] = choice
-    return sorted(best.values(), key=_order)
-
-
-def _order(choice: Choice) -> tuple[float, int, int, bool, int]:
-    """Return by what choices are ordered: time in three digits, then how simple they are."""
-    division = choice.candidate.division
-    parts = layout_name(division).split("-")
-    return (
-        float(f"{choice.time.total:.2e}"),
-        len(parts) + (choice.candidate.offload != "none"),
-        next((STRATEGIES.index(part) for part in parts if part in STRATEGIES), len(STRATEGIES)),
-        choice.candidate.recomputation != "none",
-        choice.memory.total,
-    )
-
-
-@dataclass(frozen=True)
-class Climb:
-    """Single changes of a choice, as long as they make it faster."""
-
-    exact: Exact
-    space: Space
-    estimates: Estimates
-    divisions: frozenset[Division]
-    """Those in question."""
-
-    def from_choice(self, best: Choice) -> Choice:
-        """Return where the changes lead."""
-        for _ in range(MOST_ROUNDS):
-            changes = [candidate for _, candidate in changed(self.space, best.candidate)]
-            options = map(self.exact.of, (*changes, *self._beside(best.candidate)))
-            fitting = [choice for choice in options if choice is not None and choice.fits]
-            faster = min([best, *fitting], key=_order)
-            if faster is best:
-                break
-            best = faster
-        return best
-
-    def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the fastest candidates of divisions beside that of one, if they may be faster."""
-        most = self.estimates.seconds(candidate)
-        for division in self.divisions.intersection(moved(candidate.division)):
-            prospect = _prospect(self.space, self.estimates, division)
-            for other in prospect.fastest if prospect else ():
-                if self.estimates.seconds(other) < most:
-                    yield other
-
-
-def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """Yield candidates that differ from one in a single key of the run file, and the change."""
-    question = space.question
-    if "training.checkpointing" not in question.fixed:
-        for choice in RECOMPUTATION:
-            if choice != candidate.recomputation:
-                yield f"checkpointing {choice}", candidate._replace(recomputation=choice)
-    rows = question.cfg.training.global_batch_size // candidate.division.num_data
-    size = candidate.micro_batch_size
-    if "training.micro_batch_size" not in question.fixed:
-        if rows % (2 * size) == 0:
-            yield f"micro-batch {2 * size}", candidate._replace(micro_batch_size=2 * size)
-        if size % 2 == 0:
-            yield f"micro-batch {size // 2}", candidate._replace(micro_batch_size=size // 2)
-    is_open = "parallel.reshard_after_forward" not in question.fixed
-    if candidate.division.data == "fsdp2" and is_open:
-        resharded = not candidate.is_resharded
-        word = "frees" if resharded else "keeps"
-        yield f"{word} gathered weights", candidate._replace(is_resharded=resharded)
-    if candidate.division.pp > 1 and "parallel.schedule" not in question.fixed:
-        most = space.subject.facts.num_layers // candidate.division.pp
-        for schedule, num_virtual in SCHEDULES:
-            other = candidate._replace(schedule=schedule, num_virtual=num_virtual)
-            if other != candidate and num_virtual <= most:
-                yield f"{schedule} x{num_virtual}", other
-    num_chunks = candidate.division.pp * candidate.num_virtual
-    if "parallel.split" not in question.fixed and 1 < num_chunks <= MOST_CHUNKS:
-        split: Literal["even", "by cost"] = "by cost" if candidate.split == "even" else "even"
-        yield (
-            f"layers split {'by cost' if split == 'by cost' else 'evenly'}",
-            candidate._replace(split=split),
-        )
-    if question.device_type == "cuda" and "parallel.offload" not in question.fixed:
-        for offload in ("none", "optimizer", "all") if candidate.division.may_offload else ():
-            if offload != candidate.offload:
-                yield f"offload {offload}", candidate._replace(offload=offload)
-
-
-def _changes(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
-    options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
-    return {change: choice for change, choice in options.items() if choice is not None}
-
-
-def _in_half_precision(question: Question, best: Choice) -> dict[str, Choice]:
-    """Return a choice with products in bfloat16, if they are faster: to be seen, not to be taken.
-
-    Its losses are others.
-    """
-    training, device = question.cfg.training, question.cluster.device
-    if device.rate(product_dtype(question.cfg)) >= device.rate(torch.bfloat16):
-        return {}
-    half = replace(question.cfg, training=replace(training, precision="bfloat16"))
-    other = replace(question, cfg=half)
-    choice = Exact(other, subject_of(other)).of(best.candidate)
-    return {} if choice is None else {"products in bfloat16": choice}
+    return sorted(best.values(), key=Choice.order)
 
 
 def _simpler(

@@ -9,90 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property
 from math import prod
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from shardwise.assembly.costs import choose_split, costs_of, with_gradients
 from shardwise.assembly.describe import Description
-from shardwise.assembly.optimizer import selected_by
 from shardwise.config import RunConfig
-from shardwise.layouts import num_strategy_ranks, shard_dim
+from shardwise.layouts import num_strategy_ranks
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
-from shardwise.models.expert_plan import cuts_of as expert_cuts_of
-from shardwise.models.families import family_of
-from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import Cut
-from shardwise.models.tensor_plan import cuts_of, split_blocks
 from shardwise.planner.blocks import Block, blocks_of
 from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
 from shardwise.planner.experts import Mixture, mixtures_of
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter as a rank of `tp` and `ep` holds it, before data parallelism shards it."""
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    is_trained: bool
-    num_shards: int
-    """The data ranks that hold copies of it, or shards: of a routed expert 1/ep of them."""
-    tp_dim: int | None = None
-    """The dim along which `tp` shards it; None: every rank of `tp` holds all of it."""
-    ep_dim: int | None = None
-    """The dim along which `ep` shards it; None: it belongs to no routed expert."""
-    has_partial_gradient: bool = False
-    """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
-    is_selected: bool = False
-    """Whether the run's optimizer selects it: see `assembly.optimizer.selected_by`."""
-    shared_numels: tuple[int, ...] = ()
-    """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
-
-    def __hash__(self) -> int:
-        return hash(self.name)  # A search hashes millions of them.
-
-    def sharded(self, num_shards: int, num_expert_ranks: int) -> Weight:
-        """Return it with so many shards; those of an expert are among the ranks of its part."""
-        number = num_shards if self.ep_dim is None else num_shards // num_expert_ranks
-        return self if number == self.num_shards else replace(self, num_shards=number)
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements on a rank of `tp` and `ep`."""
-        return prod(self.shape)
-
-    @cached_property
-    def shard_dim(self) -> int | None:
-        """The dim that data parallelism shards, as `place.free_dim` chooses it.
-
-        None: no dim that is not sharded divides evenly, so that each data rank holds all of it.
-        """
-        taken = [dim for dim in (self.tp_dim, self.ep_dim) if dim is not None]
-        return shard_dim(self.shape, self.num_shards, taken)
-
-    @cached_property
-    def padded_numel(self) -> int:
-        """The elements of all shards, which are equal; the last ones may be padded."""
-        dim = self.shard_dim
-        if dim is None:
-            return self.numel
-        rows = -(-self.shape[dim] // self.num_shards) * self.num_shards
-        return self.numel // self.shape[dim] * rows
-
-    def shard_numel(self, rank: int) -> int:
-        """Return the elements that the rank `rank` of its shards holds, without padding."""
-        dim = self.shard_dim
-        if dim is None:
-            return self.numel
-        rows = -(-self.shape[dim] // self.num_shards)
-        return self.numel // self.shape[dim] * max(0, min(rows, self.shape[dim] - rank * rows))
+from shardwise.planner.weights import Weight, cut_weights, sharded
 
 
 @dataclass(frozen=True)
@@ -175,7 +106,7 @@ def share_of(
     layouts of the same run that were computed before; others are added.
     """
     parts = {} if parts is None else parts
-    of_layers = _cut_of(cfg, run, coordinates["tp"])
+    of_layers = cut_weights(cfg, run, coordinates["tp"])
     counts = counts_of(run.hf, run.spec)
     if run.pipeline is None:
         model = _chunk(cfg, run, counts, of_layers, 0, len(counts.units), (), parts)
@@ -207,108 +138,6 @@ def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
     return choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
 
 
-def shapes_of(cfg: RunConfig, run: Description) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights, by name, as the first rank of `tp` and `ep` has them."""
-    return {w.name: w.shape for ws in _cut_of(cfg, run, 0).values() for w in ws}
-
-
-def _cut_of(cfg: RunConfig, run: Description, rank: int) -> Mapping[str, tuple[Weight, ...]]:
-    """Return the weights by layer as rank `rank` of `tp` and any of `ep` hold them, one copy each.
-
-    Those of no layer are under "start" and "end".
-    """
-    parallel, hf = cfg.parallel, as_stored(run.hf, cfg.model.base)
-    cut = parallel.tp, parallel.ep, parallel.sequence_parallel, rank
-    return _cut_weights(hf, cfg.optimizer.name, run.spec, *cut)
-
-
-@lru_cache(maxsize=1024)
-def _sharded(
-    weights: tuple[Weight, ...], num_shards: int, num_expert_ranks: int
-) -> tuple[Weight, ...]:
-    """Return the weights of a layer with so many shards: candidates of a search often agree."""
-    return tuple(weight.sharded(num_shards, num_expert_ranks) for weight in weights)
-
-
-def _by_layer(spec: ModelSpec, weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
-    """Return the weights of each layer by its name, the others under "start" and "end"."""
-    names = {layer.name for layer in spec.layers}
-    depth = max((name.count(".") + 1 for name in names), default=0)
-    at_start = tuple(f"{path}." for path in (spec.embed, spec.positions) if path)
-    groups: dict[str, list[Weight]] = {"start": [], **{x.name: [] for x in spec.layers}, "end": []}
-    for weight in weights:
-        name = ".".join(weight.name.split(".")[:depth])
-        end = "start" if weight.name.startswith(at_start) else "end"
-        groups[name if name in names else end].append(weight)
-    return {name: tuple(group) for name, group in groups.items()}
-
-
-@lru_cache(maxsize=64)
-def _cut_weights(
-    hf: PreTrainedModel,
-    optimizer: str,
-    spec: ModelSpec,
-    num_ranks: int,
-    num_expert_ranks: int,
-    sequence_parallel: bool,
-    rank: int,
-) -> Mapping[str, tuple[Weight, ...]]:
-    """See `_cut_of`."""
-    selected = selected_by(optimizer, hf, spec, family_of(hf))
-    weights = [
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, 1, is_selected=name in selected)
-        for name, p in hf.named_parameters()
-    ]
-    if num_expert_ranks > 1:
-        expert_cuts = expert_cuts_of(hf, spec, num_expert_ranks)
-        weights = [_of_experts(weight, expert_cuts.get(weight.name)) for weight in weights]
-    if num_ranks == 1:
-        return _by_layer(spec, weights)
-    cuts = cuts_of(hf, spec, num_ranks)
-    splits = {
-        f"{layer.name}.{path}.": split
-        for layer in spec.layers
-        for path, split in split_blocks(hf, layer, num_ranks).items()
-    }
-    # With sequence parallelism a rank has its share of the tokens between blocks.
-    between = [layer.name for layer in spec.layers] + [spec.norm]
-    shared_tokens = tuple(f"{path}." for path in between if sequence_parallel)
-
-    def of_rank(weight: Weight) -> Weight:
-        if weight.name.startswith((f"{spec.embed}.", f"{spec.head}.")):
-            most = -(-weight.shape[0] // num_ranks)
-            rows = min(most, weight.shape[0] - rank * most)
-            return replace(weight, shape=(rows, *weight.shape[1:]), tp_dim=0)
-        if weight.name in cuts:
-            return _cut(weight, cuts[weight.name], rank)
-        places = accumulate(f"{part}." for part in weight.name.split("."))
-        block = next((place for place in places if place in splits), None)
-        is_between = block is None and weight.name.startswith(shared_tokens)
-        is_inside = block is not None and splits[block] is not None
-        return replace(weight, has_partial_gradient=is_between or is_inside)
-
-    return _by_layer(spec, map(of_rank, weights))
-
-
-def _of_experts(weight: Weight, cut: Cut | None) -> Weight:
-    """Return a weight of which a rank of `ep` has some experts, if it belongs to experts."""
-    if cut is None:
-        return weight
-    shape = _with_size(weight.shape, cut.dim, cut.rows.local_size)
-    return replace(weight, shape=shape, ep_dim=cut.dim)
-
-
-def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _cut(weight: Weight, cut: Cut, rank: int) -> Weight:
-    per_row = weight.numel // weight.shape[cut.dim]
-    shared = tuple(segment.size * per_row for segment, *_ in cut.rows.shared_segments(rank))
-    shape = _with_size(weight.shape, cut.dim, cut.rows.local_size)
-    return replace(weight, shape=shape, tp_dim=cut.dim, shared_numels=shared)
-
-
 def _chunk(
     cfg: RunConfig,
     run: Description,
@@ -335,7 +164,7 @@ def _chunk(
         cut = of_layers[name]
         if name in ("start", "end"):
             cut = tuple(w for w in cut if w.name not in taken and not w.name.startswith(foreign))
-        kept[name] = _sharded(cut, num_shards, cfg.parallel.ep)
+        kept[name] = sharded(cut, num_shards, cfg.parallel.ep)
     blocks: list[Block] = []
     mixers: list[Mixer] = []
     mixtures: list[Mixture] = []

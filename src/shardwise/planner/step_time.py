@@ -27,9 +27,10 @@ from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
 from shardwise.planner.communication import of_data, step_of, within_layers
 from shardwise.planner.messages import Total, add_up, ranks_along
-from shardwise.planner.share import Share, shapes_of
+from shardwise.planner.share import Share
 from shardwise.planner.shares import Shares
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
+from shardwise.planner.weights import shapes_of
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.simulate import step_seconds
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.config import RunConfig
-from shardwise.planner.share import Chunk, Weight
+from shardwise.planner.share import Chunk
+from shardwise.planner.weights import Weight
 
 ALIGNMENT_BYTES = 16
 """Each parameter in one of fsdp1's flat parameters starts at a multiple of so many bytes."""

@@ -9,7 +9,7 @@ from shardwise.config import RunConfig
 from shardwise.models.eight_bit import chunk_numel
 from shardwise.models.matrices import muon_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
-from shardwise.planner.share import Weight
+from shardwise.planner.weights import Weight
 
 
 def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) -> int:

@@ -1,0 +1,124 @@
+"""A choice with one thing changed: to climb from it to a faster one, and to see what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.models.dtypes import product_dtype
+from shardwise.planner.candidates import (
+    RECOMPUTATION,
+    SCHEDULES,
+    Candidate,
+    Question,
+    Space,
+    subject_of,
+)
+from shardwise.planner.divisions import Division, moved
+from shardwise.planner.estimate import Estimates
+from shardwise.planner.exact import Choice, Exact, split_by_cost
+from shardwise.planner.prospects import prospect_of
+
+MOST_CHUNKS = 32
+"""To find the split by cost of more takes longer than all else."""
+MOST_ROUNDS = 4
+"""Rounds of changes."""
+
+
+@dataclass(frozen=True)
+class Climb:
+    """Single changes of a choice, as long as they make it faster."""
+
+    exact: Exact
+    space: Space
+    estimates: Estimates
+    divisions: frozenset[Division]
+    """Those in question."""
+
+    def from_choice(self, best: Choice) -> Choice:
+        """Return where the changes lead."""
+        for _ in range(MOST_ROUNDS):
+            changes = [candidate for _, candidate in changed(self.space, best.candidate)]
+            options = map(self.exact.of, (*changes, *self._beside(best.candidate)))
+            fitting = [choice for choice in options if choice is not None and choice.fits]
+            faster = min([best, *fitting], key=Choice.order)
+            if faster is best:
+                break
+            best = faster
+        return best
+
+    def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield the fastest candidates of divisions beside that of one, if they may be faster."""
+        most = self.estimates.seconds(candidate)
+        for division in self.divisions.intersection(moved(candidate.division)):
+            prospect = prospect_of(self.space, self.estimates, division)
+            for other in prospect.fastest if prospect else ():
+                if self.estimates.seconds(other) < most:
+                    yield other
+
+
+def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Yield candidates that differ from one in a single key of the run file, and the change."""
+    question = space.question
+    if "training.checkpointing" not in question.fixed:
+        for choice in RECOMPUTATION:
+            if choice != candidate.recomputation:
+                yield f"checkpointing {choice}", candidate._replace(recomputation=choice)
+    rows = question.cfg.training.global_batch_size // candidate.division.num_data
+    size = candidate.micro_batch_size
+    if "training.micro_batch_size" not in question.fixed:
+        if rows % (2 * size) == 0:
+            yield f"micro-batch {2 * size}", candidate._replace(micro_batch_size=2 * size)
+        if size % 2 == 0:
+            yield f"micro-batch {size // 2}", candidate._replace(micro_batch_size=size // 2)
+    is_open = "parallel.reshard_after_forward" not in question.fixed
+    if candidate.division.data == "fsdp2" and is_open:
+        resharded = not candidate.is_resharded
+        word = "frees" if resharded else "keeps"
+        yield f"{word} gathered weights", candidate._replace(is_resharded=resharded)
+    if candidate.division.pp > 1 and "parallel.schedule" not in question.fixed:
+        most = space.subject.facts.num_layers // candidate.division.pp
+        for schedule, num_virtual in SCHEDULES:
+            is_other = (schedule, num_virtual) != (candidate.schedule, candidate.num_virtual)
+            if is_other and num_virtual <= most:
+                other = candidate._replace(schedule=schedule, num_virtual=num_virtual, split=None)
+                yield f"{schedule} x{num_virtual}", other
+    if question.device_type == "cuda" and "parallel.offload" not in question.fixed:
+        for offload in ("none", "optimizer", "all") if candidate.division.may_offload else ():
+            if offload != candidate.offload:
+                yield f"offload {offload}", candidate._replace(offload=offload)
+
+
+def changes_of(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
+    """Return a choice with each single thing changed, by what it is."""
+    options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
+    return {change: choice for change, choice in options.items() if choice is not None}
+
+
+def split_otherwise(exact: Exact, best: Choice) -> dict[str, Choice]:
+    """Return a pipeline whose layers are split by cost, not evenly, or the other way round."""
+    candidate = best.candidate
+    num_chunks = candidate.division.pp * candidate.num_virtual
+    if "parallel.split" in exact.question.fixed or not 1 < num_chunks <= MOST_CHUNKS:
+        return {}
+    change, split = "layers split evenly", None
+    if candidate.split is None:
+        change, split = "layers split by cost", split_by_cost(best, exact.subject)
+    choice = exact.of(candidate._replace(split=split))
+    return {} if choice is None else {change: choice}
+
+
+def in_half_precision(question: Question, best: Choice) -> dict[str, Choice]:
+    """Return a choice with products in bfloat16, if they are faster: to be seen, not to be taken.
+
+    Its losses are others.
+    """
+    training, device = question.cfg.training, question.cluster.device
+    if device.rate(product_dtype(question.cfg)) >= device.rate(torch.bfloat16):
+        return {}
+    half = replace(question.cfg, training=replace(training, precision="bfloat16"))
+    other = replace(question, cfg=half)
+    choice = Exact(other, subject_of(other)).of(best.candidate)
+    return {} if choice is None else {"products in bfloat16": choice}
