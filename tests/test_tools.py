@@ -18,11 +18,12 @@ from shardwise.assembly.describe import describe
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.drawing.svg import drawing
 from shardwise.planner.peak import memory_of_run
+from shardwise.records.cell import Axis, CellPlan
 from shardwise.report.folder import Bench
 from shardwise.report.tables import Row, make_rows
 from shardwise.run_file import parse_config
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
-from tests.report.conftest import mixtures, pipelines, record, strategies, write
+from tests.report.conftest import mixtures, pipelines, record, strategies, sweep_of, write
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -151,6 +152,30 @@ def test_the_figure_of_bubbles_has_them_measured_and_simulated(tool: ModuleType)
         assert point.simulated == pytest.approx(point.measured)
     with drawing():
         assert tool.microbatches(study).name == "microbatches"
+
+
+@pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
+def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(
+    tool: ModuleType,
+) -> None:
+    sizes = {"single": (1, 100), "ddp-2": (2, 90), "ddp-4": (4, 80), "tp-2": (2, 50)}
+    plans = {
+        name: CellPlan(name, {"strategy": name}, nproc, "lora", None, timed=False)
+        for name, (nproc, _) in sizes.items()
+    }
+    axis = Axis("strategy", tuple(plans), ("nproc", "parallel.data"), True)
+    records = {
+        name: record(plan, peak=sizes[name][1] * 2**20, data="ddp") for name, plan in plans.items()
+    }
+    bench = Bench(sweep_of((axis,), [*plans.values()]), records)
+    with drawing():
+        drawn = tool.processes(tool.Study(bench, make_rows(bench), {}))
+        upper, lower = drawn.figure.axes
+        ddp, tp = upper.lines
+        assert [*ddp.get_xdata()] == [1, 2, 4]
+        assert [*ddp.get_ydata()] == [100, 90, 80]
+        assert [*tp.get_ydata()] == [100, 50]
+        assert [*lower.lines[0].get_ydata()] == [0, 3, 3]
 
 
 @pytest.mark.slow

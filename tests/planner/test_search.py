@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -24,6 +25,7 @@ from shardwise.planner.peak import memory_of_rank
 from shardwise.planner.plan_page import heading
 from shardwise.planner.search import Answer, search
 from shardwise.presets import MODELS
+from tests.models.quantised_folders import NF4
 from tests.planner.test_calibration import made
 
 
@@ -176,6 +178,19 @@ def test_what_stays_on_the_host_takes_time():
     assert runs["none"].time.optimizer < runs["all"].time.optimizer
     messages = [c.time.communication + c.time.hidden_communication for c in runs.values()]
     assert messages[0] == messages[1] < messages[2]
+
+
+def test_a_quantised_folder_is_planned_as_it_is_trained_which_is_said(tmp_path):
+    content = json.loads((MODELS / "qwen3_5-0.8b" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": NF4}))
+    asked = question("qwen3_5-0.8b", "1xRTX4090")
+    cfg = replace(asked.cfg, model=replace(asked.cfg.model, path=str(tmp_path)))
+    said = [" ".join(heading(asked, subject_of(asked)))]
+    for base in ("none", "nf4"):
+        one = replace(asked, cfg=replace(cfg, model=replace(cfg.model, base=base)))
+        said.append(" ".join(heading(one, subject_of(one))))
+    stored = "stored as nf4, and here they take the memory of bfloat16; model.base: nf4 keeps them"
+    assert [stored in text for text in said] == [False, True, False]
 
 
 def test_the_best_is_shown_with_one_thing_changed():

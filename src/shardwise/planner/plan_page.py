@@ -52,7 +52,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 
 def heading(question: Question, subject: Subject) -> Iterator[str]:
-    """Yield lines on what is planned: the model, the step and the devices."""
+    """Yield lines on what is planned: the model, the step and the devices, with notes on them."""
     cfg, cluster = question.cfg, question.cluster
     counts = subject.counts
     trained = "in full"
@@ -73,6 +73,7 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
         f"{cluster.num_devices:,} x {device.name} in {counted(cluster.nodes, 'node')}; "
         f"{size(usable_bytes(question))} of {size(device.memory_bytes)} may be used"
     )
+    yield from subject.run.notes
     if cluster.calibration is not None:
         mode = "lora" if cfg.lora else "full"
         keys = {f"{x.kind}, {x.feed_forward}, {mode}" for x in subject.run.spec.layers}
