@@ -145,7 +145,7 @@ class Estimates:
             weights /= shards
         else:
             weights -= self.experts * (1 - 1 / division.ep)
-        # Nor does it reduce gradients before the last micro-batch.
+        # A stage of a pipeline reduces them after the last micro-batch only.
         are_reduced = division.data == "zero2" or (division.data == "fsdp2" and division.pp == 1)
         gradients /= shards if are_reduced else division.ep
         states /= shards if division.data in ("fsdp2", "zero1", "zero2") else division.ep
