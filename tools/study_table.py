@@ -112,7 +112,7 @@ def validation(study: Study) -> str:
     def figures(row: Row | None) -> str:
         return f"{row.validation[-1][1]:.7f}" if row and row.validation else NOTHING
 
-    return by_group(study, figures)
+    return by_group(study, figures, with_control=True)
 
 
 def by_group(study: Study, figures: Callable[[Row | None], str], with_control: bool = False) -> str:
