@@ -28,11 +28,12 @@ YAML_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 SWEEPS = [path for path in YAML_FILES if "axes" in yaml.safe_load(path.read_text(encoding="utf-8"))]
 RUN_FILES = [path for path in YAML_FILES if path not in SWEEPS]
 NUM_CELLS = {
-    "cpu": 72,
+    "cpu": 88,
     "models": 56,
     "experts": 8,
     "microbatches": 12,
     "compositions": 24,
+    "processes": 42,
     "gpu": 32,
 }
 """Of the studies' sweeps, controls aside."""
