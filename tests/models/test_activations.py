@@ -12,7 +12,7 @@ import torch
 from shardwise.batches import Batch
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.activations import UnitMemory, unit_memory
+from shardwise.models.activations import UnitMemory, is_trained_below, unit_memory
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.kinds import KINDS
@@ -88,18 +88,18 @@ class Part:
         for hook in hooks:
             hook.remove()
 
-    def measured(self, layer: LayerSpec, needs_input: bool) -> UnitMemory:
+    def measured(self, layer: LayerSpec) -> UnitMemory:
         """What one layer takes, alone, with gradients of weights that are there already."""
         module = self.hf.get_submodule(layer.name)
         args, kwargs = self.calls[layer.name]
-        x = args[0].detach().clone().requires_grad_(needs_input)
 
-        def forward() -> torch.Tensor:
+        def forward(x: torch.Tensor) -> torch.Tensor:
             with self.part.autocast(self.batch):
                 out = module(x, *args[1:], **kwargs)
             return out[0] if isinstance(out, tuple) else out
 
-        return measured(forward, module, x.nbytes)
+        needs_input = is_trained_below(self.hf, self.spec, layer.number + 1)
+        return measured(forward, module, args[0], needs_input)
 
 
 class Last(torch.autograd.Function):
@@ -115,22 +115,26 @@ class Last(torch.autograd.Function):
         return torch.ones(ctx.shape, dtype=ctx.dtype)
 
 
-def kept_bytes(memory: PeakMemory, out: torch.Tensor, input_bytes: int) -> int:
+def kept_bytes(memory: PeakMemory, out: torch.Tensor) -> int:
     assert memory.exit_bytes is not None
     assert memory.entry_bytes is not None
-    return memory.exit_bytes - memory.entry_bytes - out.nbytes + input_bytes
+    return memory.exit_bytes - memory.entry_bytes - out.nbytes
 
 
-def measured(forward: Any, module: torch.nn.Module, input_bytes: int) -> UnitMemory:
+def measured(
+    forward: Any, module: torch.nn.Module, x: torch.Tensor, needs_input: bool
+) -> UnitMemory:
+    """What a forward takes of a copy of x, which nothing holds but what its backward reads."""
+    leaf = x.detach().clone().requires_grad_(needs_input)
     for p in module.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
-    Last.apply(forward()).backward()
+    Last.apply(forward(leaf.clone())).backward()
     with PeakMemory(torch.device("cpu")) as memory:
-        out = forward()
-    kept = kept_bytes(memory, out, input_bytes)
+        out = forward(leaf.clone())
+    kept = kept_bytes(memory, out)
     loss, num_bytes = Last.apply(out), out.nbytes
     del out
-    forward_bytes = memory.added_bytes()
+    forward_bytes = memory.added_bytes() - x.nbytes
     with PeakMemory(torch.device("cpu")) as memory:
         loss.backward()
     return UnitMemory(kept, forward_bytes, memory.added_bytes() - num_bytes)
@@ -173,7 +177,7 @@ def test_a_layer_keeps_what_its_formula_says(family, setting):
     part = Part(config(family, SETTINGS[setting]))
     for place, layer in layers_of_every_kind(part):
         formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
-        counted = part.measured(layer, needs_input=True)
+        counted = part.measured(layer)
         assert close(formula.kept, counted.kept, 0.01), (layer.kind, formula, counted)
 
 
@@ -197,7 +201,7 @@ def test_the_most_that_is_alive_with_lengths_of_rows(family, setting):
     part = Part(config(family, setting))
     for place, layer in layers_of_every_kind(part):
         formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
-        counted = part.measured(layer, needs_input=True)
+        counted = part.measured(layer)
         total = formula.kept + formula.backward, counted.kept + counted.backward
         assert close(formula.kept, counted.kept, 0.01), (layer.kind, formula, counted)
         assert close(*total, 0.05), (layer.kind, formula, counted)
@@ -215,7 +219,7 @@ def test_selective_checkpointing_keeps_the_outputs_of_products(family, mode):
     part = Part(config(family, Setting(lora, checkpointing="operators")))
     for place, layer in layers_of_every_kind(part):
         formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
-        counted = part.measured(layer, needs_input=True)
+        counted = part.measured(layer)
         total = formula.kept + formula.backward, counted.kept + counted.backward
         assert close(formula.kept, counted.kept, 0.005), (layer.kind, formula, counted)
         assert close(*total, 0.04), (layer.kind, formula, counted)
@@ -226,7 +230,7 @@ def test_selective_checkpointing_of_kda():
     place, layer = layers_of_every_kind(part)[0]
     assert layer.kind == "kda"
     formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
-    counted = part.measured(layer, needs_input=True)
+    counted = part.measured(layer)
     total = formula.kept + formula.backward, counted.kept + counted.backward
     assert close(formula.kept, counted.kept, 0.005), (formula, counted)
     assert close(*total, 0.01), (formula, counted)
@@ -243,7 +247,7 @@ def test_the_most_that_is_alive(family):
     part = Part(config(family, SETTINGS["lora"]))
     for place, layer in layers_of_every_kind(part):
         formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
-        counted = part.measured(layer, needs_input=True)
+        counted = part.measured(layer)
         total = formula.kept + formula.backward, counted.kept + counted.backward
         # Of a chunk of a recurrence it is known roughly how much is alive.
         assert close(formula.forward, counted.forward, 0.02), (layer.kind, formula, counted)
@@ -258,17 +262,16 @@ def test_the_head(loss, lora):
     last = len(part.spec.layers) + 1
     formula = unit_memory(cfg, part.hf, part.spec, last)
     norm, head = part.hf.get_submodule(part.spec.norm), part.hf.get_submodule(part.spec.head)
-    x = part.hidden.detach().clone().requires_grad_()
     both = torch.nn.ModuleList([norm, head])
     labels = part.batch.labels
 
-    def forward() -> torch.Tensor:
+    def forward(x: torch.Tensor) -> torch.Tensor:
         if loss == "plain":
             logits = head(norm(x)).flatten(0, 1).float()
             return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
         return head(norm(x), labels=labels)
 
-    counted = measured(forward, both, x.nbytes)
+    counted = measured(forward, both, part.hidden, needs_input=True)
     assert close(formula.kept, counted.kept, 0.02), (formula, counted)
     assert close(formula.forward, counted.forward, 0.05), (formula, counted)
 

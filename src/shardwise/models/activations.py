@@ -39,7 +39,7 @@ class UnitMemory(NamedTuple):
     """Bytes of one micro-batch in one unit on a rank."""
 
     kept: int
-    """Alive from its forward to its backward, its input included, its output not."""
+    """Alive from its forward to its backward, its input included if it is, its output not."""
     forward: int
     """The most alive at once during its forward, beyond what was alive before it."""
     backward: int
@@ -48,6 +48,9 @@ class UnitMemory(NamedTuple):
     late: int = 0
     """What the first half of a backward leaves for the second, beside what is kept: the gradients
     of what is computed with trained weights."""
+    keeps_input: bool = True
+    """Whether its input is alive so long. A norm that computes in float32 keeps its input in that
+    dtype, and no other operation reads bfloat16 hidden states again."""
 
 
 def unit_memory(
@@ -95,23 +98,25 @@ class _Unit:
         """Ranks of `tp` that share the tokens between blocks."""
         numel = cfg.training.micro_batch_size * self.length * spec.hidden_size
         self.x = self.tape.tensor(numel // self.num_shares, self.hidden)
-        if cfg.parallel.schedule in HALVING or _is_trained_below(hf, spec, unit_index):
+        if cfg.parallel.schedule in HALVING or is_trained_below(hf, spec, unit_index):
             self.x.slot = Slot(self.x.num_bytes)
 
     def memory(self, forward: Callable[[Tensor], Tensor], itself: bool = True) -> UnitMemory:
         """Return the memory of a unit; `itself`: it has hidden states for an input."""
-        tape, given = self.tape, self.x.num_bytes if itself else 0
-        before = tape.alive_bytes
+        tape, before = self.tape, self.tape.alive_bytes
         tape.peak_bytes = 0
         out = forward(self.x)
         forward_bytes = tape.peak_bytes - before
-        kept, slot = given + tape.alive_bytes - before - out.num_bytes, out.slot
+        kept, slot = tape.alive_bytes - before - out.num_bytes, out.slot
+        keeps_input = not itself or tape.reads(self.x)
+        if itself and keeps_input:
+            kept += self.x.num_bytes
         num_bytes = out.num_bytes
         if slot is None:
             return UnitMemory(0, forward_bytes, 0)
         del out
         backward_bytes = self._backward(slot, [Memory(tape, num_bytes)])
-        return UnitMemory(kept, forward_bytes, backward_bytes, tape.late_bytes)
+        return UnitMemory(kept, forward_bytes, backward_bytes, tape.late_bytes, keeps_input)
 
     def memory_recomputed(
         self, forward: Callable[[Tensor], Tensor], keeps_products: bool
@@ -230,7 +235,7 @@ def device_of(cfg: RunConfig) -> str:
     return "cpu" if cfg.training.device == "cpu" else "cuda"
 
 
-def _is_trained_below(hf: Any, spec: ModelSpec, unit_index: int) -> bool:
+def is_trained_below(hf: Any, spec: ModelSpec, unit_index: int) -> bool:
     """Return whether the backward goes on below a unit."""
     paths = [spec.embed, *(layer.name for layer in spec.layers)][:unit_index]
     return any(p.requires_grad for path in paths for p in hf.get_submodule(path).parameters())

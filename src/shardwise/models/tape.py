@@ -111,6 +111,10 @@ class Tape:
     """The number of the last operation whose backward reads a tensor."""
     _untaken: list[Memory] = field(default_factory=list)
 
+    def reads(self, x: Tensor) -> bool:
+        """Return whether the backward of what has run reads a tensor."""
+        return any(x.memory is memory for node in self._nodes for memory in node.kept)
+
     def touch(self, scratch_bytes: int = 0) -> None:
         """Count bytes that are alive only at this moment, beside all others."""
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes + scratch_bytes)

@@ -174,6 +174,10 @@ class Rank:
             name = layer.name if layer else ends[number]
             units.append(Unit(name, self.memories[key], of_unit))
             is_trained |= any(weight.is_trained for weight in of_unit)
+        below = units[0].memory
+        if not stage.first and not below.keeps_input:  # torch's stage holds its input
+            kept = below._replace(kept=below.kept + self.hidden, keeps_input=True)
+            units[0] = replace(units[0], memory=kept)
         if self._moves_activations:
             layers = slice(stage.first, len(units) - stage.last)
             moved = offloaded([unit.memory for unit in units[layers]])
