@@ -82,7 +82,7 @@ def offloaded(layers: Sequence[UnitMemory]) -> list[UnitMemory]:
     below = [0, *(layer.kept for layer in layers)]
     return [
         UnitMemory(0, forward + near, kept + near + backward, late)
-        for near, (kept, forward, backward, late) in zip(below, layers)
+        for near, (kept, forward, backward, late, _) in zip(below, layers)
     ]
 
 
