@@ -180,6 +180,16 @@ def test_what_stays_on_the_host_takes_time():
     assert messages[0] == messages[1] < messages[2]
 
 
+def test_activations_that_go_to_the_host_are_planned():
+    asked = question("qwen3_5-0.8b", "1xRTX4090")
+    training = replace(asked.cfg.training, offload_activations=True)
+    moved = replace(asked, cfg=replace(asked.cfg, training=training))
+    least, most = (
+        min(choice.memory.activations for choice in search(one).computed) for one in (moved, asked)
+    )
+    assert least < most
+
+
 def test_a_quantised_folder_is_planned_as_it_is_trained_which_is_said(tmp_path):
     content = json.loads((MODELS / "qwen3_5-0.8b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": NF4}))
