@@ -46,7 +46,7 @@ CASES = (
 )
 """What the case shows, preset, devices of a node, nodes, link between them.
 
-Links within a node are fast but for RTX4090. In full what is said of one device holds, too.
+Links within a node are fast except for RTX4090. In full what is said of one device holds, too.
 """
 ROWS, LENGTH = 512, 8_192
 

@@ -35,7 +35,7 @@ class Climb:
     space: Space
     estimates: Estimates
     divisions: frozenset[Division]
-    """Those in question."""
+    """The divisions in question."""
 
     def from_choice(self, best: Choice) -> Choice:
         """Return where the changes lead."""

@@ -34,7 +34,7 @@ class Estimates:
             str(choice): self._of_a_row(choice)
             for choice in ("none", *recomputations(self.question))
         }
-        """Of the layers and of the head, by the choice of recomputation."""
+        """Seconds of a row in the layers and in the head, by the choice of recomputation."""
         self.rows = cfg.training.global_batch_size
         self.weights = self.subject.total("weight_bytes")
         self.gradients = self.subject.total("gradient_bytes")

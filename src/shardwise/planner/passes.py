@@ -45,7 +45,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.forwards, self.backwards = Counter[int](), Counter[int]()
-        """Those that have ended."""
+        """Forwards and backwards that have ended."""
         self.in_flight = Counter[int]()
         """Forwards whose backward has not begun."""
         self.halved = Counter[int]()
