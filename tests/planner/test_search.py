@@ -178,6 +178,9 @@ def test_what_stays_on_the_host_takes_time():
     assert runs["none"].time.optimizer < runs["all"].time.optimizer
     messages = [c.time.communication + c.time.hidden_communication for c in runs.values()]
     assert messages[0] == messages[1] < messages[2]
+    on_cpu = replace(asked, cluster=cluster_of("8xCPU-core"))
+    times = [explain(replace(on_cpu, cfg=c.cfg))[0].time.total for c in runs.values()]
+    assert len({*times}) == 1
 
 
 def test_activations_that_go_to_the_host_are_planned():

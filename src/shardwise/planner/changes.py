@@ -105,7 +105,8 @@ def split_otherwise(exact: Exact, best: Choice) -> dict[str, Choice]:
         return {}
     change, split = "layers split evenly", None
     if candidate.split is None:
-        change, split = "layers split by cost", split_by_cost(best, exact.subject)
+        change = "layers split by cost"
+        split = split_by_cost(best.cfg, exact.question, exact.subject)
     choice = exact.of(candidate._replace(split=split))
     return {} if choice is None else {change: choice}
 

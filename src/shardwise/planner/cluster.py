@@ -57,7 +57,7 @@ class Cluster:
     inside: Link
     between: Link
     host: Link
-    """What joins a device and the memory of its host."""
+    """The link between a device and the memory of its host."""
     calibration: Calibration | None = None
     """What was measured here; None for a preset."""
 

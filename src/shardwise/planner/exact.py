@@ -225,14 +225,11 @@ def even_split(cfg: RunConfig, subject: Subject) -> str | list[int]:
     return "uniform" if slowest >= of_uniform or 0 in numbers[1:-1] else numbers
 
 
-def split_by_cost(choice: Choice, subject: Subject) -> tuple[int, ...]:
-    """Return the split that takes least time by the FLOPs of layers and head."""
-    cfg = choice.cfg
+def split_by_cost(cfg: RunConfig, question: Question, subject: Subject) -> tuple[int, ...]:
+    """Return the split of a pipeline that takes least time by the FLOPs of layers and head."""
     balanced = replace(cfg, parallel=replace(cfg.parallel, split="balanced"))
-    num_microbatches = cfg.training.global_batch_size // (
-        cfg.training.micro_batch_size * choice.candidate.division.num_data
-    )
-    number = min(num_microbatches, 4 * cfg.parallel.pp)
+    # Further ones take as long as those before: see Pipeline.shortened.
+    number = min(num_microbatches(cfg, question.num_ranks), 4 * cfg.parallel.pp)
     (_, *inner, end) = choose_split(balanced, subject.units, number).boundaries
     # Boundaries count the embedding and the head, which belong to the first and the last stage.
     return tuple(high - low for low, high in pairwise((1, *inner, end - 1)))

@@ -262,7 +262,7 @@ def _span(sizes: Mapping[str, int], axis: str) -> int:
 
 def _hideable(cfg: RunConfig, cluster: Cluster, forwards: float, backwards: float, m: int) -> float:
     """Return the seconds of computing behind which messages of data parallelism can hide."""
-    if "bfloat16" not in cluster.device.flops:  # a CPU
+    if _is_cpu(cluster):
         return 0.0
     if cfg.parallel.data in ("fsdp1", "fsdp2"):
         return forwards + backwards
@@ -271,20 +271,27 @@ def _hideable(cfg: RunConfig, cluster: Cluster, forwards: float, backwards: floa
     return 0.0
 
 
+def _is_cpu(cluster: Cluster) -> bool:
+    """Return whether the devices are CPUs, which have no memory beside their host's."""
+    return "bfloat16" not in cluster.device.flops
+
+
 def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
     """Return the seconds of the gradient norm, clipping and the update of a rank's shards."""
     is_sharded = cfg.parallel.data not in ("single", "ddp")
-    numel = sum(w.shard_numel(0) if is_sharded else w.numel for w in share.trained)
+    numels = [w.shard_numel(0) if is_sharded else w.numel for w in share.trained]
+    numel = sum(numels)
     if cluster.calibration is not None:
         per_tensor, per_element = cluster.calibration.of_busy(prod(run.sizes.values())).optimizer
         return per_tensor * len(share.trained) + per_element * numel
-    if cfg.parallel.offload == "none":
+    if cfg.parallel.offload == "none" or _is_cpu(cluster):
         return numel * ADAMW_BYTES / (cluster.device.memory_bandwidth * efficiency("memory"))
     update = numel * ADAMW_BYTES / (HOST_MEMORY_BANDWIDTH * efficiency("memory"))
     if cfg.parallel.offload == "all":  # gradients and weights are there
         return update
     # Gradients go down, and updated weights come up.
-    moved = sum(2 * w.shard_numel(0) * w.itemsize for w in share.trained)
+    sizes = zip(numels, share.trained, strict=True)
+    moved = sum(2 * number * weight.itemsize for number, weight in sizes)
     return moved / cluster.host.bandwidth + update
 
 
@@ -293,7 +300,7 @@ def _over_host(cfg: RunConfig, run: Description, cluster: Cluster, share: Share)
 
     Gradients go down after each backward.
     """
-    if cfg.parallel.offload != "all":
+    if cfg.parallel.offload != "all" or _is_cpu(cluster):
         return 0.0
     m = num_microbatches(cfg, prod(run.sizes.values()))
     times = m * (2 if cfg.parallel.reshard_after_forward else 1)
