@@ -45,9 +45,22 @@ def measured(cfg: RunConfig) -> tuple[Profile, tuple[str, ...]]:
     return profile.profile_units(cfg, mesh, facts, keys), keys
 
 
+def measured_undisturbed(num_ranks: int, cfg: RunConfig) -> list[tuple[Profile, tuple[str, ...]]]:
+    """Measure until another process has not made what is around a layer longer than the layer.
+
+    So few rounds of so small layers can be disturbed; each time they are not.
+    """
+    for _ in range(10):
+        results = run_ranks(num_ranks, measured, cfg)
+        measured_once, keys = results[0]
+        if all(measured_once.units[key].forward_seconds > 0 for key in keys[1:-1]):
+            return results
+    pytest.fail(f"{measured_once.units}")
+
+
 def test_two_ranks_measure_each_kind_of_unit_once():
     cfg = config(tiny("qwen3_5"))
-    (result, keys), (other, _) = run_ranks(2, measured, cfg)
+    (result, keys), (other, _) = measured_undisturbed(2, cfg)
     assert result == other
     assert list(result.units) == list(dict.fromkeys(keys))  # bottom up
     assert [key.rpartition(",")[0] for key in result.units] == [
@@ -80,11 +93,10 @@ def test_two_ranks_measure_each_kind_of_unit_once():
 def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_input():
     adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
     cfg = config(tiny("llama"), adapters, {"checkpointing": "full"})
-    ((result, keys),) = run_ranks(1, measured, cfg)
+    ((result, keys),) = measured_undisturbed(1, cfg)
     frozen, lowest, above = (result.units[keys[place]] for place in (1, 3, 4))
     assert keys[1] == keys[2]
     assert (frozen.backward_seconds, frozen.activation_bytes) == (0.0, 0)
-    assert frozen.forward_seconds > 0
     assert lowest.backward_seconds > 0
     # Its input needs no gradient.
     assert (lowest.input_seconds, lowest.weight_seconds) == (0.0, 0.0)
