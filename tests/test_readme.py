@@ -29,8 +29,8 @@ SWEEPS = [path for path in YAML_FILES if "axes" in yaml.safe_load(path.read_text
 RUN_FILES = [path for path in YAML_FILES if path not in SWEEPS]
 NUM_CELLS = {
     "cpu": 88,
-    "models": 56,
-    "experts": 8,
+    "models": 112,
+    "experts": 16,
     "microbatches": 12,
     "compositions": 24,
     "processes": 42,
