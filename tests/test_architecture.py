@@ -186,7 +186,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 114
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 116
 
 
 def test_programs_that_measure_stay_few():

@@ -9,7 +9,13 @@ from shardwise.ranges import RANGES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "config.md"
-AS_YAML = {"field(default_factory=list)": "[]", "None": "null", "True": "true", "False": "false"}
+AS_YAML = {
+    "field(default_factory=list)": "[]",
+    "field(default_factory=dict)": "{}",
+    "None": "null",
+    "True": "true",
+    "False": "false",
+}
 HEAD = """\
 # The run file
 

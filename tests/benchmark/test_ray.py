@@ -19,7 +19,7 @@ def cell(nproc: int, timed: bool = True, device: str = "auto", cpus: int | None 
     plan = SimpleNamespace(id="ddp", nproc=nproc, timed=timed)
     run: dict[str, Any] = {"training": {"device": device}}
     if cpus is not None:
-        run["launch"] = {"options": {"cpus": cpus}}
+        run["launch"] = {"ray": {"cpus": cpus}}
     return SimpleNamespace(state=SimpleNamespace(cell=SimpleNamespace(plan=plan, run=run)))
 
 

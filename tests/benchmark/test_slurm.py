@@ -42,7 +42,7 @@ def sbatch(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_script_has_a_job_for_each_cell(sbatch, tmp_path, capsys):
-    base = {**BASE, "launch": {"time": "01:00:00", "options": {"partition": "gpu"}}}
+    base = {**BASE, "launch": {"time": "01:00:00", "slurm": {"partition": "gpu"}}}
     path = sweep_file(tmp_path, base=base)
     arguments = ["bench", str(path), "--out", "out", "--on=slurm"]
     assert cli.main([*arguments, "--dry-run"]) == 0

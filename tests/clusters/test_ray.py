@@ -132,7 +132,7 @@ def test_a_cluster_that_is_too_small_is_waited_for(nodes, folder):
 
 
 def test_no_cluster_is_a_mistake(nodes, folder):
-    run = launch(nodes, folder, "nowhere", "--launch.options={address: 127.0.0.1:1}")
+    run = launch(nodes, folder, "nowhere", "--launch.ray={address: 127.0.0.1:1}")
     printed, _ = run.communicate(timeout=200)
     assert run.returncode == 2, printed
     assert "no Ray cluster at 127.0.0.1:1" in printed

@@ -50,7 +50,7 @@ class Node:
                 [
                     *(sys.executable, "-m", "shardwise", "launch", "run.yaml", "--on=torchrun"),
                     *(*RUN, SAVES, "--launch.nodes=2", f"--training.output_dir=runs/{name}"),
-                    *(f"--launch.options={json.dumps(options)}", *overrides),
+                    *(f"--launch.torchrun={json.dumps(options)}", *overrides),
                 ],
                 cwd=folder,
                 env={**os.environ, **self._environ(folder, address)},
@@ -166,7 +166,7 @@ def test_a_spare_node_ends_with_the_run(folder, stack):
     name, (port,) = "spared", free_ports(1)
     elastic = ["--launch.min_nodes=1", "--launch.nodes=4", "--parallel.data=ddp"]
     conf = json.dumps({"rdzv-endpoint": f"127.0.0.1:{port}", "rdzv-conf": "last_call_timeout=8"})
-    elastic += ["--training.micro_batch_size=2", f"--launch.options={conf}"]
+    elastic += ["--training.micro_batch_size=2", f"--launch.torchrun={conf}"]
     nodes = [start(stack, folder, name, "127.0.0.1", port, *elastic)]
     wait_for(lambda: is_open(port), "the meeting place")
     nodes += [start(stack, folder, name, f"127.0.0.{i}", port, *elastic) for i in (2, 3)]
@@ -204,7 +204,7 @@ def test_without_the_meeting_place_a_run_stops_and_resumes(folder, stack):
 
 def test_one_node_listens_on_loopback_alone(folder, stack):
     layout = ("--parallel.data=ddp", "--launch.nodes=1", "--launch.processes=2")
-    node = start(stack, folder, "one", "127.0.0.1", 1, *layout, "--launch.options={}")
+    node = start(stack, folder, "one", "127.0.0.1", 1, *layout, "--launch.torchrun={}")
     wait_for_step(folder, "one", 5)
     listening = [
         connection.laddr.ip

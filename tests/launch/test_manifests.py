@@ -80,7 +80,7 @@ def test_a_trainjob_is_what_its_schema_says(tmp_path):
     assert files["data"]["run.yaml"] == "model: {path: m}\n"
     assert files["data"]["start.sh"] == (
         "cd /work\nset -e\nexec torchrun -m shardwise train /etc/shardwise/run.yaml --lora.r=4 "
-        "--resume auto\n"
+        "--launch.nodes=2 --resume auto\n"
     )
     patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
     pod = patch["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -140,7 +140,7 @@ def test_a_task_is_what_the_section_says(monkeypatch, tmp_path):
         },
         "volumes": {"/data": "kept"},
         "run": f"set -e\nexport A='b c'\necho ready\nexec torchrun {place} -m shardwise train "
-        "run.yaml --lora.r=4 --resume auto\n",
+        "run.yaml --lora.r=4 --launch.nodes=2 --resume auto\n",
     }
 
 

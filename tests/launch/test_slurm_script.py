@@ -34,7 +34,7 @@ def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
         restarts=3,
         environment={"HF_HOME": "/data/hf"},
         before=["module load cuda"],
-        options={"partition": "gpu", "gpus-per-node": 8, "exclusive": None},
+        slurm={"partition": "gpu", "gpus-per-node": 8, "exclusive": None},
     )
     overrides = ["--lora.r=4"]
     assert (
@@ -95,7 +95,7 @@ def script_with(monkeypatch, tmp_path: Path, code: int, restart: str = "") -> li
         program = tmp_path / name
         program.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name}" "$@" "--"\n{end}\n')
         program.chmod(0o755)
-    cfg = config(f"runs/{HOSTILE}", environment={"A": HOSTILE}, options={"comment": HOSTILE})
+    cfg = config(f"runs/{HOSTILE}", environment={"A": HOSTILE}, slurm={"comment": HOSTILE})
     file = tmp_path / "job"
     file.write_text(slurm.script(cfg, HOSTILE, [f"--data.train={HOSTILE}"]))
     done = subprocess.run(
@@ -128,7 +128,7 @@ def test_hostile_names_are_only_names(monkeypatch, tmp_path):
     assert called[:4] == ["srun", "--kill-on-bad-exit=1", "bash", "-c"]
     rank = called[called.index("python") :]
     assert rank[:6] == ["python", "-m", "shardwise", "train", HOSTILE, f"--data.train={HOSTILE}"]
-    cfg = config(f"runs/{HOSTILE}", options={"comment": HOSTILE})
+    cfg = config(f"runs/{HOSTILE}", slurm={"comment": HOSTILE})
     options = re.findall("^#SBATCH (.*)$", slurm.script(cfg, "r", []), re.MULTILINE)
     (comment,) = (shlex.split(option) for option in options if "comment" in option)
     assert comment == [f"--comment={HOSTILE}"]
@@ -142,9 +142,9 @@ def test_hostile_names_are_only_names(monkeypatch, tmp_path):
         ("time", "tomorrow", "launch.time is 'tomorrow'; give it as 04:00:00"),
         *[("time", time, "which is at once") for time in ("5", "5:00", "00:05:00", "0-00:05")],
         ("environment", {"A B": "c"}, "which is no name of a variable"),
-        ("options", {"--partition": "a"}, "which is no option of sbatch"),
-        ("options", {"comment": "a\n#SBATCH --uid=0"}, "which is no option of sbatch"),
-        ("options", {"nodes": 3}, "which launch itself sets"),
+        ("slurm", {"--partition": "a"}, "which is no option of it"),
+        ("slurm", {"comment": "a\n#SBATCH --uid=0"}, "which is no option of it"),
+        ("slurm", {"nodes": 3}, "which launch itself sets"),
         ("nodes", 0, "launch.nodes is 0; give at least 1"),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_command_says_what_the_section_says(folder, capsys):
     capsys.readouterr()
     arguments = ["--launch.nodes=2", "--launch.processes=4", "--parallel.data=ddp"]
     arguments += ["--training.micro_batch_size=1", "--launch.min_nodes=1"]
-    options = "--launch.options={rdzv-endpoint: n1:29400, rdzv-conf: join_timeout=60}"
+    options = "--launch.torchrun={rdzv-endpoint: n1:29400, rdzv-conf: join_timeout=60}"
     command = ["launch", "run.yaml", "--on=torchrun", "--dry-run", *arguments]
     assert cli.main(command) == 2
     assert "say where the nodes meet" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_a_command_says_what_the_section_says(folder, capsys):
 
 def test_a_launch_says_where_nodes_would_wait(folder, capsys):
     arguments = ["--launch.nodes=4", "--parallel.data=ddp", "--training.micro_batch_size=1"]
-    arguments += ["--launch.options={rdzv-endpoint: 'n1:1'}", "--dry-run"]
+    arguments += ["--launch.torchrun={rdzv-endpoint: 'n1:1'}", "--dry-run"]
     command = ["launch", "run.yaml", "--on=torchrun", "--launch.min_nodes=1", *arguments]
     assert cli.main(command) == 0
     assert "the run goes on with 2 of 3 that are left: its" in capsys.readouterr().err
@@ -184,12 +184,12 @@ def test_a_launch_says_where_nodes_would_wait(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--launch.options={no-such: 1}"], "torchrun refuses launch.options: "),
+        (["--launch.torchrun={no-such: 1}"], "torchrun refuses launch.torchrun: "),
         *[
-            (["--launch.options={%s}" % option], "torchrun refuses launch.options: ")  # noqa: UP031
+            (["--launch.torchrun={%s}" % option], "torchrun refuses launch.torchrun: ")  # noqa: UP031
             for option in ("help: null", "redirects: 9", "rdzv-conf: x", "rdzv-backend: x")
         ],
-        (["--launch.options={nnodes: 3}"], "which launch itself sets"),
+        (["--launch.torchrun={nnodes: 3}"], "which launch itself sets"),
         (["--launch.min_nodes=2"], "launch.min_nodes is 2 of 1 launch.nodes"),
         (
             ["--launch.nodes=2", "--launch.min_nodes=1", "--parallel.tp=2"],

@@ -84,8 +84,8 @@ def resources_of(run: CellRun, nodes: Sequence[dict[str, Any]]) -> dict[str, flo
 
 
 def _threads(run: CellRun) -> int:
-    """Return the CPUs of each rank, and so its threads: `cpus` of `launch.options`."""
-    return cpus_of(run.state.cell.run.get("launch", {}).get("options", {}))
+    """Return the CPUs of each rank, and so its threads: `cpus` of `launch.ray`."""
+    return cpus_of(run.state.cell.run.get("launch", {}).get("ray", {}))
 
 
 def run_here(

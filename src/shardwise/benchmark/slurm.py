@@ -57,8 +57,8 @@ def _script(path: str, out: Path, cells: Sequence[Cell]) -> str:
     launch = launches[0]
     if any(other != launch for other in launches):
         raise UserError(f"{path}: the keys of launch differ between cells; one script has them all")
-    if "exclusive" not in launch.options:  # else two cells on a node would slow each other down
-        launch = replace(launch, options={**launch.options, "exclusive": None})
+    if "exclusive" not in launch.slurm:  # else two cells on a node would slow each other down
+        launch = replace(launch, slurm={**launch.slurm, "exclusive": None})
     return slurm.job(
         launch,
         out.absolute(),

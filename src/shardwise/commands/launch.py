@@ -27,13 +27,14 @@ The module has `script`, what `--dry-run` prints, and `run`, which starts the ru
 and returns the exit code. Both take the run, the name of its file, and the overrides.
 """
 UNUSED = {
-    "local": ("time", "before", "options", "container", "mounts", "resources"),
+    "local": ("time", "before", "container", "mounts", "resources"),
     "slurm": ("resources",),
     "torchrun": ("time", "before", "container", "mounts", "resources"),
-    "skypilot": ("time", "options"),
-    "kubernetes": ("time", "restarts", "options"),
+    "ray": ("time", "before", "container", "mounts", "resources"),
+    "skypilot": ("time",),
+    "kubernetes": ("time", "restarts"),
 }
-"""The keys of the section `launch` that a launcher has no use for. Ray refuses them itself."""
+"""The keys of the section `launch` that a launcher has no use for, but for other ones' options."""
 
 
 def run(args: Namespace) -> int:
@@ -59,7 +60,7 @@ def run(args: Namespace) -> int:
     script = launcher.script(cfg, args.run, args.overrides)
     # Before a job waits in a queue: what each rank would find when it starts.
     check(cfg, layouts.Facts(cfg.launch.nodes * cfg.launch.processes))
-    keys = UNUSED.get(args.on, ())
+    keys = UNUSED[args.on]
     if args.on == "slurm" and cfg.launch.container is None:
         keys += ("mounts",)
     if unused := [key for key in keys if getattr(cfg.launch, key) != getattr(Launch(), key)]:

@@ -45,10 +45,13 @@ class Launch(Section):
     before: list[str] = field(default_factory=list)
     """Lines of bash that run before the processes start: on the first node under Slurm, on every
     node of SkyPilot and Kubernetes."""
-    options: dict[str, str | int | None] = field(default_factory=dict)
-    """Options of sbatch or torchrun without their dashes, such as `gpus-per-node: 8` or
-    `rdzv-endpoint: node1:29400`; null: without a value. Ray: `address` of the cluster, `cpus` of
-    each process, `accelerator`, a type of GPU."""
+    slurm: dict[str, str | int | None] = field(default_factory=dict)
+    """Options of sbatch without their dashes, such as `gpus-per-node: 8`; null: without a value."""
+    torchrun: dict[str, str | int | None] = field(default_factory=dict)
+    """Options of torchrun without their dashes, such as `rdzv-endpoint: node1:29400`; null: without
+    a value."""
+    ray: dict[str, str | int] = field(default_factory=dict)
+    """`address` of the cluster, `cpus` of each process, `accelerator`, a type of GPU."""
     container: str | None = None
     """An image in which the processes run, with shardwise installed. Slurm: one for pyxis, or a
     file that ends with `.sif` for apptainer. SkyPilot and Kubernetes: a name in a registry."""
@@ -91,16 +94,23 @@ class Launch(Section):
                 f"launch.mounts has {shown(path)}: {shown(source)}; write FOLDER: SOURCE without "
                 "commas, colons (except in ://) and line breaks",
             )
-        for name, value in self.options.items():
+        for key, own in OWN.items():
+            for name, value in getattr(self, key).items():
+                require(
+                    _OPTION.fullmatch(name) is not None and "\n" not in str(value),
+                    f"launch.{key} has {shown(name)}: {shown(value)}, which is no option of it; "
+                    "write a name as in its manual, without dashes in front, and its value in one "
+                    "line",
+                )
+                require(
+                    name not in own,
+                    f"launch.{key} has {name}, which launch itself sets; use its other keys",
+                )
+        for name, value in self.ray.items():
             require(
-                _OPTION.fullmatch(name) is not None and "\n" not in str(value),
-                f"launch.options has {shown(name)}: {shown(value)}, which is no option of sbatch "
-                "or torchrun; write a name as in their manuals, without dashes in front, and its "
-                "value in one line",
-            )
-            require(
-                name not in OWN,
-                f"launch.options has {name}, which launch itself sets; use its other keys",
+                isinstance(value, OF_RAY.get(name, ())) and value not in (0, ""),
+                f"launch.ray has {shown(name)}: {shown(value)}, which Ray does not take; it takes "
+                f"{', '.join(f'{key} ({kind.__name__})' for key, kind in OF_RAY.items())}",
             )
 
 
@@ -114,10 +124,17 @@ def _seconds(time: str) -> int:
     return int(days or 0) * 86_400 + hours * 3600 + minutes * 60 + seconds
 
 
-OWN = (
-    *("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-requeue", "chdir"),
-    *("output", "error", "open-mode", "array"),
-    *("nnodes", "nproc-per-node", "max-restarts", "rdzv-id", "standalone", "node-rank", "module"),
-    *("no-python", "run-path", "virtual-local-rank", "signals-to-handle", "shutdown-timeout"),
-)
-"""Options of sbatch and torchrun that have keys of their own, or that restarts need as they are."""
+OWN = {
+    "slurm": (
+        *("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-requeue"),
+        *("chdir", "output", "error", "open-mode", "array"),
+    ),
+    "torchrun": (
+        *("nnodes", "nproc-per-node", "max-restarts", "rdzv-id", "standalone", "node-rank"),
+        *("module", "no-python", "run-path", "virtual-local-rank", "signals-to-handle"),
+        "shutdown-timeout",
+    ),
+}
+"""Options that have keys of their own, or that restarts need as they are."""
+OF_RAY = {"address": str, "cpus": int, "accelerator": str}
+"""The options of Ray, and the type of their values."""

@@ -41,8 +41,7 @@ def start(cfg: RunConfig, run_file: str, overrides: Sequence[str], place: Sequen
     One node needs no torchrun: its processes meet in a file, and nothing listens on a port.
     """
     launch = cfg.launch
-    of_run = [override for override in overrides if not override.startswith("--launch.")]
-    words = shlex.join(["-m", "shardwise", "train", run_file, *of_run, "--resume", "auto"])
+    words = shlex.join(["-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"])
     command = f"python {words} --nproc {launch.processes}"
     if launch.nodes > 1:
         command = " ".join(["torchrun", *place, words])

@@ -19,11 +19,8 @@ from pathlib import Path
 
 import yaml
 
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import RunConfig, UserError
 from shardwise.process.ending import FAILED, Ending, report_ending
-
-OPTIONS = {"address": str, "cpus": int, "accelerator": str}
-"""The keys of `launch.options` that Ray has, and the type of their values."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +41,9 @@ class Request:
 
 
 def request(cfg: RunConfig) -> Request:
-    """Return what the section `launch` asks of Ray; UserError where Ray has no such thing."""
+    """Return what the section `launch` asks of Ray."""
     launch = cfg.launch
-    require(
-        launch.time is None,
-        f"launch.time is {launch.time}, which Ray does not have; leave it out, or give --on slurm",
-    )
-    require(
-        not launch.before,
-        "launch.before has lines of bash, which Ray does not run; leave it out and run them before "
-        "`ray start` on each node",
-    )
-    for key in ("container", "mounts", "resources"):
-        require(
-            not getattr(launch, key), f"launch.{key} is nothing that Ray workers have; leave it out"
-        )
-    options = launch.options
-    for name, value in options.items():
-        require(
-            isinstance(value, OPTIONS.get(name, ())),
-            f"launch.options has {name}: {value}, which Ray does not take; it takes "
-            f"{', '.join(f'{key} ({kind.__name__})' for key, kind in OPTIONS.items())}",
-        )
+    options = launch.ray
     placement = "STRICT_SPREAD" if launch.processes == 1 else "PACK"
     accelerator = options.get("accelerator")
     return Request(
@@ -85,18 +63,16 @@ def address_of(options: Mapping[str, object]) -> str:
 
 
 def cpus_of(options: Mapping[str, object]) -> int:
-    """Return the CPUs of each process, which are its threads, too; UserError if it is no number."""
+    """Return the CPUs of each process, which are its threads, too."""
     cpus = options.get("cpus", 1)
-    if not isinstance(cpus, int) or cpus < 1:
-        raise UserError(f"launch.options has cpus: {cpus}; give at least 1")
+    assert isinstance(cpus, int)
     return cpus
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """Return what would be given to Ray Train, as text; Ray is not asked."""
     wanted = request(cfg)
-    of_run = [override for override in overrides if not override.startswith("--launch.")]
-    command = shlex.join(["shardwise", "train", run_file, *of_run, "--resume", "auto"])
+    command = shlex.join(["shardwise", "train", run_file, *overrides, "--resume", "auto"])
     gpu = "" if cfg.training.device == "cpu" else ", and a GPU where the cluster has GPUs"
     return (
         f"# Each worker of Ray Train has {wanted.cpus} CPUs{gpu}, and is a rank of:\n"
@@ -175,7 +151,7 @@ def connected(address: str) -> Generator[None]:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"no Ray cluster at {address} ({reason}); start one with `ray start --head`, or name "
-            "its address in launch.options.address or RAY_ADDRESS"
+            "its address in launch.ray.address or RAY_ADDRESS"
         ) from None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray has put its own in its place

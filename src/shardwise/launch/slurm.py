@@ -35,7 +35,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     else:  # sbatch would take so many tasks for the fewest nodes, and give no node beyond them
         size, of_srun = [f"nodes={launch.min_nodes}-{launch.nodes}"], [f"--{tasks}"]
         # Without a number of tasks there is room for them on whole nodes only.
-        size += [] if "exclusive" in launch.options else ["exclusive"]
+        size += [] if "exclusive" in launch.slurm else ["exclusive"]
     return job(
         launch,
         Path(cfg.training.output_dir).absolute(),
@@ -154,7 +154,7 @@ def _options(launch: Launch, folder: Path, size: Sequence[str], log: str) -> Ite
     Slurm reads `%` in a file's name as the start of a pattern, and splits a line at spaces outside
     quotes.
     """
-    yield f"job-name={_quoted(launch.options.get('job-name') or folder.name)}"
+    yield f"job-name={_quoted(launch.slurm.get('job-name') or folder.name)}"
     yield from size
     yield f"chdir={_quoted(Path.cwd())}"
     yield f"output={_quoted(str(folder).replace('%', '%%'))}/{log}"
@@ -163,7 +163,7 @@ def _options(launch: Launch, folder: Path, size: Sequence[str], log: str) -> Ite
     if launch.time is not None:
         yield f"time={launch.time}"
         yield f"signal=USR1@{launch.ahead_seconds}"
-    for name, value in launch.options.items():
+    for name, value in launch.slurm.items():
         if name != "job-name":
             yield name if value is None else f"{name}={_quoted(value)}"
 

@@ -61,7 +61,7 @@ def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
 def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[str]:
     """Return the arguments of torchrun. What agents and ranks of one node say stays on loopback."""
     launch = cfg.launch
-    options = {"rdzv-backend": "c10d", **launch.options}
+    options = {"rdzv-backend": "c10d", **launch.torchrun}
     if launch.nodes == 1:  # the agent keeps its notes in a file; ranks meet in another one
         options.pop("rdzv-endpoint", None)
         conf = options.get("rdzv-conf")
@@ -69,7 +69,7 @@ def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[
     require(
         launch.nodes == 1 or "rdzv-endpoint" in options,
         f"launch.nodes is {launch.nodes}: say where the nodes meet, such as "
-        "launch.options={rdzv-endpoint: node1:29400} with the name of the first one",
+        "launch.torchrun={rdzv-endpoint: node1:29400} with the name of the first one",
     )
     fewest = "" if launch.min_nodes is None else f"{launch.min_nodes}:"
     options |= {
@@ -164,7 +164,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
 
 
 def _refused(reason: object) -> UserError:
-    return UserError(f"torchrun refuses launch.options: {reason}; see its --help")
+    return UserError(f"torchrun refuses launch.torchrun: {reason}; see its --help")
 
 
 def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:

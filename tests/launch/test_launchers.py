@@ -1,0 +1,51 @@
+"""One run file for every launcher of `shardwise launch`."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from shardwise import cli
+from shardwise.commands.launch import LAUNCHERS, UNUSED
+
+LAUNCH = {
+    "nodes": 2,
+    "processes": 2,
+    "time": "04:00:00",
+    "restarts": 3,
+    "environment": {"HF_HOME": "/data/hf"},
+    "before": ["module load cuda"],
+    "slurm": {"partition": "gpu"},
+    "torchrun": {"rdzv-endpoint": "node1:29400"},
+    "ray": {"address": "10.0.0.1:6379"},
+    "container": "me/image:1",
+    "mounts": {"/data": "kept"},
+    "resources": {"cpu": 4},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_same_run_file_goes_everywhere(launcher, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    run["training"] |= {"output_dir": "/data/run", "global_batch_size": 8}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | {"launch": LAUNCH}))
+    capsys.readouterr()
+    command = ["launch", "run.yaml", f"--on={launcher}", "--dry-run"]
+    # Each rank reads the timeout.
+    command += [
+        "--launch.timeout_seconds=60",
+        *(["--launch.nodes=1"] if launcher == "local" else []),
+    ]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr()
+    assert "--launch.timeout_seconds=60" in printed.out
+    others = {"slurm": "--partition=gpu", "torchrun": "node1:29400", "ray": "10.0.0.1:6379"}
+    assert {name for name, text in others.items() if text in printed.out} == (
+        {launcher} & others.keys()
+    )
+    unused = [f"launch.{key}" for key in UNUSED[launcher]]
+    assert printed.err == (
+        f"note: without {', '.join(unused)}, which --on {launcher} does not use\n"
+    )
