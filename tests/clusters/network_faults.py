@@ -36,7 +36,11 @@ LAYOUTS = {
     "ddp-tp": ("data=ddp", "tp=2"),
     "pp-tp": ("data=single", "pp=2", "tp=2"),
     "pp-fsdp2": ("data=fsdp2", "pp=2"),
+    "ddp by launch": ("data=ddp",),
+    "pp-tp by launch": ("data=single", "pp=2", "tp=2"),
 }
+"""The keys of `parallel`. Ranks are started by torchrun with `--master-addr`, or by `shardwise
+launch`, whose agents meet by torch's c10d backend."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,13 @@ def start(nodes: Nodes, layout: str, name: str, *overrides: str) -> None:
         *("--training.sample=null", "--data.validation=0", f"--training.steps={STEPS}"),
         *(f"--training.save_every={SAVE_EVERY}", f"--launch.timeout_seconds={TIMEOUT_SECONDS}"),
         *(f"--training.output_dir=runs/{name}", *overrides),
+        by_launch=layout.endswith("launch"),
     )
 
 
 def undisturbed(nodes: Nodes, layout: str) -> list[float]:
     """Return the losses of a run to which nothing is done."""
-    name = f"{layout}-undisturbed"
+    name = f"{layout}-undisturbed".replace(" ", "-")
     if len(losses(nodes.folder, name)) < STEPS:
         start(nodes, layout, name)
         assert nodes.wait(START_SECONDS) == [0, 0], nodes.log(0) + nodes.log(1)
@@ -89,7 +94,7 @@ def undisturbed(nodes: Nodes, layout: str) -> list[float]:
 def outcome_of(nodes: Nodes, layout: str, fault: str) -> str:
     """Return how a run ends to which the fault happens: SAME, RESUMED, or what is wrong."""
     expected = undisturbed(nodes, layout)
-    name = f"{layout}-{fault.replace(' ', '-')}"
+    name = f"{layout}-{fault}".replace(" ", "-")
     start(nodes, layout, name)
     try:
         codes = _disturb(nodes, nodes.folder / "runs" / name, FAULTS[fault])

@@ -16,6 +16,8 @@ from pathlib import Path
 from tests.clusters.cable import MTU, Cable, Traffic, open_end
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+HOSTS = ("n1", "n2")
+"""The names that these addresses have in each node."""
 INTERFACE = "cable"
 """The name of the network interface of each node."""
 RANKS_PER_NODE = 2
@@ -57,6 +59,11 @@ class Nodes:
                 device = f"sw{os.getpid()}-{i}"
                 _ip("netns", "add", name)
                 stack.callback(_ip, "netns", "del", name)
+                hosts = Path("/etc/netns", name, "hosts")  # of who is started in there
+                hosts.parent.mkdir(parents=True)
+                stack.callback(shutil.rmtree, hosts.parent)
+                lines = ["127.0.0.1 localhost", *map(" ".join, zip(ADDRESSES, HOSTS, strict=True))]
+                hosts.write_text("".join(f"{line}\n" for line in lines))
                 ends.append(open_end(device))
                 _ip("link", "set", device, "netns", name, "name", INTERFACE)
                 # Without IPv6 nothing crosses but what processes send.
@@ -84,25 +91,44 @@ class Nodes:
         for agent in self.agents:
             agent.wait()
 
-    def start(self, *overrides: str, environ: Mapping[str, str] | None = None) -> None:
-        """Start torchrun in each node, to train `run.yaml` of the folder."""
-        command = (
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *(f"--nnodes={len(ADDRESSES)}", f"--nproc-per-node={RANKS_PER_NODE}"),
-            *(f"--master-addr={ADDRESSES[0]}", f"--master-port={STORE_PORT}"),
-        )
-        train = ("-m", "shardwise", "train", "run.yaml", *overrides)
+    def start(
+        self, *overrides: str, by_launch: bool = False, environ: Mapping[str, str] | None = None
+    ) -> None:
+        """Start torchrun, or `shardwise launch --on torchrun`, in each node, to train `run.yaml` of
+        the folder.
+        """
+        command_of = self._launch if by_launch else self._torchrun
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
         self.agents = []
-        for i, name in enumerate(self.names):
+        for i in range(len(self.names)):
             with (self.folder / f"node-{i}.log").open("w") as log:
                 self.agents.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", name, *command, f"--node-rank={i}", *train],
+                        [*self.inside(i), *command_of(i), *overrides],
                         **{"cwd": self.folder, "stdout": log, "stderr": log},
                         env=env | dict(environ or {}),
                     )
                 )
+
+    def inside(self, node: int) -> list[str]:
+        """Return what comes before a command that is to run in a node."""
+        return ["ip", "netns", "exec", self.names[node]]
+
+    def _torchrun(self, node: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nnodes={len(ADDRESSES)}", f"--nproc-per-node={RANKS_PER_NODE}"),
+            *(f"--master-addr={ADDRESSES[0]}", f"--master-port={STORE_PORT}"),
+            *(f"--node-rank={node}", "-m", "shardwise", "train", "run.yaml"),
+        ]
+
+    def _launch(self, node: int) -> list[str]:
+        options = {"rdzv-endpoint": f"{ADDRESSES[0]}:{STORE_PORT}", "local-addr": ADDRESSES[node]}
+        return [
+            *(sys.executable, "-m", "shardwise", "launch", "run.yaml", "--on=torchrun"),
+            *(f"--launch.nodes={len(ADDRESSES)}", f"--launch.processes={RANKS_PER_NODE}"),
+            *("--launch.restarts=0", f"--launch.torchrun={json.dumps(options)}"),
+        ]
 
     def wait(self, seconds: float) -> list[int | None]:
         """Return the exit codes of the nodes, None of one that has not ended in so many seconds."""

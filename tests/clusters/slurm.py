@@ -1,4 +1,8 @@
-"""A Slurm of two nodes on this machine: a controller, and two slurmd with ports of their own."""
+"""A Slurm of two nodes on this machine: a controller, and two slurmd with ports of their own.
+
+The nodes are network namespaces, joined by a cable, where this machine lets us make some. The
+controller is on the first one. Elsewhere both are on loopback, under two names.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,15 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.clusters import nodes
+from tests.clusters.nodes import ADDRESSES, HOSTS, INTERFACE, Nodes
 from tests.clusters.runs import wait_for
 
-NODES = ("n1", "n2")
+NODES = HOSTS
+LOOPBACK = "127.0.0.1"
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun")
 
 
@@ -29,23 +37,43 @@ def _path_of(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
 
 
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[Slurm]:
+    """Have a cluster while a block runs."""
+    with contextlib.ExitStack() as stack:
+        namespaces = None
+        if nodes.why_not() is None:
+            namespaces = stack.enter_context(Nodes(folder))
+        yield stack.enter_context(Slurm(folder, namespaces))
+
+
 class Slurm:
     """The cluster, while it runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, namespaces: Nodes | None) -> None:
+        self.folder, self.namespaces = folder, namespaces
         self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        # Slurm resolves no names of nodes here. On a cluster the first node is the meeting place.
-        self.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        self.environ["OMP_NUM_THREADS"] = "1"
+        if namespaces is None:  # no name of a node is known here
+            self.environ["MASTER_ADDR"] = LOOPBACK
+            self._write_conf([LOOPBACK] * len(NODES))
+        else:  # both nodes have the host name of this machine
+            self.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+            self._write_conf(ADDRESSES)
         self.daemons: dict[str, subprocess.Popen] = {}
-        self._write_conf()
 
-    def _write_conf(self) -> None:
+    def _inside(self, name: str) -> list[str]:
+        """Return what comes before a command of a node or of the controller."""
+        if self.namespaces is None:
+            return []
+        return self.namespaces.inside(NODES.index(name) if name in NODES else 0)
+
+    def _write_conf(self, addresses: Sequence[str]) -> None:
         host, ports = socket.gethostname(), free_ports(1 + len(NODES))
         (self.folder / "state").mkdir()
         lines = [
             "ClusterName=test",
-            f"SlurmctldHost={host}(127.0.0.1)",
+            f"SlurmctldHost={host}({addresses[0]})",
             f"SlurmctldPort={ports[0]}",
             "SlurmUser=root",
             "SlurmdUser=root",
@@ -66,8 +94,8 @@ class Slurm:
             f"SlurmctldPidFile={self.folder}/slurmctld.pid",
             f"SlurmdPidFile={self.folder}/%n.pid",
             *(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2"
-                for node, port in zip(NODES, ports[1:], strict=True)
+                f"NodeName={node} NodeHostname={host} NodeAddr={address} Port={port} CPUs=2"
+                for node, address, port in zip(NODES, addresses, ports[1:], strict=True)
             ),
             "PreemptType=preempt/partition_prio",
             "PreemptMode=REQUEUE",
@@ -84,7 +112,8 @@ class Slurm:
         node = [] if name == "slurmctld" else ["-N", name]
         with (self.folder / f"{name}.log").open("a") as log:
             self.daemons[name] = subprocess.Popen(
-                [path, "-D", *node], env=self.environ, stdout=log, stderr=log
+                [*self._inside(name), path, "-D", *node],
+                **{"env": self.environ, "stdout": log, "stderr": log},
             )
 
     def kill_node(self, name: str) -> None:
@@ -128,9 +157,11 @@ class Slurm:
                 daemon.kill()
 
     def call(self, *command: str, cwd: Path | None = None) -> str:
-        """Run a command in the cluster and return what it prints."""
+        """Run a command on the first node and return what it prints."""
         done = subprocess.run(
-            command, env=self.environ, cwd=cwd, capture_output=True, text=True, check=False
+            [*self._inside("slurmctld"), *command],
+            **{"env": self.environ, "cwd": cwd},
+            **{"capture_output": True, "text": True, "check": False},
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout

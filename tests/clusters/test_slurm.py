@@ -16,7 +16,7 @@ import pytest
 import shardwise
 from shardwise.checkpoint.folder import MANIFEST
 from tests.clusters.runs import losses, prepare, wait_for, wait_for_step
-from tests.clusters.slurm import NODES, Slurm, why_not
+from tests.clusters.slurm import NODES, Slurm, started, why_not
 
 pytestmark = [
     pytest.mark.cluster,
@@ -40,7 +40,7 @@ exec "$@"
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
-    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+    with started(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 
@@ -106,6 +106,12 @@ def test_two_nodes_train_as_two_processes_here(slurm, folder):
     check_finished(slurm, folder, "plain", job)
     assert slurm.state(job)["NumNodes"] == "2"
     assert slurm.state(job)["Restarts"] == "0"
+
+
+def test_two_nodes_with_two_processes_each(slurm, folder):
+    sizes = ("--launch.processes=2", "--training.micro_batch_size=2", "--parallel.dp_replicate=2")
+    job = submit(slurm, folder, "four", *sizes)
+    check_finished(slurm, folder, "four", job)
 
 
 def test_srun_alone_joins_the_tasks(slurm, folder):
@@ -204,6 +210,7 @@ def test_a_dead_rank_costs_a_restart(slurm, folder):
     slurm.call("scancel", "--signal=KILL", f"{job}.0")
     wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
     check_finished(slurm, folder, "rank", job)
+    assert resumed_at(folder, "rank", job)[0] >= 20
 
 
 def test_a_dead_node_costs_a_restart(slurm, folder):
@@ -213,6 +220,7 @@ def test_a_dead_node_costs_a_restart(slurm, folder):
     wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart", 200)
     slurm.start(NODES[1])
     check_finished(slurm, folder, "node", job)
+    assert resumed_at(folder, "node", job)[0] >= 20
 
 
 def test_a_run_goes_on_on_the_node_that_is_left(slurm, folder):

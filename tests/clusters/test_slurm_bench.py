@@ -15,7 +15,7 @@ from shardwise.report.folder import read_bench
 from shardwise.report.summary import caveats
 from shardwise.report.tables import make_rows
 from tests.clusters.runs import prepare, wait_for
-from tests.clusters.slurm import Slurm, why_not
+from tests.clusters.slurm import Slurm, started, why_not
 
 pytestmark = [
     pytest.mark.cluster,
@@ -66,7 +66,7 @@ def wait_for_end(slurm: Slurm, job: str) -> None:
 
 
 def test_an_array_of_jobs_is_the_bench(folder, tmp_path):
-    with Slurm(tmp_path) as slurm:
+    with started(tmp_path) as slurm:
         printed = submit(slurm, folder, "--out=runs/slurm", "--dry-run")
         assert "#SBATCH --array=0-2\n" in printed  # two cells and a control; the third is refused
         assert not (folder / "runs" / "slurm").exists()
