@@ -41,7 +41,7 @@ class Climb:
         """Return where the changes lead."""
         for _ in range(MOST_ROUNDS):
             changes = [candidate for _, candidate in changed(self.space, best.candidate)]
-            options = map(self.exact.of, (*changes, *self._beside(best.candidate)))
+            options = map(self.exact.of, (*changes, *self._beside(best)))
             fitting = [choice for choice in options if choice is not None and choice.fits]
             faster = min([best, *fitting], key=Choice.order)
             if faster is best:
@@ -49,13 +49,15 @@ class Climb:
             best = faster
         return best
 
-    def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the fastest candidates of divisions beside that of one, if they may be faster."""
-        most = self.estimates.seconds(candidate)
-        for division in self.divisions.intersection(moved(candidate.division)):
+    def _beside(self, best: Choice) -> Iterator[Candidate]:
+        """Yield the fastest candidates of divisions beside that of a choice, if they may be faster
+        than it.
+        """
+        for division in self.divisions.intersection(moved(best.candidate.division)):
             prospect = prospect_of(self.space, self.estimates, division)
             for other in prospect.fastest if prospect else ():
-                if self.estimates.seconds(other) < most:
+                expected = self.estimates.expected(self.estimates.seconds(other))
+                if expected < best.time.total:
                     yield other
 
 

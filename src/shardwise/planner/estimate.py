@@ -6,6 +6,7 @@ survives is computed by `peak.py` and `step_time.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -65,6 +66,8 @@ class Estimates:
         is_lora = cfg.lora is not None
         self.reduced = 2 * self.gradients if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
+        self.least_error = math.inf
+        """The least time that was computed of a candidate, over its estimate."""
         # Hundreds of candidates of a division ask for the same.
         self._states, self._work = cache(self._states_of), cache(self._seconds_of_work)
 
@@ -173,6 +176,14 @@ class Estimates:
         if candidate.offload != "none":
             sent += self.states / (division.num_data * self.question.cluster.host.bandwidth)
         return work * (1 + idle) + max(0.0, sent - covering)
+
+    def compare(self, candidate: Candidate, seconds: float) -> None:
+        """Take note of a time that was computed exactly."""
+        self.least_error = min(self.least_error, seconds / self.seconds(candidate))
+
+    def expected(self, seconds: float) -> float:
+        """Return what a candidate of this estimate takes at least, by those that were compared."""
+        return self.least_error * seconds
 
     def _seconds_of_work(self, division: Division, recomputation: str) -> float:
         """Return the seconds of a rank in its layers and their messages, with nothing beside."""

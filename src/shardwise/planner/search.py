@@ -7,7 +7,7 @@ and from the best two the search goes on, one change at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from time import perf_counter
@@ -60,21 +60,23 @@ class Answer:
         return usable_bytes(self.question)
 
 
-def search(question: Question, top: int = 5) -> Answer:
+def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
     """Return the best layouts of a run on its devices, and why others are not among them.
 
+    `effort`: so many times as many candidates are looked at, to see what a search may miss.
     UserError where the rules allow none. `Answer.choices` is empty where none fits.
     """
-    start = perf_counter()
+    began = perf_counter()
     subject = subject_of(question)
     space, estimates = Space(question, subject), Estimates(question, subject)
     exact = Exact(question, subject)
     divisions = sorted(space.divisions(), key=estimates.least_seconds)
     _require_any(divisions, space)
-    _compute_first(exact, promising(space, estimates, divisions), top)
-    if not _best_of_each(exact):
+    start = _Start(exact, estimates, effort)
+    start.compute(promising(space, estimates, divisions, effort), top)
+    if not start.fitting:
         space.offloads = ("none", "optimizer", "all")
-        _compute_first(exact, promising(space, estimates, divisions), top)
+        start.compute(promising(space, estimates, divisions, effort), top)
     answer = Answer(question, subject, num_divisions=len(divisions))
     answer.simpler = _simpler(exact, space, estimates, divisions)
     choices = _best_of_each(exact)
@@ -95,7 +97,7 @@ def search(question: Question, top: int = 5) -> Answer:
     # Refused choices explain nothing where others of the same layout are computed.
     choices_refused = {} if answer.computed else space.refused_choices
     answer.refused = space.refused | choices_refused | exact.refused
-    answer.seconds = perf_counter() - start
+    answer.seconds = perf_counter() - began
     return answer
 
 
@@ -168,37 +170,59 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     )
 
 
-def _compute_first(exact: Exact, prospects: Iterable[Prospect], top: int) -> None:
-    """Compute divisions in turn, until enough are computed and fit, and none is left that is
-    estimated to be faster than the best of them.
+@dataclass
+class _Start:
+    """What is computed before the climb: something of each layout, and more of the fastest."""
 
-    Those that differ in their replicas count as one, which is nothing where not even its smallest
-    candidate fits. Estimates of unlike layouts are unlike in their errors, so one division of each
-    is computed.
-    """
-    question = exact.question
-    is_open = question.wanted is None and "parallel.dp_replicate" not in question.fixed
-    layouts, computed, fitting = set[str](), set[Division](), set[Division]()
-    best = math.inf
-    for prospect in prospects:
-        division = prospect.smallest.division
-        layout, sharded = layout_name(division), most_sharded(division) if is_open else division
-        is_enough = len(computed) >= NUM_EXACT and len(fitting) >= max(top, NUM_FITTING)
-        if is_enough and prospect.seconds > best:
-            if layout not in layouts:
-                choices = [exact.of(prospect.fastest[0]), exact.of(prospect.smallest)]
-                layouts |= {layout} if any(choices) else set()
-            continue
-        smallest = exact.of(prospect.smallest._replace(division=sharded))
-        if smallest is None or smallest.fits:
-            most = 1 if sharded in computed else PER_DIVISION
-            for choice in map(exact.of, (prospect.smallest, *prospect.fastest[:most])):
-                if choice is not None and choice.fits:
-                    fitting.add(sharded)
-                    best = min(best, choice.time.total)
-        if smallest is not None:
-            layouts.add(layout)
-            computed.add(sharded)
+    exact: Exact
+    estimates: Estimates
+    effort: int
+    fitting: set[Division] = field(default_factory=set)
+    best_seconds: float = math.inf
+    """Of what fits."""
+
+    def compute(self, prospects: Sequence[Prospect], top: int) -> None:
+        """Compute divisions in turn, until enough are computed and fit, and none is left that is
+        expected to be faster than the best of them.
+
+        Those that differ in their replicas count as one, which is nothing where not even its
+        smallest candidate fits. Estimates of unlike layouts are unlike in their errors, so one
+        division of each comes first.
+        """
+        layouts, computed = set[str](), set[Division]()
+        for prospect in prospects:
+            layout = layout_name(prospect.smallest.division)
+            if layout not in layouts and self._of(prospect, 1):
+                layouts.add(layout)
+        num_computed, num_fitting = (
+            self.effort * number for number in (NUM_EXACT, max(top, NUM_FITTING))
+        )
+        for prospect in prospects:
+            is_enough = len(computed) >= num_computed and len(self.fitting) >= num_fitting
+            if is_enough and self.estimates.expected(prospect.seconds) > self.best_seconds:
+                break
+            sharded = self._sharded(prospect)
+            smallest = self.exact.of(prospect.smallest._replace(division=sharded))
+            if smallest is None or smallest.fits:
+                self._of(prospect, 1 if sharded in computed else self.effort * PER_DIVISION)
+            if smallest is not None:
+                computed.add(sharded)
+
+    def _of(self, prospect: Prospect, num_fastest: int) -> bool:
+        """Compute the smallest and the fastest candidates; return whether the rules allow any."""
+        candidates = prospect.smallest, *prospect.fastest[:num_fastest]
+        choices = [choice for choice in map(self.exact.of, candidates) if choice is not None]
+        for choice in choices:
+            if choice.fits:
+                self.fitting.add(self._sharded(prospect))
+                self.best_seconds = min(self.best_seconds, choice.time.total)
+                self.estimates.compare(choice.candidate, choice.time.total)
+        return bool(choices)
+
+    def _sharded(self, prospect: Prospect) -> Division:
+        question, division = self.exact.question, prospect.smallest.division
+        is_open = question.wanted is None and "parallel.dp_replicate" not in question.fixed
+        return most_sharded(division) if is_open else division
 
 
 def _best_of_each(exact: Exact) -> list[Choice]:
