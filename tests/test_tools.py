@@ -101,7 +101,7 @@ def test_the_tables_and_figures_of_a_study_go_into_its_page(
     assert "| `ddp` | 2 |  | 80 MiB | 3 MiB | 3 MiB |" in found["sent cpu"]
     assert "Not ok: ✗ zero1 and fsdp1." in found["ran cpu"]
     assert "the sweep has 88 cells now" in found["ran cpu"]
-    drawn = {name for name in FIGURES if f"results/study/{name}.png" in found[f"figure {name}"]}
+    drawn = {name for name in FIGURES if f"results/study/{name}.svg" in found[f"figure {name}"]}
     assert drawn == {"strategies", "memory", "losses", "sent"}
     assert "since it was changed" in found["figure lengths"]
     assert "was not run yet" in found["speed models"]

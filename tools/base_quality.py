@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from shardwise.benchmark.paired import write_json
-from shardwise.drawing.svg import colour, drawing, png_of
+from shardwise.drawing.svg import colour, drawing, svg_file
 
 ROOT = Path(__file__).parents[1]
 BENCH, OUT = Path("runs/bases"), ROOT / "results" / "bases" / "quality.json"
@@ -27,7 +27,7 @@ def main() -> None:
     if sys.argv[1:] != ["--draw"]:
         measure()
     losses = json.loads(OUT.read_text())["validation_loss"]
-    OUT.with_suffix(".png").write_bytes(figure_of(losses))
+    OUT.with_suffix(".svg").write_text(figure_of(losses))
 
 
 def measure() -> None:
@@ -50,8 +50,8 @@ def measure() -> None:
     write_json(OUT, {"validation_loss": losses, "largest_difference_to_none": most})
 
 
-def figure_of(losses: dict[str, dict[str, float]]) -> bytes:
-    """Return the figure as PNG: a row per form, a point per seed, a band for the noise control."""
+def figure_of(losses: dict[str, dict[str, float]]) -> str:
+    """Return the figure as SVG: a row per form, a point per seed, a band for the noise control."""
     with drawing():
         from matplotlib.figure import Figure
 
@@ -72,7 +72,7 @@ def figure_of(losses: dict[str, dict[str, float]]) -> bytes:
         axes.set_ylim(-0.6, len(forms) - 0.4)
         axes.set(title="Validation loss minus that in bfloat16, a point a seed", xlabel="nats")
         figure.legend(loc="outside lower right")
-        return png_of(figure)
+        return svg_file(figure, "quality")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import numpy as np
 import yaml
 
 from shardwise.benchmark.paired import Results, command_line
-from shardwise.drawing.svg import colour, drawing, png_of
+from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment
 from shardwise.presets import STARTER
 
@@ -72,7 +72,7 @@ def main() -> None:
     curves = {n: [activations(results.rows[name_of(n, t)]) for t in LENGTHS] for n in options.ranks}
     results.add("fit", partial(fit_of, curves))
     results.write()
-    options.out.with_suffix(".png").write_bytes(figure_of(curves))
+    options.out.with_suffix(".svg").write_text(figure_of(curves))
 
 
 def name_of(ranks: int, length: int, way: str = "ring", packing: str = "concat") -> str:
@@ -129,8 +129,8 @@ def fit_of(curves: dict[int, list[int]]) -> dict[str, Any]:
     }
 
 
-def figure_of(curves: dict[int, list[int]]) -> bytes:
-    """Return the figure as PNG."""
+def figure_of(curves: dict[int, list[int]]) -> str:
+    """Return the figure as SVG."""
     with drawing():
         from matplotlib.figure import Figure
 
@@ -153,7 +153,7 @@ def figure_of(curves: dict[int, list[int]]) -> bytes:
         longest.bar_label(bars, fmt="%.1fk")
         title = f"Longest row in {limit / 2**20:.0f} MiB"
         longest.set(title=title, xlabel="ranks along cp", ylabel="1,024 tokens")
-        return png_of(figure)
+        return svg_file(figure, "memory")
 
 
 if __name__ == "__main__":

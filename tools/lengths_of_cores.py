@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
-from shardwise.drawing.svg import drawing, svg_of
+from shardwise.drawing.svg import drawing, svg_file
 from shardwise.kernels.recurrence import Tokens
 from shardwise.metrics.hardware import environment
 from shardwise.models.families import spec_of
@@ -147,7 +147,7 @@ def figure_of(rows: dict[str, Any]) -> str:
         time.minorticks_off()
         memory.set_xticks(LENGTHS[1:], [f"{n:,}" for n in LENGTHS[1:]])
         time.legend()
-        return svg_of(figure, "lengths", "Recurrent layers in rows of 512 to 32,768 tokens")
+        return svg_file(figure, "lengths", "Recurrent layers in rows of 512 to 32,768 tokens")
 
 
 if __name__ == "__main__":

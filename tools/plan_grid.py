@@ -26,7 +26,7 @@ from tests.distributed import run_ranks
 from tests.planner.grid import Cell, cells, measure_each, predict
 
 from shardwise.benchmark.paired import Results, command_line, table, write_json
-from shardwise.drawing.svg import colour, drawing, png_of
+from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment
 
 TOGETHER = 4
@@ -52,7 +52,7 @@ def main() -> None:
     summary = summary_of(measured, rows)
     content = {"complete": len(measured) == len(grid), "summary": summary, "environment": equal}
     write_json(options.out, content | {"rows": rows})
-    options.out.with_suffix(".png").write_bytes(figure_of(measured, rows))
+    options.out.with_suffix(".svg").write_text(figure_of(measured, rows))
     columns = ("cells", "median", "worst", "worst_cell")
     print(table(("group", *columns), [(g, *(r[c] for c in columns)) for g, r in summary.items()]))
 
@@ -111,8 +111,8 @@ def summary_of(grid: Sequence[Cell], rows: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def figure_of(grid: Sequence[Cell], rows: dict[str, Any]) -> bytes:
-    """Return the figure as PNG."""
+def figure_of(grid: Sequence[Cell], rows: dict[str, Any]) -> str:
+    """Return the figure as SVG."""
     with drawing():
         from matplotlib.figure import Figure
 
@@ -135,7 +135,7 @@ def figure_of(grid: Sequence[Cell], rows: dict[str, Any]) -> bytes:
         axes.set(title="Peak of the rank with the most", xlabel="measured MiB")
         axes.set(ylabel="predicted MiB")
         axes.legend()
-        return png_of(figure)
+        return svg_file(figure, "grid")
 
 
 if __name__ == "__main__":

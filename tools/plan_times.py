@@ -3,14 +3,16 @@
     python tools/plan_times.py [--rounds 3] [--runs runs/plan-times] [--out results/plan]
     python tools/plan_times.py --keep-measured
 
-Each round calibrates with two processes, then trains every case; after the last round the machine
-is calibrated once more. A case's measured seconds are the median of its steps in a round, and the
-median over rounds. So are its predicted seconds, which in a round are the mean of what the
-calibrations before and after it give: a shared machine is not as fast in every quarter of an hour.
-`rounds` of a case has both. A calibration has seen none of the models: its layers have other
-widths, depths, vocabularies and rows. Nothing is fitted to these runs. `choices` has the layout and
-micro-batch that is predicted fastest for each model, and by how much it was slower than the one
-measured fastest.
+The machine is calibrated with two processes. Each round trains every case, then calibrates again. A
+case's measured seconds are the median of its steps in a round, and the median over rounds. So are
+its predicted seconds, which in a round are the mean of what the calibrations before and after it
+give: a shared machine is not as fast in every quarter of an hour. `rounds` of a case has both. A
+calibration has seen none of the models: its layers have other widths, depths, vocabularies and
+rows. Nothing is fitted to these runs.
+
+The cases are a grid, and for each model and way to train the layout that `search` finds with the
+first calibration, among all that it knows. `choices` has by how much that one is slower than the
+fastest of all that were measured.
 
 The calibrations are kept in OUT/calibrations. With `--keep-measured` predictions alone are made
 again from them, in a minute, on a machine with the same processor.
@@ -18,7 +20,6 @@ again from them, in a minute, on a machine with the same processor.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -27,28 +28,32 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import matplotlib
 import torch
 
 from shardwise.assembly.describe import describe
 from shardwise.benchmark.paired import command_line, write_json
 from shardwise.config import RunConfig
+from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.launch.local import launch, start_processes
 from shardwise.metrics.hardware import environment
 from shardwise.planner.calibration import default_path
+from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.measure_machine import calibrate
+from shardwise.planner.search import search
 from shardwise.planner.step_time import StepTime, time_of_step
 from shardwise.run_file import parse_config
+from shardwise.words import counted
 
 ROOT = Path(__file__).parents[1]
 STEPS, WARM_UP = 5, 2
-RECOMPUTED = "ddp recomputed"
-"""With full activation checkpointing."""
+GLOBAL_ROWS = 8
+MICRO_BATCHES = (1, 4)
+"""Rows."""
 COMMON = {"num_hidden_layers": 4, "vocab_size": 4096, "hidden_size": 256}
 MODELS = {
     "gated delta": (
@@ -68,15 +73,27 @@ MODELS = {
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "ddp": (2, {"data": "ddp"}),
-    RECOMPUTED: (2, {"data": "ddp"}),
     "zero1": (2, {"data": "zero1"}),
     "fsdp2": (2, {"data": "fsdp2"}),
     "tp": (2, {"tp": 2}),
     "pp": (2, {"pp": 2, "schedule": "1f1b"}),
     "cp": (2, {"cp": 2}),
 }
-Cases = list[tuple[str, int, RunConfig]]
-"""Each one's name, number of processes and run."""
+
+
+class Case(NamedTuple):
+    """A run that is measured, and what the tables call it."""
+
+    model: str
+    mode: str
+    layout: str
+    num_processes: int
+    cfg: RunConfig
+
+    @property
+    def name(self) -> str:
+        """Distinct, in words."""
+        return f"{self.model}, {self.mode}, {self.layout}"
 
 
 def main() -> None:
@@ -84,109 +101,144 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep-measured", action="store_true")
     parser.add_argument("--runs", type=Path, default=Path("runs/plan-times"))
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     options = parser.parse_args()
     if torch.get_num_threads() != 1:
         sys.exit("set OMP_NUM_THREADS=1: two cores can time two processes of one thread each")
     options.runs.mkdir(parents=True, exist_ok=True)
     os.environ["SHARDWISE_CACHE"] = str(options.runs.absolute() / "cache")
-    cases = list(cases_of(options.runs, options.layouts.split(",")))
     calibrations = options.out / "calibrations"
+    if not options.keep_measured:
+        shutil.rmtree(calibrations, ignore_errors=True)
+        calibrations.mkdir(parents=True)
+        calibrate_into(calibrations / "0.json")
+    take(calibrations / "0.json")
+    models = options.models.split(",")
+    cases = [*grid(options.runs, models, options.layouts.split(",")), *found(options.runs, models)]
     if options.keep_measured:
         content = json.loads((options.out / "times.json").read_text())
         facts = content["environment"]
         measured = {r["case"]: [of["measured"] for of in r["rounds"]] for r in content["rows"]}
+        if new := [case.name for case in cases if case.name not in measured]:
+            sys.exit(f"never measured: {'; '.join(new)}; leave --keep-measured out")
     else:
         facts = environment(torch.device("cpu"))
         measured = measure(cases, options.rounds, calibrations)
-    middles = [middle_of(rounds) for rounds in predict(cases, measured, calibrations).values()]
-    errors = sorted(abs(row["error"]) for row in middles)
-    summary = {"cases": len(middles), "median": statistics.median(errors), "worst": errors[-1]}
-    chosen = choices(middles)
-    summary["regret"] = max((row["regret"] for row in chosen), default=0.0)
-    content = {"environment": facts, "error": summary, "choices": chosen, "rows": middles}
+    rows = [middle_of(rounds) for rounds in predict(cases, measured, calibrations)]
+    errors = sorted(abs(row["error"]) for row in rows)
+    summary = {"cases": len(rows), "median": statistics.median(errors), "worst": errors[-1]}
+    chosen = choices(cases, rows)
+    summary["regret"] = max(choice["regret"] for choice in chosen)
+    content = {"environment": facts, "error": summary, "choices": chosen, "rows": rows}
     write_json(options.out / "times.json", content)
-    draw(middles, options.out / "times.svg")
+    (options.out / "times.svg").write_text(figure_of(cases, rows))
     print(json.dumps(summary))
 
 
-def measure(cases: Cases, num_rounds: int, calibrations: Path) -> dict[str, list[float]]:
-    """Return the seconds of a step of each case in each round; keep each calibration."""
-    shutil.rmtree(calibrations, ignore_errors=True)
-    calibrations.mkdir(parents=True)
-    measured: dict[str, list[float]] = {name: [] for name, *_ in cases}
-    for number in range(num_rounds + 1):
-        assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
-        shutil.copy(default_path(), calibrations / f"{number}.json")
-        if number == num_rounds:
-            break
-        for name, nproc, cfg in cases[:: 1 if number % 2 == 0 else -1]:
-            print(f"round {number}: {name}", flush=True)
-            shutil.rmtree(cfg.training.output_dir, ignore_errors=True)
-            assert launch(cfg, nproc) == 0, name
-            lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
-            steps = [json.loads(line) for line in lines]
+def calibrate_into(path: Path) -> None:
+    """Measure this machine and keep the figures."""
+    assert calibrate(2, default_path(), start_processes) == 0, "the calibration failed"
+    shutil.copy(default_path(), path)
+
+
+def take(calibration: Path) -> None:
+    """Let plans take this calibration of the machine."""
+    default_path().parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(calibration, default_path())
+
+
+def measure(cases: list[Case], num_rounds: int, calibrations: Path) -> dict[str, list[float]]:
+    """Return the seconds of a step of each case in each round, calibrating after each."""
+    measured: dict[str, list[float]] = {case.name: [] for case in cases}
+    for number in range(num_rounds):
+        for case in cases[:: 1 if number % 2 == 0 else -1]:
+            print(f"round {number}: {case.name}", flush=True)
+            folder = Path(case.cfg.training.output_dir)
+            shutil.rmtree(folder, ignore_errors=True)
+            assert launch(case.cfg, case.num_processes) == 0, case.name
+            steps = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
             seconds = [step["seconds"] for step in steps if "seconds" in step]
-            measured[name].append(round(statistics.median(seconds[WARM_UP:]), 5))
+            measured[case.name].append(round(statistics.median(seconds[WARM_UP:]), 5))
+        calibrate_into(calibrations / f"{number + 1}.json")
     return measured
 
 
 def predict(
-    cases: Cases, measured: dict[str, list[float]], calibrations: Path
-) -> dict[str, list[dict[str, Any]]]:
-    """Return each case's measured and predicted seconds in each round."""
+    cases: list[Case], measured: dict[str, list[float]], calibrations: Path
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield each case's measured and predicted seconds in each round."""
     predicted: dict[str, list[StepTime]] = defaultdict(list)
     for path in sorted(calibrations.iterdir()):
-        default_path().parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, default_path())
+        take(path)
         cluster = cluster_of("here")
-        for name, nproc, cfg in cases:
-            predicted[name].append(time_of_step(cfg, describe(cfg, nproc), cluster))
-    return {
-        name: [
-            row_of(name, seconds, around)
-            for seconds, around in zip(of_case, pairwise(predicted[name]), strict=True)
-        ]
-        for name, of_case in measured.items()
-    }
+        for case in cases:
+            run = describe(case.cfg, case.num_processes)
+            predicted[case.name].append(time_of_step(case.cfg, run, cluster))
+    for case in cases:
+        rounds = zip(measured[case.name], pairwise(predicted[case.name]), strict=True)
+        yield [row_of(case.name, seconds, around) for seconds, around in rounds]
 
 
-def cases_of(runs: Path, layouts: list[str]) -> Iterator[tuple[str, int, RunConfig]]:
-    """Yield the name, number of processes and run of every case."""
-    for model, layout, mode, rows in itertools.product(MODELS, layouts, ("full", "lora"), (1, 2)):
-        base, sizes = MODELS[model]
-        folder = runs.absolute() / "models" / model.replace(" ", "-")
-        folder.mkdir(parents=True, exist_ok=True)
-        config = json.loads((ROOT / "configs/models" / base / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | sizes))
+def grid(runs: Path, models: list[str], layouts: list[str]) -> Iterator[Case]:
+    """Yield every layout with and without recomputation and with each micro-batch."""
+    for model, layout, mode, rows, recomputed in product(
+        models, layouts, ("full", "lora"), MICRO_BATCHES, ("none", "full")
+    ):
         nproc, parallel = LAYOUTS[layout]
-        name = f"{model}, {layout}, {mode}, {rows} rows"
-        data = {
+        training = {"micro_batch_size": rows, "checkpointing": recomputed}
+        words = [layout, *(["recomputed"] if recomputed == "full" else []), counted(rows, "row")]
+        yield case_of(runs, model, mode, " ".join(words), nproc, parallel, training)
+
+
+def found(runs: Path, models: list[str]) -> Iterator[Case]:
+    """Yield what a search finds for each model and way to train."""
+    for model, mode in product(models, ("full", "lora")):
+        open_one = case_of(runs, model, mode, "found", 2, {}, {})
+        best = search(Question(open_one.cfg, cluster_of("here"))).best
+        layout = f"found: {best.title}, {best.details}"
+        yield open_one._replace(layout=layout, cfg=best.applied)
+
+
+def case_of(
+    runs: Path,
+    model: str,
+    mode: str,
+    layout: str,
+    num_processes: int,
+    parallel: dict[str, Any],
+    training: dict[str, Any],
+) -> Case:
+    """Return the run of a small model that the calibration has not seen."""
+    base, sizes = MODELS[model]
+    folder = runs.absolute() / "models" / model.replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((ROOT / "configs/models" / base / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    name = f"{model}-{mode}-{layout}".replace(" ", "-")
+    run = {
+        "model": {
+            "path": str(folder),
+            "tokenizer": str(ROOT / "runs/corpus/tokenizer"),
+            "init": "random",
+        },
+        "data": {
             "train": str(ROOT / "runs/corpus/python"),
             "sequence_length": 256,
             "packing": "concat",
-        }
-        run = {
-            "model": {
-                "path": str(folder),
-                "tokenizer": str(ROOT / "runs/corpus/tokenizer"),
-                "init": "random",
-            },
-            "data": data,
-            "training": {
-                "output_dir": str(runs / name.replace(", ", "-").replace(" ", "-")),
-                "steps": STEPS,
-                "global_batch_size": 8,
-                "micro_batch_size": rows,
-                "checkpointing": "full" if layout == RECOMPUTED else "none",
-                "device": "cpu",
-            },
-            "parallel": parallel,
-            "measure": {"warmup_steps": WARM_UP, "memory": False},
-        }
-        if mode == "lora":
-            run["lora"] = {"r": 8, "targets": "auto"}
-        yield name, nproc, parse_config(run, name)
+        },
+        "training": {
+            "output_dir": str(runs / name),
+            "steps": STEPS,
+            "global_batch_size": GLOBAL_ROWS,
+            "device": "cpu",
+            **training,
+        },
+        "parallel": parallel,
+        "measure": {"warmup_steps": WARM_UP, "memory": False},
+        **({"lora": {"r": 8, "targets": "auto"}} if mode == "lora" else {}),
+    }
+    return Case(model, mode, layout, num_processes, parse_config(run, name))
 
 
 def row_of(name: str, measured: float, around: tuple[StepTime, StepTime]) -> dict[str, Any]:
@@ -216,48 +268,51 @@ def middle_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def choices(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return per model and way to train the layout and micro-batch that is predicted fastest.
+def choices(cases: list[Case], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return per model and way to train what the search found, and the fastest on two processes.
 
-    Its regret is how much longer its measured step is than that of the one measured fastest.
+    Its regret is how much longer its measured step is than that of the fastest.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        model, layout, mode, _ = row["case"].split(", ")
-        if layout != "single":
-            groups.setdefault(f"{model}, {mode}", []).append(row)
+    for case, row in zip(cases, rows, strict=True):
+        if case.num_processes == 2:
+            groups.setdefault(f"{case.model}, {case.mode}", []).append(row)
     chosen = []
-    for name, of_group in groups.items():
-        predicted = min(of_group, key=lambda row: row["predicted"])
-        fastest = min(of_group, key=lambda row: row["measured"])
-        regret = round(predicted["measured"] / fastest["measured"] - 1, 4)
-        cases = {"predicted": predicted["case"], "fastest": fastest["case"]}
-        chosen.append({"of": name, "regret": regret, **cases})
+    for name, (*others, found_one) in groups.items():
+        fastest = min((found_one, *others), key=lambda row: row["measured"])
+        regret = round(found_one["measured"] / fastest["measured"] - 1, 4)
+        by_case = {"found": found_one["case"], "fastest": fastest["case"]}
+        chosen.append({"of": name, "regret": regret, **by_case})
     return chosen
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a scatter plot of predicted over measured seconds, a colour per layout."""
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FixedLocator, ScalarFormatter
+def figure_of(cases: list[Case], rows: list[dict[str, Any]]) -> str:
+    """Return predicted over measured seconds as SVG, a colour per layout."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for case, row in zip(cases, rows, strict=True):
+        groups[case.layout.split()[0].removesuffix(":")].append(row)
+    with drawing():
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure, axes = plt.subplots(figsize=(6, 6), layout="constrained")
-    for layout in dict.fromkeys(row["case"].split(", ")[1] for row in rows):
-        of_layout = [row for row in rows if row["case"].split(", ")[1] == layout]
-        measured = [row["measured"] for row in of_layout]
-        axes.scatter(measured, [row["predicted"] for row in of_layout], label=layout, s=18)
-    ends = [min(row["measured"] for row in rows), max(row["measured"] for row in rows)]
-    axes.plot(ends, ends, color="grey", linewidth=1, zorder=0)
-    low, high = ([end * factor for end in ends] for factor in (0.9, 1.1))
-    axes.fill_between(ends, low, high, color="grey", alpha=0.15, linewidth=0, label="within 10 %")
-    axes.set(xscale="log", yscale="log", xlabel="measured s/step", ylabel="predicted s/step")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(FixedLocator([0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2]))
-        axis.set_major_formatter(ScalarFormatter())
-        axis.set_minor_locator(FixedLocator([]))
-    axes.legend()
-    figure.savefig(path)
+        figure = Figure(figsize=(5, 5), layout="constrained")
+        axes = figure.subplots()
+        for place, (layout, of_layout) in enumerate(groups.items()):
+            measured, predicted = (
+                [row[key] for row in of_layout] for key in ("measured", "predicted")
+            )
+            axes.scatter(measured, predicted, label=layout, s=14, color=colour(f"c{place + 1}"))
+        ends = [pick(row["measured"] for row in rows) for pick in (min, max)]
+        axes.plot(ends, ends, color=colour("faint"), linewidth=1, zorder=0)
+        low, high = ([end * factor for end in ends] for factor in (0.9, 1.1))
+        axes.fill_between(ends, low, high, color=colour("line"), zorder=-1, label="within 10 %")
+        axes.set(xscale="log", yscale="log", xlabel="measured s/step", ylabel="predicted s/step")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(FixedLocator([0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5]))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
+        axes.legend()
+        return svg_file(figure, "times")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ def narrow(drawn: Drawn, **changes: Any) -> Drawn:
 def strategies(study: Study) -> Drawn | None:
     """Draw the tokens/s and the peak of each strategy, both over the baseline's of its group."""
     groups = in_groups(study)
+    if len(groups) > len(MARKERS):  # others are in the table
+        groups = groups[: study.num_shown]
     labels = list(dict.fromkeys(row.label for _, cells in groups for row in cells))
     if not any(row.peak_memory_bytes for row in study.rows):
         return None

@@ -24,35 +24,36 @@ LONGEST, STEP = 4096, 16
 def lengths(study: Study) -> Drawn | None:
     """Draw the longest row of each strategy within the memory that the baseline takes for one.
 
-    Peaks are planned by formulas for each length. The caption says how far they are from the
-    measured ones of the study.
+    Peaks are the measured one of the longest rows of the study, and what formulas add or take for
+    another length. The caption says how far that is from what the study measured at other lengths.
     """
     if not study.is_current:  # the peaks of another version of the code are not planned ones
         return None
     cells = [row for row in study.rows if row.peak_memory_bytes and not row.plan.control]
     most = max(int(row.plan.values[LENGTH]) for row in cells)
-    modes: dict[str, list[Row]] = {}
-    errors = []
+    modes: dict[str, dict[str, Callable[[int], int]]] = {}
+    limits: dict[str, int] = {}
     for row in cells:
-        length = int(row.plan.values[LENGTH])
-        peak = peak_by_length(study.planned[row.plan.id], row)
-        errors.append(abs(peak(length) / (row.peak_memory_bytes or 1) - 1))
-        if length == most:
-            modes.setdefault(title_of("mode", row.plan.values["mode"]), []).append(row)
-    names, limits, longest = [], [], {}
-    for mode, rows in modes.items():
-        names = [row.label for row in rows]
-        limits.append(next(row.peak_memory_bytes or 0 for row in rows if row.is_baseline))
-        longest[mode] = [
-            longest_row(peak_by_length(study.planned[row.plan.id], row), limits[-1]) for row in rows
-        ]
+        if int(row.plan.values[LENGTH]) == most:
+            mode, measured = mode_of(row), row.peak_memory_bytes or 0
+            planned = peak_by_length(study.planned[row.plan.id], row)
+            modes.setdefault(mode, {})[row.label] = anchored(planned, most, measured)
+            if row.is_baseline:
+                limits[mode] = measured
+    errors = [
+        abs(modes[mode_of(row)][row.label](length) / (row.peak_memory_bytes or 1) - 1)
+        for row in cells
+        if (length := int(row.plan.values[LENGTH])) != most
+    ]
+    names = list(dict.fromkeys(name for peaks in modes.values() for name in peaks))
     unit, unit_name = peak_unit(study.rows)
     figure, (panels,) = grid(1, len(modes), [max(4, len(names)) * BAR_HEIGHT])
     figure.set_figwidth(WIDTH)
-    for panel, (mode, tokens), limit in zip(panels, longest.items(), limits, strict=True):
+    for panel, (mode, peaks) in zip(panels, modes.items(), strict=True):
+        tokens = [longest_row(peaks[name], limits[mode]) for name in names]
         bars = panel.barh(range(len(names)), tokens, color=colour("c1"), height=0.66)
         panel.bar_label(bars, fmt="%d", padding=3, fontsize=8.5)
-        panel.set_title(f"{mode}: longest row in {limit / unit:.1f} {unit_name}")
+        panel.set_title(f"{mode}: longest row in {limits[mode] / unit:.1f} {unit_name}")
         panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names))
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.set_xlim(0, 1.2 * max(tokens))
@@ -60,10 +61,22 @@ def lengths(study: Study) -> Drawn | None:
         panel.set_xlabel("tokens")
     caption = (
         f"Tokens of the longest row within the memory that the first strategy takes for rows of "
-        f"{most}. Planned for each length by the formulas of `shardwise plan`, which are at most "
-        f"{percent(max(errors), 1)} off the measured peaks of this study."
+        f"{most}. What a longer row adds is planned by the formulas of `shardwise plan`: from the "
+        f"measured peaks of these rows they give those of the study's other length to within "
+        f"{percent(max(errors), 1)}."
     )
     return Drawn("lengths", "Context length at a fixed memory", caption, figure)
+
+
+def mode_of(row: Row) -> str:
+    """Return how a cell trains, in words."""
+    return title_of("mode", row.plan.values["mode"])
+
+
+def anchored(planned: Callable[[int], int], length: int, measured: int) -> Callable[[int], int]:
+    """Return planned peaks, all moved by what the measured one of this length differs."""
+    difference = measured - planned(length)
+    return lambda other: planned(other) + difference
 
 
 def peak_by_length(content: Mapping[str, Any], row: Row) -> Callable[[int], int]:

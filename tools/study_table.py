@@ -22,7 +22,7 @@ from study_figures import FIGURES, bubbles
 
 from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
-from shardwise.drawing.svg import drawing, png_of
+from shardwise.drawing.svg import drawing, svg_file
 from shardwise.records.cell import RECORD, RUN_FILE, SWEEP
 from shardwise.records.record import write_atomically
 from shardwise.report.folder import read_bench
@@ -116,14 +116,18 @@ def validation(study: Study) -> str:
 
 
 def by_group(study: Study, figures: Callable[[Row | None], str], with_control: bool = False) -> str:
-    """Return a table with a row for each strategy and a column for each group of cells."""
+    """Return a table of the strategies and the groups of cells; the fewer of them are columns."""
     groups = in_groups(study, with_control)
     labels = dict.fromkeys(row.label for _, rows in groups for row in rows)
-    lines = []
-    for label in labels:
-        cells = [{row.label: row for row in rows} for _, rows in groups]
-        lines.append([f"`{label}`", *(figures(rows.get(label)) for rows in cells)])
-    return markdown(["", *(title for title, _ in groups)], lines)
+    names = [f"`{label}`" for label in labels]
+    titles = [title for title, _ in groups]
+    of_groups = [{row.label: row for row in rows} for _, rows in groups]
+    cells = [[figures(rows.get(label)) for label in labels] for rows in of_groups]
+    if len(groups) <= len(labels):
+        names, titles, cells = titles, names, [*zip(*cells, strict=True)]
+    return markdown(
+        ["", *names], [[title, *line] for title, line in zip(titles, cells, strict=True)]
+    )
 
 
 def gradients(study: Study) -> str:
@@ -267,8 +271,8 @@ def draw_figures(studies: Studies, folder: Path) -> Figures:
     with drawing():
         for name, (_, draw) in FIGURES.items():
             if drawn := draw(studies):
-                figures[name] = folder / f"{name}.png", drawn
-                write_atomically(figures[name][0], png_of(drawn.figure))
+                figures[name] = folder / f"{name}.svg", drawn
+                write_atomically(figures[name][0], svg_file(drawn.figure, name, drawn.title))
     return figures
 
 

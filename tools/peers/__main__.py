@@ -4,7 +4,7 @@
 
 Each side of each round runs in processes of its own, forked from this one. The sides take turns.
 A side that cannot run has a row with its error. An interrupted run goes on where it was.
-`page.py` writes `peers.md` and `peers.png` from `peers.json`.
+`page.py` writes `peers.md` and `peers.svg` from `peers.json`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.benchmark.paired import table
-from shardwise.drawing.svg import colour, drawing, png_of
+from shardwise.drawing.svg import colour, drawing, svg_file
 
 RIGHT = {"losses": 1e-6, "norms": 1e-4}
 """Relative differences that rounding may make."""
@@ -20,10 +20,10 @@ HEAD += ("unequal targets", "packed documents")
 
 
 def write_page(folder: Path) -> None:
-    """Write `peers.md` and `peers.png` into the folder of `peers.json`."""
+    """Write `peers.md` and `peers.svg` into the folder of `peers.json`."""
     result = json.loads((folder / "peers.json").read_text(encoding="utf-8"))
     (folder / "peers.md").write_text(page(result), encoding="utf-8")
-    (folder / "peers.png").write_bytes(figure(result))
+    (folder / "peers.svg").write_text(figure(result))
 
 
 def page(result: dict[str, Any]) -> str:
@@ -52,7 +52,7 @@ before a round: {statistics.median(loads):.1f} (median), at most {max(loads):.1f
 
 {table(HEAD, lines)}
 
-![Tokens per second and peak memory of each side](peers.png)
+![Tokens per second and peak memory of each side](peers.svg)
 
 Bars are medians; a line reaches over all rounds.
 
@@ -186,8 +186,8 @@ def adapters(rows: dict[str, Any]) -> str:
     return table(["model", "targets", "found"], lines)
 
 
-def figure(result: dict[str, Any]) -> bytes:
-    """Return the figure as PNG: tokens per second and peak memory, by what is trained."""
+def figure(result: dict[str, Any]) -> str:
+    """Return the figure as SVG: tokens per second and peak memory, by what is trained."""
     modes = [mode for mode in NAMES if f"round-0/{mode}/single" in result["rows"]]
     with drawing():
         from matplotlib.figure import Figure
@@ -218,4 +218,4 @@ def figure(result: dict[str, Any]) -> bytes:
             unit = "not timed" if result["untimed"] else "tokens/s"
             times.set(title=f"{NAMES[mode]}: {unit}")
             peaks.set(title=f"{NAMES[mode]}: peak of a rank, MiB")
-        return png_of(chart)
+        return svg_file(chart, "peers")

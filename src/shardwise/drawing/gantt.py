@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from shardwise.drawing.svg import colour, drawing, svg_of
+from shardwise.drawing.svg import colour, drawing, svg_file, svg_of
 from shardwise.schedule.orders import KIND_NAMES, Kind
 from shardwise.schedule.timeline import Event, Timeline
 from shardwise.words import second_unit
@@ -67,18 +67,24 @@ def gantt_svg(
     `name`: see `svg_of`; `predicted` and `width`: see `draw_gantt`. UserError where matplotlib is
     missing.
     """
-    scale = _Scale.of(timelines)
-    steps = [
-        f"{title}: {scale.text(timeline.seconds)}, bubble {timeline.bubble():.1%}"
-        for title, timeline in timelines.items()
-    ]
     with drawing():
-        return svg_of(draw_gantt(timelines, predicted, width), name, title="; ".join(steps))
+        return svg_of(draw_gantt(timelines, predicted, width), name, title=_title(timelines))
 
 
 def gantt_file(timelines: Mapping[str, Timeline], width: float = WIDE) -> str:
     """Return the chart as an SVG file; UserError where matplotlib is missing."""
-    return gantt_svg(timelines, "gantt", predicted=("simulated",), width=width)
+    with drawing():
+        figure = draw_gantt(timelines, ("simulated",), width)
+        return svg_file(figure, "gantt", title=_title(timelines))
+
+
+def _title(timelines: Mapping[str, Timeline]) -> str:
+    """Return what a screen reader says of a chart."""
+    scale = _Scale.of(timelines)
+    return "; ".join(
+        f"{title}: {scale.text(timeline.seconds)}, bubble {timeline.bubble():.1%}"
+        for title, timeline in timelines.items()
+    )
 
 
 def draw_gantt(

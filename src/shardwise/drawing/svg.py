@@ -1,6 +1,7 @@
 """The look of all figures: one palette, one style of matplotlib, and figures as SVG and PNG.
 
-Figures are drawn in light colours on white. A dark page inverts them by CSS.
+Figures are drawn in light colours on white. In a dark theme CSS inverts them, and keeps the hues:
+that of the page, or of the file where it is one of its own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ PALETTE = {
     "c9": "#1e5631",
     "c10": "#c9a227",
 }
+
+
+DARK = (
+    "@media screen and (prefers-color-scheme: dark) {svg {filter: invert(0.91) hue-rotate(180deg)}}"
+)
+"""White becomes dark, and hues stay; the page of a report has the same rule."""
 
 
 def colour(name: str) -> str:
@@ -116,6 +123,15 @@ def svg_of(figure: Figure, name: str, title: str | None = None) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", out.getvalue(), flags=re.DOTALL)
     svg = svg[svg.index("<svg ") :]
     return re.sub(r"<[^>]+>", lambda tag: _with_prefix(tag[0], name), svg)
+
+
+def svg_file(figure: Figure, name: str, title: str | None = None) -> str:
+    """Return a figure as a file of its own, which is dark where its reader has a dark theme.
+
+    It is for a Markdown page; `name` and `title` as in `svg_of`.
+    """
+    head, end, rest = svg_of(figure, name, title).partition(">")
+    return f"{head}{end}\n <style>{DARK}</style>{rest}"
 
 
 def _with_prefix(tag: str, name: str) -> str:
