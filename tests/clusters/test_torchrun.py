@@ -218,6 +218,24 @@ def test_one_node_listens_on_loopback_alone(folder, stack):
     check_losses(folder, "one")
 
 
+def test_nodes_listen_where_they_were_told_to(folder, stack):
+    (port,) = free_ports(1)
+    nodes = [
+        start(stack, folder, "where", f"127.0.0.{i}", port, "--parallel.data=ddp") for i in (1, 2)
+    ]
+    wait_for_step(folder, "where", 5)
+    agents = [psutil.Process(node.agent.pid) for node in nodes]
+    listening = {
+        connection.laddr.ip
+        for process in (*agents, *(rank for node in nodes for rank in node.ranks()))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening <= {"127.0.0.1", "127.0.0.2"}, listening
+    assert [node.agent.wait(300) for node in nodes] == [0, 0]
+    check_losses(folder, "where")
+
+
 def test_a_signal_to_one_node_stops_a_run_that_needs_all(folder, stack):
     name, (port,) = "stopped", free_ports(1)
     nodes = [

@@ -32,6 +32,7 @@ from shardwise.launch.ray import (
 )
 from shardwise.process import stop
 from shardwise.process.ending import INTERRUPTED, Ending, explain, report_ending
+from shardwise.process.world import AT_RANK_0
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 """Variables that keep torch from warning where the memory of a run is measured, in a thread."""
@@ -172,7 +173,7 @@ def _free_address() -> tuple[str, int]:
 
 
 def _meet_at(address: str, port: int) -> None:
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    os.environ.update({"MASTER_ADDR": address, "MASTER_PORT": str(port), AT_RANK_0: "1"})
 
 
 def _rank(job: dict[str, Any]) -> dict[str, Any] | None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shlex
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from shardwise.config import RunConfig, UserError, require
 from shardwise.launch.manifest import name_of
 from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.process.stop import SIGNALS
-from shardwise.process.world import STORE, threads_each, variables
+from shardwise.process.world import AT_RANK_0, STORE, threads_each, variables
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 
@@ -90,6 +93,7 @@ def _variables(cfg: RunConfig) -> dict[str, str]:
         # Else the ranks of a new start find dead addresses in the agents' store (pytorch 135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(threads_each(cfg.launch.processes)),
+        **({AT_RANK_0: "1"} if "local-addr" in cfg.launch.torchrun else {}),
         **cfg.launch.environment,
     }
 
@@ -99,7 +103,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
     from torch.distributed import DistError, run
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, api, registry
+    from torch.distributed.elastic.rendezvous import RendezvousParameters, api
 
     said = io.StringIO()
     try:
@@ -112,7 +116,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
     endpoint = config.rdzv_endpoint
     handler = None
     try:
-        handler = registry.get_rendezvous_handler(
+        handler = _rendezvous(
             RendezvousParameters(
                 backend=config.rdzv_backend,
                 endpoint=endpoint,
@@ -161,6 +165,32 @@ def _run_agent(arguments: Sequence[str]) -> int:
         if handler is not None:
             handler.shutdown()
     return exit_code(failure.exitcode for failure in result.failures.values()) if result else 0
+
+
+def _rendezvous(parameters: Any) -> Any:
+    """Return where agents meet. A store at an IPv4 address listens there alone.
+
+    torch's own listens on every interface, and unpickles what anyone writes there.
+    """
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, registry
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    at = re.fullmatch(r"([\d.]+):(\d+)", parameters.endpoint)
+    if at is None or parameters.backend != "c10d" or parameters.get("is_host"):
+        return registry.get_rendezvous_handler(parameters)
+    host, port, options = at[1], int(at[2]), {}
+    with contextlib.suppress(OSError):  # it is another node's, or another agent of this one has it
+        options["master_listen_fd"] = socket.create_server((host, port)).detach()
+    store = TCPStore(
+        *(host, port),
+        is_master=bool(options),
+        multi_tenant=True,
+        timeout=timedelta(seconds=parameters.get_as_int("read_timeout", 60)),
+        **options,
+    )
+    backend = c10d_rendezvous_backend.C10dRendezvousBackend(store, parameters.run_id)
+    return create_handler(store, backend, parameters)
 
 
 def _refused(reason: object) -> UserError:

@@ -36,7 +36,9 @@ class World:
 
     @property
     def meets_at(self) -> tuple[str, int] | None:
-        """The IPv4 address and port where tasks of Slurm meet; None: it is a name or elsewhere."""
+        """The IPv4 address and port of rank 0 where the ranks meet; None: it is a name, or
+        elsewhere.
+        """
         at = re.fullmatch(r"tcp://([\d.]+):(\d+)", self.init_method or "")
         return (at[1], int(at[2])) if at else None
 
@@ -51,6 +53,8 @@ ALONE = World(rank=0, size=1, local_rank=0, init_method=None)
 STORE = "SHARDWISE_STORE"
 """The environment variable with the file, in a private folder, in which the ranks meet that
 torchrun's agent starts on one node; each start has a file of its own."""
+AT_RANK_0 = "SHARDWISE_AT_RANK_0"
+"""The environment variable that says that MASTER_ADDR is of rank 0's own node."""
 SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The environment variables that name the network interface on which gloo and NCCL listen."""
 
@@ -117,7 +121,8 @@ def find_world(env: Mapping[str, str]) -> World | None:
             raise UserError(f"RANK is {place[0]} of WORLD_SIZE {place[1]}; ranks count from 0")
         if STORE in env:
             return World(*place, None, f"{env[STORE]}-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}")
-        return World(*place, "env://")
+        at = f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}" if AT_RANK_0 in env else "env://"
+        return World(*place, at)
     # Only srun sets a step. A batch script has SLURM_PROCID and SLURM_NTASKS too, and would wait
     # for tasks that never come. Slurm counts its own steps (batch script, shell) down from 2^32.
     size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
