@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def lose_a_node(folder: Path, name: str, saves: str, conf: str) -> dict[str, float]:
-    """Kill a node of a run; return the seconds until it is a step further, and the steps done again."""
+    """Kill a node; return the seconds until a further step, and the steps done again."""
     (port,) = free_ports(1)
     overrides = ("--launch.min_nodes=1", "--parallel.data=ddp", *SAVES[saves])
     Node.conf = CONFS[conf]
