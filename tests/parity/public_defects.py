@@ -19,12 +19,12 @@ HEAD = """\
 
 A silent bug prints nothing: the run ends, the loss falls, and the result is not that of one
 process. This page lists {count} such bugs of {systems} systems, each with the public thread in
-which it was reported or fixed. A test plants it into the code of shardwise, and an unmodified
-comparison with one process turns red. So you see which mistakes [parity](parity.md) notices, and
-which ones to look for where nothing is compared.
+which it was reported or fixed. A test plants it into the code of shardwise, or the nearest mistake
+that this code could have, and an unmodified comparison with one process turns red. So you see which
+mistakes [parity](parity.md) notices, and which ones to look for where nothing is compared.
 
 This is no ranking. These systems found their bugs, said so in public, and fixed most of them. The
-threads were read as they stood in September 2026. More than a hundred other bugs are planted here
+threads were read in copies of September 2026. More than a hundred other bugs are planted here
 too.
 
 ## How to read the tables
@@ -33,9 +33,9 @@ too.
 |---|---|
 | where | the system, and its issue or pull request |
 | what went wrong there | in one sentence, in our words |
-| planted here as | the bug's name, in the test file that the link leads to |
+| planted here as | the bug's name, or the test case's, in the file that the link leads to |
 | in | the [cell](glossary.md#benchmarks) that is run with it: family, layout, mode, processes |
-| red | what is then beyond its tolerance, and so fails the test's last assertion |
+| red | what is then beyond its tolerance; the test checks that it is this |
 
 Where a cell is named, it is caught by the last line of `check_caught` in
 [`test_sensitivity.py`](../../tests/parity/test_sensitivity.py), the same for each layout:
@@ -66,6 +66,13 @@ This page is written by `python -m tests.parity.public_defects` from
 def sections() -> list[dict[str, Any]]:
     """Return the sections of the table, each with its defects."""
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))["section"]
+
+
+def red_of(planted: str, cell: str) -> str | None:
+    """Return what the table says is red with a bug in a cell; None where it does not have it."""
+    defects = [defect for section in sections() for defect in section["defect"]]
+    found = {(defect["planted"], defect.get("cell")): defect["red"] for defect in defects}
+    return found.get((planted, cell))
 
 
 def last_line(test: str) -> str:

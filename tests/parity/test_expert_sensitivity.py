@@ -141,7 +141,12 @@ def shared_factors_of_the_first_expert_alone():
 
 
 def shared_factors_not_added_up():
-    fsdp2.left_replicated = lambda part, mesh: [p for p in part.parameters() if p.requires_grad]
+    left = fsdp2.left_replicated
+
+    def with_trained(part, mesh):
+        return [*left(part, mesh), *(p for p in part.parameters() if p.requires_grad)]
+
+    fsdp2.left_replicated = with_trained
     fsdp2.trained_replicated = lambda pm, mesh: []
 
 

@@ -32,6 +32,7 @@ from shardwise.training import gradients, step
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict
+from tests.parity.public_defects import red_of
 from tests.parity.references import reference
 
 
@@ -437,12 +438,17 @@ def test_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
 
 
 def check_caught(bug: Callable[[], None], cell: Cell) -> None:
-    """That the unmodified cell is red with the bug."""
+    """That the unmodified cell is red with the bug, as public_defects.toml says if it has it."""
     assert cell in FAST, "a bug must be caught by what `make test` runs"
     expected = reference(cell.reference())  # before the bug exists anywhere
     outcomes = run_ranks(cell.nproc, _run_with, bug, cell)
     guarded = [outcome for outcome in outcomes if isinstance(outcome, str)]
     assert all("/src/shardwise/" in where for where in guarded), guarded
+    errors = verdict(compare(outcomes, expected)) if not guarded else []
+    guards = [f"an assertion in {Path(where).name}" for where in guarded[:1]]
+    red = ", ".join(guards or [error.split()[0] for error in errors])
+    claimed = red_of(bug.__name__, cell.id)
+    assert claimed is None or red == claimed, f"{red} in {cell.id}, where {claimed} is claimed"
     assert guarded or verdict(compare(outcomes, expected)), f"unnoticed in {cell.id}"
 
 

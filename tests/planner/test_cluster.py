@@ -16,6 +16,8 @@ def test_a_name_gives_the_datasheet_s_figures():
     assert "datasheet" in cluster.device.source
     assert cluster.link_of(8) == cluster.inside
     assert cluster.link_of(16) == cluster.between
+    assert cluster_of("6xH100-80GB", 2).link_of(4).latency == cluster.between.latency
+    assert cluster_of("6xH100-80GB").link_of(4) == cluster.inside
     assert cluster.between.bandwidth == pytest.approx(0.8 * 200e9 / 8)
 
 

@@ -130,6 +130,17 @@ def test_a_run_as_it_stands_is_explained_and_checked():
         explain(asked)
 
 
+def test_what_no_formula_knows_is_left_out_of_a_search_and_refused_where_it_is_asked_for():
+    asked = question("tiny-llama", "4xRTX4090")
+    training = replace(asked.cfg.training, loss="plain")
+    plain = replace(asked, cfg=replace(asked.cfg, training=training))
+    found = search(plain)
+    assert {choice.candidate.division.tp for choice in found.computed} == {1}
+    cfg = replace(plain.cfg, parallel=Parallel(data="fsdp2", tp=2))
+    with pytest.raises(UserError, match="no formula knows what gathers all logits over tp"):
+        explain(replace(plain, cfg=cfg))
+
+
 def test_the_fullest_rank_of_a_pipeline_may_be_any():
     asked = question("tiny-llama", "4xCPU-core")
     parallel = Parallel(pp=4, schedule="gpipe", split=[0, 1, 2, 1])
@@ -173,6 +184,11 @@ def test_what_stays_on_the_host_takes_time():
     }
     sizes = [choice.memory.total for choice in runs.values()]
     assert sizes == sorted(sizes, reverse=True)
+    states = 16 * 8.03e9 / 8  # of a rank: weights, gradients and two moments in float32
+    assert [choice.memory.host for choice in runs.values()] == pytest.approx(
+        [0, states, states], rel=1e-3
+    )
+    assert sizes[0] - sizes[2] == pytest.approx(states, rel=0.05)
     trained = asked.cluster.host.bandwidth * runs["optimizer"].time.optimizer
     assert trained > 2 * 4 * 8.03e9 / 8  # gradients down and weights up, and then the update
     assert runs["none"].time.optimizer < runs["all"].time.optimizer

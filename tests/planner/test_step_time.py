@@ -11,7 +11,7 @@ import pytest
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.planner.calibration import FACTORS, Calibration, Collective, Speeds
-from shardwise.planner.cluster import cluster_of
+from shardwise.planner.cluster import Cluster, Link, cluster_of
 from shardwise.planner.step_time import StepTime, time_of_step
 from shardwise.planner.unit_work import work_of_units
 from tests.assembly.test_costs import build, config, tiny
@@ -91,6 +91,40 @@ def test_on_a_cpu_every_message_is_waited_for_and_on_a_gpu_some_hide(data):
     assert on_cpu.communication > 1e-3
     on_gpu = step_time(cfg, 2, cluster_of("2xH100-80GB"))
     assert (on_gpu.hidden_communication > 0) == (data != "zero1")
+
+
+def test_what_follows_the_last_backward_does_not_hide():
+    """Gradients of ddp beside ep, and those of fsdp2 in a pipeline, are summed there; sums over
+    replicas hide behind the backward of the last micro-batch at most.
+    """
+    cluster = cluster_of("4xH100-80GB")
+    experts = config(tiny("qwen3_5_moe"), None, {"global_batch_size": 8})
+    spread = replace(experts, parallel=Parallel(data="ddp", ep=2))
+    assert step_time(spread, 4, cluster).hidden_communication == 0.0
+    kept = {"data": "fsdp2", "reshard_after_forward": False}
+    training = {"global_batch_size": 8}
+    in_turn, staged = (
+        step_time(replace(config(tiny("qwen3_5"), None, training), parallel=parallel), 4, cluster)
+        for parallel in (Parallel(**kept), Parallel(pp=2, schedule="1f1b", **kept))
+    )
+    # Weights are gathered once in a pipeline, and gradients are not hidden.
+    assert staged.hidden_communication < in_turn.hidden_communication
+    slow = replace(cluster, between=Link(1e3, 0.0), per_node=2, nodes=2)
+    replicas = replace(single(), parallel=Parallel(data="fsdp2", dp_replicate=2))
+    step = step_time(replicas, 4, slow)
+    assert step.hidden_communication < step.layers + step.head
+
+
+def test_stages_wait_for_what_others_send_within_their_layers():
+    def step(cluster: Cluster) -> StepTime:
+        cfg = config(tiny("qwen3_5"), None, {"global_batch_size": 8}, tp=2)
+        return step_time(cfg, 4, cluster)
+
+    cluster = cluster_of("4xH100-80GB")
+    slow = replace(cluster, inside=Link(1e6, 0.0))
+    m, p = 4, 2
+    of_links = step(slow).communication - step(cluster).communication
+    assert step(slow).bubble > 0.9 * of_links * (p - 1) / m
 
 
 def test_what_fsdp_gathers_hides_on_ranks_that_share_rows_too():

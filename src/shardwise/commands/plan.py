@@ -95,11 +95,11 @@ def plan(args: Namespace) -> int:
             f"found is {least.title} ({least.details}), which needs {needs:.1f} of {limit:.1f} "
             f"GiB; {advice}"
         )
-    if args.simulate:
-        simulate(console, answer, args.rank)
     if args.write is not None:
         for path in write_run_file(Path(args.write), args.run, sections, answer):
             lines(console, [f"wrote {path}"])
+    if args.simulate:
+        simulate(console, answer, args.rank)
     return 0
 
 

@@ -67,12 +67,12 @@ class Cluster:
         return self.per_node * self.nodes
 
     def link_of(self, span: int, ports: int = 1) -> Link:
-        """Return the slowest link among so many neighbouring ranks.
+        """Return the slowest link among any so many neighbouring ranks.
 
         `ports`: the ranks of a node that send to other nodes at the same time, each through a port
         of its own.
         """
-        if span <= self.per_node:
+        if self.nodes == 1 or (span <= self.per_node and self.per_node % span == 0):
             return self.inside
         bandwidth = min(ports * self.between.bandwidth, self.inside.bandwidth)
         return Link(bandwidth, self.between.latency)

@@ -22,7 +22,7 @@ from shardwise.interfaces import Mesh
 from shardwise.layouts import EXPERT_AXES
 from shardwise.models.adapter_start import resumed
 from shardwise.models.families import FAMILIES
-from shardwise.planner.communication import bytes_leaving, is_known, messages_of_step, ring_bytes
+from shardwise.planner.communication import bytes_leaving, messages_of_step, ring_bytes, unknown
 from shardwise.planner.messages import Messages, Total, add_up, sizes_of
 from shardwise.planner.share import share_of
 
@@ -115,11 +115,11 @@ def predicted_bytes(
 ) -> int | None:
     """Return the bytes that leave this rank in a step, by formula.
 
-    It is None for a model of a family that is not listed, and where `is_known` says no. Routers are
-    taken to give each rank's experts equally many rows. `num_targets`: see `targets_on_rank`; by
-    default all tokens are targets.
+    It is None for a model of a family that is not listed, and where something is `unknown`. Routers
+    are taken to give each rank's experts equally many rows. `num_targets`: see `targets_on_rank`;
+    by default all tokens are targets.
     """
-    if job.spec.is_own or job.spec.family not in FAMILIES or not is_known(cfg):
+    if job.spec.is_own or job.spec.family not in FAMILIES or unknown(cfg) is not None:
         return None
     run = describe(resumed(cfg, job.lora), mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries

@@ -70,7 +70,7 @@ def step_of(
     `num_received`: rows that routers of all ranks of `ep` send to this rank's experts in the step,
     by the path of the experts; by default as many as this rank's tokens have.
     """
-    assert is_known(cfg), "the formulas do not know all that such a run sends"
+    assert unknown(cfg) is None, "the formulas do not know all that such a run sends"
     m = num_microbatches(cfg, prod(run.sizes.values()))
     num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     if num_targets is None:
@@ -98,14 +98,19 @@ def _along_ranks(step: Step, formula: Callable[[Step], Iterator[Messages]]) -> I
     return (message for message in formula(step) if step.size(message.axis) > 1)
 
 
-def is_known(cfg: RunConfig) -> bool:
-    """Return whether the formulas know all that a run of a listed family sends.
-
-    They do not know what gathers all logits, nor the scales of products in 8 bits that ranks share.
+def unknown(cfg: RunConfig) -> str | None:
+    """Return what a run of a listed family sends that no formula knows, and how to do without it;
+    None if they know all.
     """
-    gathers_logits = cfg.parallel.tp > 1 and cfg.training.loss == "plain"
-    shares_products = cfg.parallel.tp > 1 or cfg.parallel.cp > 1
-    return not gathers_logits and (cfg.training.matmul == "default" or not shares_products)
+    training, parallel = cfg.training, cfg.parallel
+    if parallel.tp > 1 and training.loss == "plain":
+        return "what gathers all logits over tp (training.loss plain); set loss to chunked"
+    if training.matmul != "default" and (parallel.tp > 1 or parallel.cp > 1):
+        return (
+            f"the scales that ranks of tp or cp share (training.matmul {training.matmul}); set "
+            "matmul to default"
+        )
+    return None
 
 
 def bytes_leaving(total: Total, sizes: Mapping[str, int]) -> int:

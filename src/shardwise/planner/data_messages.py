@@ -18,7 +18,8 @@ def _ddp(step: Step) -> Iterator[Messages]:
         yield from sums_over_copies(step, step.share.trained)
         return
     num_bytes = sum(4 * weight.numel for weight in step.share.trained)
-    yield Messages("all-reduce", step.replicas, _num_dtypes(step.share.trained), num_bytes)
+    calls = _num_dtypes(step.share.trained)
+    yield Messages("all-reduce", step.replicas, calls, num_bytes, when="last backward")
 
 
 def _zero(step: Step) -> Iterator[Messages]:
@@ -53,9 +54,10 @@ def _fsdp1(step: Step) -> Iterator[Messages]:
             gathers = 2 * m if has_backward and not is_kept else m
             numel = -(-flat_spans(weights)[-1][1] // n) * n
             num_bytes = numel * weights[0].itemsize
-            yield Messages("all-gather", step.shards, gathers, gathers * num_bytes)
+            num_bytes *= gathers
+            yield Messages("all-gather", step.shards, gathers, num_bytes, when="layers")
             if any(weight.is_trained for weight in weights):
-                yield Messages("reduce-scatter", step.shards, m, m * 4 * numel)
+                yield Messages("reduce-scatter", step.shards, m, m * 4 * numel, when="layers")
     yield from sums_over_copies(step, left_whole(step.cfg, chunk))
 
 
@@ -88,11 +90,16 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
                 stays_gathered = in_pipeline and (backward_gathers or not is_freed)
                 gathers = (1 if stays_gathered else m) + backward_gathers
                 axis = step.data_axis(weights[0])
-                yield Messages("all-gather", axis, gathers, gathers * _weight_bytes(weights))
+                num_bytes = gathers * _weight_bytes(weights)
+                yield Messages("all-gather", axis, gathers, num_bytes, when="layers")
                 if trained := [weight for weight in weights if weight.is_trained]:
-                    times, num_bytes = 1 if in_pipeline else m, _float32_bytes(trained)
-                    yield Messages("reduce-scatter", axis, times, times * num_bytes)
-                    yield Messages("all-reduce", step.replicas, 1, num_bytes // step.size(axis))
+                    num_bytes, shard = (size := _float32_bytes(trained)), size // step.size(axis)
+                    times, when, at_last = m, "layers", "last backward"
+                    if in_pipeline:
+                        times, when, at_last = 1, "waited", "waited"
+                    num_bytes *= times
+                    yield Messages("reduce-scatter", axis, times, num_bytes, when=when)
+                    yield Messages("all-reduce", step.replicas, 1, shard, when=at_last)
         yield from sums_over_copies(step, unsharded)
         if step.cfg.optimizer.name == "muon":
             yield from _gathered_updates(step, [w for w in chunk.weights if w not in unsharded])

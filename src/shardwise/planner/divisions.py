@@ -34,7 +34,7 @@ class Division(NamedTuple):
     @property
     def may_offload(self) -> bool:
         """Whether a search asks what may stay on the CPU."""
-        return self.data == "fsdp2" and self.pp == self.tp == 1
+        return self.data in ("single", "ddp", "fsdp2")
 
     def parallel(self, base: Parallel) -> Parallel:
         """Return the section of a run file."""

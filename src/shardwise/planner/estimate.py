@@ -117,12 +117,22 @@ class Estimates:
         kept = self.subject.kept[str(candidate.recomputation)]
         # Without sequence parallelism every rank of `tp` keeps all of a layer's input.
         inputs = min(kept, self.inputs) if not division.is_sequence else 0.0
-        # The first rank of a pipeline keeps as many micro-batches as there are stages.
-        in_flight = min(1.0, num_micro / division.pp)
-        total = in_flight * (inputs + (kept - inputs) / division.tp)
+        total = self._in_flight(division.pp, num_micro) * (inputs + (kept - inputs) / division.tp)
         if candidate.recomputation == "full":  # its first backward computes a layer again
             total += self.of_a_layer / division.tp
         return total * candidate.micro_batch_size / division.cp
+
+    def _in_flight(self, pp: int, num_micro: float) -> float:
+        """Return how many micro-batches a rank keeps at least, times its share of the layers.
+
+        The first stages of a pipeline keep most: as many as there are stages from them on. The ends
+        may have a layer less than the others, for the embedding and the head.
+        """
+        if pp == 1:
+            return 1.0
+        each = (self.num_layers + 2) // pp
+        second = each * min(pp - 1, num_micro) if pp > 2 else 0
+        return max((each - 1) * min(pp, num_micro), second) / self.num_layers
 
     def order_of_size(self, candidate: Candidate) -> tuple[float, int, bool]:
         """Return by what candidates are ordered that need little memory.
@@ -174,7 +184,9 @@ class Estimates:
         sent = self._data(candidate, num_micro)
         covering = work if division.data == "fsdp2" else work / num_micro
         if candidate.offload != "none":
-            sent += self.states / (division.num_data * self.question.cluster.host.bandwidth)
+            shards = division.shards * division.cp if division.data == "fsdp2" else 1
+            copied = self.states / (division.pp * division.tp * shards)
+            sent += copied / self.question.cluster.host.bandwidth
         return work * (1 + idle) + max(0.0, sent - covering)
 
     def compare(self, candidate: Candidate, seconds: float) -> None:

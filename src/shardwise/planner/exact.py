@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise import rules
 from shardwise.assembly.costs import choose_split
-from shardwise.config import Recomputation, RunConfig
+from shardwise.config import Recomputation, RunConfig, UserError
 from shardwise.layouts import Facts, axis_sizes, num_microbatches
 from shardwise.metrics.flops import model_flops_per_token, utilization
 from shardwise.models.activations import UnitMemory
@@ -18,12 +18,13 @@ from shardwise.models.dtypes import product_dtype
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner.candidates import Candidate, Question, Subject, subject_of
 from shardwise.planner.choices import hashable
+from shardwise.planner.communication import unknown
 from shardwise.planner.divisions import division_of, layout_name, title
 from shardwise.planner.memory import USABLE, Memory
 from shardwise.planner.peak import memory_of_share
-from shardwise.planner.recompute import TooSmallError, as_way, within_budget
+from shardwise.planner.recompute import as_way, within_budget
 from shardwise.planner.shares import Shares
-from shardwise.planner.step_time import StepTime, time_of_step, unlike_ranks
+from shardwise.planner.step_time import StepTime, alike_ranks, time_of_step
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
 """From the simplest."""
@@ -145,15 +146,17 @@ class Exact:
             return None
         try:
             return self.of_run(cfg, candidate)
-        except TooSmallError as error:
+        except UserError as error:  # no formula knows it, or nothing is within its budget
             self.refused[title(candidate.division)] = str(error)
             return None
 
     def of_run(self, cfg: RunConfig, candidate: Candidate) -> Choice:
         """Return the memory and time of a run that the rules allow.
 
-        UserError where nothing is within its budget.
+        UserError where nothing is within its budget, and where no formula knows what it sends.
         """
+        if (what := unknown(cfg)) is not None:
+            raise UserError(f"no formula knows {what}")
         question, num_ranks = self.question, self.question.num_ranks
         cluster, subject = question.cluster, self.subject
         priced = replace(cfg, training=replace(cfg.training, device=question.device_type))
@@ -170,7 +173,7 @@ class Exact:
         # in between may have larger layers, or more of them, than either.
         shares, stages = Shares(cfg, run, boundaries, self._parts), {cfg.parallel.pp - 1}
         if boundaries is not None:
-            stages |= {*unlike_ranks(cfg, run, boundaries)}
+            stages |= {*alike_ranks(cfg, run, boundaries)}
         memories = [
             memory_of_share(priced, run, shares.of(stage), shares.place(stage), self._units)
             for stage in sorted(stages)

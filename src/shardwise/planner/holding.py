@@ -227,6 +227,8 @@ class Sharded(Whole):
         self.is_root_trained = any(weight.is_trained for weight in of_root)
         self.shards = 0
         """Bytes of the shards' gradients."""
+        self.has_shards = is_gloo or cfg.parallel.offload != "all"
+        """Whether they stay on the device."""
         self.is_kept = not cfg.parallel.reshard_after_forward
         """Whether units stay gathered from their forward to their backward."""
 
@@ -300,7 +302,7 @@ class Fsdp2(Sharded):
             gradients = self.shards + self._complete(place)
             yield Held("reduction", gradients, below + sent, runs=False)
             yield Held("reduction", self.shards + part, below + sent + copy, runs=False)
-            self.shards += part if self.is_first else 0
+            self.shards += part if self.is_first and self.has_shards else 0
             self.sent_last = sent
         if place == 0:
             self.sent_last = 0
@@ -371,7 +373,7 @@ class Fsdp2Stage(Fsdp2):
             yield Held("reduction", left, gathered + sent, runs=False)
             left -= self.gradients[place]
             yield Held("reduction", left + part, gathered + sent + copy, runs=False)
-            left += part
+            left += part if self.has_shards else 0
 
 
 def buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:

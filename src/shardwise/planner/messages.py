@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
@@ -19,6 +20,11 @@ Total = dict[tuple[str, str], tuple[int, int]]
 """(kind, mesh axis) -> calls, and bytes of their whole tensors together."""
 
 
+When = Literal["waited", "layers", "last backward"]
+"""When messages of data parallelism are under way: beside every layer, beside the backward of the
+last micro-batch, or while nothing is computed."""
+
+
 @dataclass(frozen=True)
 class Messages:
     """Collectives of one kind over one mesh axis, and the bytes of their whole tensors together."""
@@ -29,6 +35,7 @@ class Messages:
     num_bytes: int
     receiver: int | None = None
     """Of a sent tensor: the place along the axis of the rank that gets it, where it is known."""
+    when: When = "waited"
 
 
 @dataclass(frozen=True)

@@ -124,10 +124,10 @@ class Rank:
         self.hidden = self.passed_on // between
         """The bytes of hidden states between layers, as large as their gradient."""
         self.states = state_bytes(cfg, share, run.sizes, coordinates)
-        if not self.is_gloo:
-            # What is offloaded is in the host's memory.
-            offloaded = {"optimizer": ("gradients", "optimizer"), "all": tuple(self.states)}
-            self.states |= dict.fromkeys(offloaded.get(cfg.parallel.offload, ()), 0)
+        parts = {"optimizer": ("gradients", "optimizer"), "all": tuple(self.states)}
+        moved = () if self.is_gloo else parts.get(cfg.parallel.offload, ())
+        host = sum(self.states[part] for part in moved)
+        self.states |= dict.fromkeys(moved, 0)
         # Ids, labels, documents, and the places of targets: int64.
         rows = 4 * 8 * tokens * self.num_microbatches
         constants = _constant_bytes(run.hf) + self._mask_bytes()
@@ -135,6 +135,7 @@ class Rank:
             weights=self.states["weights"],
             optimizer=self.states["optimizer"],
             temporary=rows + constants,
+            host=host,
         )
         if not self.is_gloo:
             groups = sum(size > 1 for size in run.sizes.values())

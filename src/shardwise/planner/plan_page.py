@@ -116,6 +116,14 @@ def reasons(answer: Answer) -> Iterator[str]:
         yield "computation binds: no other part takes 5 % of a step"
     else:
         yield f"{lost} is the largest loss: {share_lost:.0%} of a step"
+    yield from on_the_host(best, answer.question)
+
+
+def on_the_host(choice: Choice, question: Question) -> Iterator[str]:
+    """Yield a sentence on what is offloaded, if something is."""
+    if choice.memory.host:
+        of_node = choice.memory.host * question.cluster.per_node
+        yield f"each node needs {size(of_node)} of its own memory for what is offloaded"
 
 
 def changes_table(answer: Answer) -> Table:
@@ -155,7 +163,8 @@ def verdict(choice: Choice, answer: Answer) -> str:
     best = answer.best
     ratio = choice.time.total / best.time.total
     if ratio < 0.995:
-        return f"{ratio:.2f} times as long, with other losses"
+        is_other = choice.cfg.training.precision != best.cfg.training.precision
+        return f"{ratio:.2f} times as long{', with other losses' if is_other else ''}"
     if ratio < 1.005:
         return "as fast"
     mine, others = time_parts(choice.time), time_parts(best.time)
@@ -263,6 +272,7 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
         f"{number(choice.tokens_per_second)} tokens/s; "
         f"{number(choice.tokens_per_second / cluster.num_devices)} a device"
     )
+    yield from on_the_host(choice, question)
     limit = usable_bytes(question)
     yield (
         f"fits: {size(limit - choice.memory.total)} left of {size(limit)}"

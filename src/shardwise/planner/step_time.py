@@ -4,10 +4,11 @@ A unit's products are looked up by shape; the rest of it is priced by its kind. 
 rooflines with stated efficiencies (docs/guides/calibrating.md). Messages are those of
 `communication.py`, over the slowest link of their axis. A pipeline goes through the simulator.
 
-What overlaps: on a GPU the sums of gradients of ddp hide behind the backward of the last
-micro-batch, and what FSDP gathers and scatters behind the layers. Messages of ZeRO, tp and cp, and
-what follows the last backward, are waited for. On a CPU gloo's threads take the time of the one
-thread that computes, so nothing hides.
+What overlaps: on a GPU the sums of gradients of ddp and over the replicas of hsdp hide behind the
+backward of the last micro-batch, and what FSDP gathers and scatters behind the layers. Messages of
+ZeRO, tp, cp and ep, and what follows the last backward, are waited for; in a pipeline, other stages
+wait for those of tp, cp and ep too. On a CPU gloo's threads take the time of the one thread that
+computes, so nothing hides.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
@@ -26,7 +27,7 @@ from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
 from shardwise.planner.communication import of_data, step_of, within_layers
-from shardwise.planner.messages import Total, add_up, ranks_along
+from shardwise.planner.messages import Total, When, add_up, ranks_along
 from shardwise.planner.share import Share
 from shardwise.planner.shares import Shares
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
@@ -93,25 +94,30 @@ def time_of_step(
     units = seconds_of_units(cfg, run, cluster, num_ranks)
     others_busy = 1.0
     if run.pipeline is None:
+        totals = [_messages(cfg, run, cluster, of_run.of(0))]
         shares = [of_run.of(0)]
         busiest, bubble = list(range(len(units))), 0.0
     else:
         boundaries = of_run.boundaries
         assert boundaries is not None
-        shares = [of_run.of(rank) for rank in unlike_ranks(cfg, run, boundaries)]
-        busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries)
+        firsts = alike_ranks(cfg, run, boundaries)
+        by_rank = {rank: _messages(cfg, run, cluster, of_run.of(rank)) for rank in {*firsts}}
+        shares, totals = [of_run.of(rank) for rank in by_rank], [*by_rank.values()]
+        waits = [by_rank[rank].within_layers / m for rank in firsts]
+        busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries, waits)
         if cluster.calibration is not None:
             # While others wait, a rank computes nearly as fast as alone.
             alone = seconds_of_units(cfg, run, cluster, 1)
             pairs = zip(alone, units, strict=True)
             units = [between(*pair, others_busy) for pair in pairs]
-            busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries)
-    totals = [_messages(cfg, run, cluster, share) for share in shares]
-    waited, data_messages = max(totals, key=sum)
+            busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries, waits)
+    messages = max(totals, key=sum)
     forwards = m * sum(units[i].forward for i in busiest)
     backwards = m * sum(units[i].backward for i in busiest)
-    can_hide = _hideable(cfg, cluster, forwards, backwards, m)
-    hidden = min(data_messages, can_hide)
+    hidden = 0.0
+    if not _is_cpu(cluster):
+        hidden = min(messages.beside_layers, forwards + backwards)
+        hidden += min(messages.last_backward, backwards / m, forwards + backwards - hidden)
     calibration = cluster.calibration
     jitter = others_busy * calibration.jitter if calibration and num_ranks > 1 else 0.0
     head = [i for i in busiest if i == len(units) - 1]
@@ -119,23 +125,25 @@ def time_of_step(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),
         recomputation=m * sum(units[i].recomputed for i in busiest),
-        communication=waited + data_messages - hidden + jitter * (forwards + backwards),
+        communication=sum(messages) - hidden + jitter * (forwards + backwards),
         bubble=bubble,
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
         hidden_communication=hidden,
     )
 
 
-def unlike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) -> list[int]:
-    """Return the first rank of the pipeline of each sort: of a sort are those with like layers."""
+def alike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) -> list[int]:
+    """Return for each rank of a pipeline the first one that has like layers."""
     assert run.pipeline is not None
     alike = first_alike(run.hf, run.spec, cfg.training.checkpointing)
     kinds = ["embedding", *(str(alike[layer.name]) for layer in run.spec.layers), "head"]
     sorts: dict[tuple[tuple[str, ...], ...], int] = {}
+    firsts = []
     for rank in range(run.pipeline.num_ranks):
         places = [boundaries[c : c + 2] for c in run.pipeline.chunks_of(rank)]
-        sorts.setdefault(tuple(tuple(kinds[low:high]) for low, high in places), rank)
-    return list(sorts.values())
+        of_rank = tuple(tuple(kinds[low:high]) for low, high in places)
+        firsts.append(sorts.setdefault(of_rank, rank))
+    return firsts
 
 
 def seconds_of_units(
@@ -214,18 +222,31 @@ def _message(cluster: Cluster, kind: str, num_ranks: int, span: int, num_bytes: 
     return link.latency + num_bytes * FACTORS[kind](num_ranks) / link.bandwidth
 
 
-def _messages(
-    cfg: RunConfig, run: Description, cluster: Cluster, share: Share
-) -> tuple[float, float]:
-    """Return the seconds of messages that are waited for, and of those of data parallelism.
+class MessageSeconds(NamedTuple):
+    """The seconds of a rank's messages in a step, but those between stages."""
 
-    Messages between stages are the simulator's.
-    """
+    within_layers: float
+    """Of tp, cp and ep, and the few numbers of a step: they are waited for."""
+    waited: float
+    """Of data parallelism, while nothing is computed."""
+    beside_layers: float
+    last_backward: float
+
+
+def _messages(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> MessageSeconds:
+    """Return the seconds of a rank's messages. Those between stages are the simulator's."""
     step = step_of(cfg, run, share)
-    waited = _message_seconds(add_up(within_layers(step)), cluster, step.sizes, "")
+    within = _message_seconds(add_up(within_layers(step)), cluster, step.sizes, "")
+    of_data_parallelism = [*of_data(step)]
     # FSDP and ZeRO copy what they gather and scatter.
-    of_weights = _message_seconds(add_up(of_data(step)), cluster, step.sizes, " of weights")
-    return waited, of_weights + _over_host(cfg, run, cluster, share)
+    waited, beside, last = (
+        _message_seconds(
+            add_up(message for message in of_data_parallelism if message.when == when),
+            *(cluster, step.sizes, " of weights"),
+        )
+        for when in get_args(When)
+    )
+    return MessageSeconds(within, waited, beside + _over_host(cfg, run, cluster, share), last)
 
 
 def _message_seconds(
@@ -258,17 +279,6 @@ def _span(sizes: Mapping[str, int], axis: str) -> int:
     names = [name for name in sizes if (name in EXPERT_AXES) == (inner in EXPERT_AXES)]
     span = prod(sizes[name] for name in names[names.index(inner) :])
     return span * sizes["tp"] if inner in EXPERT_AXES else span
-
-
-def _hideable(cfg: RunConfig, cluster: Cluster, forwards: float, backwards: float, m: int) -> float:
-    """Return the seconds of computing behind which messages of data parallelism can hide."""
-    if _is_cpu(cluster):
-        return 0.0
-    if cfg.parallel.data in ("fsdp1", "fsdp2"):
-        return forwards + backwards
-    if cfg.parallel.data == "ddp" and cfg.parallel.pp == cfg.parallel.tp == 1:
-        return backwards / m
-    return 0.0
 
 
 def _is_cpu(cluster: Cluster) -> bool:
@@ -315,10 +325,14 @@ def _pipeline(
     cluster: Cluster,
     units: list[UnitSeconds],
     boundaries: Sequence[int],
+    waits: Sequence[float],
 ) -> tuple[list[int], float, float]:
-    """Return the units of the busiest rank, and the seconds of the step in which it waits.
+    """Return the units of the busiest rank, and the seconds of the step in which it waits for
+    others.
 
-    Then the share of the step in which the other ranks compute.
+    Then the share of the step in which the other ranks compute. `waits`: the seconds in which each
+    rank waits for messages within the layers of a micro-batch, as many in each unit, half of them
+    in the forward.
     """
     pipeline = run.pipeline
     assert pipeline is not None
@@ -326,13 +340,16 @@ def _pipeline(
     num_bytes = tokens * run.spec.hidden_size * hidden_dtype(cfg).itemsize
     message = _message(cluster, "send", 2, prod(run.sizes.values()), num_bytes)
     chunks: list[Cost] = []
-    for low, high in pairwise(boundaries):
-        backward = sum(u.backward + u.recomputed for u in units[low:high])
+    for chunk, (low, high) in enumerate(pairwise(boundaries)):
+        rank = pipeline.rank_of(chunk)
+        in_all = sum(boundaries[c + 1] - boundaries[c] for c in pipeline.chunks_of(rank))
+        wait = waits[rank] * (high - low) / in_all
+        backward = wait / 2 + sum(u.backward + u.recomputed for u in units[low:high])
         # Halves of a backward take about as long as one another.
         chunks.append(
             Cost(
                 name=f"units {low} to {high - 1}",
-                forward_seconds=sum(u.forward for u in units[low:high]),
+                forward_seconds=wait / 2 + sum(u.forward for u in units[low:high]),
                 input_seconds=backward / 2,
                 weight_seconds=backward / 2,
                 activation_bytes=0,
