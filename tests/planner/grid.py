@@ -69,6 +69,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+STORED_SHORT = "bfloat16 weights"
+"""A precision: weights and products in bfloat16."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A run of a few steps whose peak is measured."""
@@ -131,6 +135,10 @@ def cells() -> list[Cell]:
                 precision,
             )
             grid.append(cell)
+    # What a plan takes for LoRA by itself: weights in bfloat16 too.
+    places = [(1, "single"), *((2, layout) for layout in ("ddp", "fsdp2", "tp", "1f1b"))]
+    for (num_ranks, layout), family in product(places, hybrids[:3]):
+        grid.append(Cell(family, layout, "lora", num_ranks, 256, 2, 4, "none", STORED_SHORT))
     return list(dict.fromkeys(grid))
 
 
@@ -148,8 +156,10 @@ def config_of(cell: Cell, folder: Path) -> RunConfig:
         written.replace(model / "config.json")
     parallel = Parallel(**LAYOUTS[cell.layout])
     ways = cell.num_ranks // parallel.ranks_of_a_model
+    is_short = cell.precision == STORED_SHORT
+    dtype, precision = ("bfloat16", "bfloat16") if is_short else ("float32", cell.precision)
     return RunConfig(
-        model=Model(str(model), init="random", base=cell.base),
+        model=Model(str(model), init="random", base=cell.base, dtype=dtype),
         lora=Lora(r=8) if cell.mode == "lora" else None,
         data=Data(train="unused", sequence_length=cell.length),
         parallel=parallel,
@@ -160,7 +170,7 @@ def config_of(cell: Cell, folder: Path) -> RunConfig:
             global_batch_size=ways * cell.rows * cell.microbatches,
             micro_batch_size=cell.rows,
             checkpointing=cell.checkpointing,  # ty: ignore[invalid-argument-type]
-            precision=cell.precision,  # ty: ignore[invalid-argument-type]
+            precision=precision,  # ty: ignore[invalid-argument-type]
             device="cpu",
         ),
     )
