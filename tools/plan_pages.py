@@ -17,8 +17,9 @@ import yaml
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
+from shardwise.planner.divisions import layout_name
 from shardwise.planner.exact import Choice, explain
-from shardwise.planner.plan_page import OVERHEADS, time_parts, why_not_fitting
+from shardwise.planner.plan_page import OVERHEADS, on_the_host, time_parts, why_not_fitting
 from shardwise.planner.search import search
 from shardwise.presets import MODELS
 from shardwise.words import percent, seconds, size
@@ -28,26 +29,25 @@ PUBLISHED = MODELS.parent / "published.yaml"
 START, END = "<!-- tools/plan_pages.py -->", "<!-- end -->"
 FAST, SLOW, OLDER = "8xH100-80GB", "8xRTX4090", "8xA100-40GB"
 CASES = (
-    ("fits on one device", "qwen3_5-0.8b", "1xRTX4090", 1, None),
-    ("fits on one device", "qwen3_5-0.8b", FAST, 1, None),
-    ("fits on one device", "qwen3_5-0.8b", SLOW, 1, None),
-    ("fits on one device", "qwen3_5-0.8b", FAST, 4, "400Gbps"),
-    ("fits on one device", "qwen3_5-0.8b", SLOW, 4, "25Gbps"),
-    ("does not fit on one device", "qwen3_5-9b", FAST, 1, None),
-    ("does not fit on one device", "qwen3_5-9b", SLOW, 1, None),
-    ("does not fit on one device", "llama-3.1-70b", FAST, 1, None),
-    ("does not fit on one device", "llama-3.1-70b", FAST, 4, "400Gbps"),
-    ("does not fit on one device", "llama-3.1-70b", FAST, 4, "25Gbps"),
-    ("the largest layer does not fit", "llama-3.1-405b", OLDER, 1, None),
-    ("the largest layer does not fit", "llama-3.1-405b", SLOW, 1, None),
-    ("the largest layer does not fit", "llama-3.1-405b", OLDER, 64, "400Gbps"),
-    ("the largest layer does not fit", "llama-3.1-405b", SLOW, 64, "100Gbps"),
-    ("many nodes", "llama-3.1-405b", FAST, 64, "400Gbps"),
+    ("qwen3_5-0.8b", "1xRTX4090", 1, None),
+    ("qwen3_5-0.8b", FAST, 1, None),
+    ("qwen3_5-0.8b", SLOW, 1, None),
+    ("qwen3_5-0.8b", FAST, 4, "400Gbps"),
+    ("qwen3_5-0.8b", SLOW, 4, "25Gbps"),
+    ("qwen3_5-9b", FAST, 1, None),
+    ("qwen3_5-9b", SLOW, 1, None),
+    ("llama-3.1-70b", FAST, 1, None),
+    ("llama-3.1-70b", FAST, 4, "400Gbps"),
+    ("llama-3.1-70b", FAST, 4, "25Gbps"),
+    ("llama-3.1-405b", OLDER, 1, None),
+    ("llama-3.1-405b", SLOW, 1, None),
+    ("llama-3.1-405b", OLDER, 64, "400Gbps"),
+    ("llama-3.1-405b", FAST, 64, "400Gbps"),
+    ("deepseek-v3", SLOW, 64, "100Gbps"),
+    ("deepseek-v3", FAST, 64, "400Gbps"),
 )
-"""What the case shows, preset, devices of a node, nodes, link between them.
-
-Links within a node are fast except for RTX4090. In full what is said of one device holds, too.
-"""
+"""Preset, devices of a node, nodes, link between them. Links within a node are fast except for
+RTX4090."""
 ROWS, LENGTH = 512, 8_192
 
 
@@ -66,26 +66,33 @@ def question(
 
 def needs() -> Iterator[str]:
     """Yield the table of the best layouts."""
-    yield "| case | model | devices | LoRA r=16 | in full |"
-    yield "|---|---|---|---|---|"
-    for case, preset, devices, nodes, link in CASES:
+    yield "| model | devices | LoRA r=16 | in full |"
+    yield "|---|---|---|---|"
+    for preset, devices, nodes, link in CASES:
         where = devices if nodes == 1 else f"{nodes} x {devices}, {link}"
         cells = [_best(question(preset, devices, nodes, link, lora)) for lora in (True, False)]
-        yield f"| {case} | {preset} | {where} | {' | '.join(cells)} |"
+        yield f"| {preset} | {where} | {' | '.join(cells)} |"
 
 
 def _best(asked: Question) -> str:
     answer = search(asked)
+    simple = [answer.simpler[name] for name in ("single", "ddp", "fsdp2") if name in answer.simpler]
+    why = "".join(
+        f"; `{layout_name(choice.candidate.division)}` {why_not_fitting(choice, asked)}"
+        for choice in simple
+        if not choice.fits
+    )
     if not answer.choices:
         least = min(answer.computed, key=lambda choice: choice.memory.total)
-        return f"nothing fits: `{least.title}` needs {size(least.memory.total)}"
-    best, why = answer.best, ""
-    for name in ("ddp", "fsdp2"):
-        simple = answer.simpler.get(name)
-        if simple and not simple.fits:
-            why += f"; `{name}` {why_not_fitting(simple, asked)}"
+        return f"*nothing fits*: `{least.title}` needs {size(least.memory.total)}{why}"
+    best, fitting = answer.best, [*answer.choices, *(choice for choice in simple if choice.fits)]
+    kinds = {layout_name(choice.candidate.division) for choice in fitting}
+    case = "fits on one device" if kinds & {"single", "ddp"} else "does not fit on one device"
+    if case.startswith("does") and not kinds & {"fsdp2", "hsdp"}:
+        case = "fsdp2 alone does not fit"
     used = f"{size(best.memory.total)}, MFU {percent(best.mfu)}, {_largest_loss(best)}"
-    return f"`{best.title}`, {best.details}: {used}{why}"
+    host = "".join(f", {text}" for text in on_the_host(best, asked))
+    return f"*{case}*: `{best.title}`, {best.details}: {used}{host}{why}"
 
 
 def _largest_loss(choice: Choice) -> str:
