@@ -34,6 +34,7 @@ NUM_CELLS = {
     "microbatches": 12,
     "compositions": 24,
     "processes": 42,
+    "seeds": 30,
     "gpu": 32,
 }
 """Of the studies' sweeps, controls aside."""

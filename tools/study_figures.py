@@ -14,8 +14,9 @@ from study_lengths import lengths
 
 from shardwise.drawing.svg import colour
 from shardwise.report import figures as report
-from shardwise.report.losses import losses
+from shardwise.report.losses import losses, training
 from shardwise.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
+from shardwise.report.seeds import over_seeds, spread
 from shardwise.report.style import looks
 from shardwise.report.tables import Row
 
@@ -131,6 +132,24 @@ def curves(study: Study) -> Drawn | None:
         "of float32, then logarithmic. Grey: up to the noise control. Red: the tolerance."
     )
     return narrow(drawn, caption=caption)
+
+
+def norms(study: Study) -> Drawn | None:
+    """Draw the gradient norms and the validation loss of the first group."""
+    groups = in_groups(study)[:1]
+    if not any(row.record and row.record.grad_norms for row in groups[0][1]):
+        return None
+    drawn = training(groups, looks(study.bench.sweep, study.rows))
+    for names in drawn.figure.legends:  # curves coincide
+        names.remove()
+    caption = "All cells: the curves lie on one another."
+    return narrow(drawn, caption=caption)
+
+
+def seeds(study: Study) -> Drawn | None:
+    """Draw the losses of each seed under each strategy."""
+    families = over_seeds(study.bench, study.rows)
+    return narrow(spread(families)) if families else None
 
 
 # ---------------------------------------------------------------------- more and more processes
@@ -286,6 +305,8 @@ FIGURES: dict[str, tuple[str, Callable[[Studies], Drawn | None]]] = {
     "experts": of("experts", strategies),
     "memory": of("cpu", memory),
     "losses": of("cpu", curves),
+    "norms": of("cpu", norms),
+    "seeds": of("seeds", seeds),
     "lengths": of("cpu", lengths),
     "microbatches": of("microbatches", microbatches),
     "sent": of("cpu", sent),

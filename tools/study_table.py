@@ -33,7 +33,7 @@ from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "study.md"]
-STUDIES = ("cpu", "models", "experts", "microbatches", "compositions", "processes")
+STUDIES = ("cpu", "models", "experts", "microbatches", "compositions", "processes", "seeds")
 CALIBRATION = "study-calibration.json"
 """What `shardwise calibrate` has measured, beside the runs; the diagram of a ring has its times."""
 BEGIN, END = "<!-- tools/study_table.py {} -->\n", "<!-- end -->\n"
@@ -113,6 +113,16 @@ def validation(study: Study) -> str:
         return f"{row.validation[-1][1]:.7f}" if row and row.validation else NOTHING
 
     return by_group(study, figures, with_control=True)
+
+
+def first_step(study: Study) -> str:
+    """Return the seconds from the start of training to the end of the first step."""
+
+    def figures(row: Row | None) -> str:
+        measured = row.figures.first_step_seconds if row and row.figures else None
+        return NOTHING if measured is None else f"{measured:.2f}"
+
+    return by_group(study, figures)
 
 
 def by_group(study: Study, figures: Callable[[Row | None], str], with_control: bool = False) -> str:
@@ -218,6 +228,7 @@ TABLES: dict[str, Callable[[Study], str]] = {
     "speed": speed,
     "losses": losses,
     "validation": validation,
+    "first_step": first_step,
     "gradients": gradients,
     "sent": sent,
     "bubble": bubble,
