@@ -137,6 +137,17 @@ def test_what_fsdp_gathers_hides_on_ranks_that_share_rows_too():
     assert sharded.hidden_communication > 0.0
 
 
+@pytest.mark.parametrize("cluster", [calibrated(), cluster_of("1xH100-80GB")], ids=["here", "GPU"])
+def test_an_update_takes_what_its_optimizer_moves_and_multiplies(cluster):
+    def seconds(name: str) -> float:
+        cfg = single()
+        return step_time(
+            replace(cfg, optimizer=replace(cfg.optimizer, name=name)), 1, cluster
+        ).optimizer
+
+    assert seconds("sgd") < seconds("adamw8bit") < seconds("adamw") < seconds("muon")
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_wait_for_one_another_the_longer_they_compute(num_ranks):
     cfg = replace(single(), parallel=Parallel(data="ddp" if num_ranks == 2 else "single"))

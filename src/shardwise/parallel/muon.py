@@ -28,7 +28,8 @@ MOMENTUM = 0.95
 MOMENTUM_BUFFER = "momentum_buffer"
 """The name of the momentum among a parameter's states."""
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
+STEPS = 5
+"""Iterations of Newton and Schulz."""
 _EPSILON = 1e-7
 
 
@@ -106,7 +107,7 @@ def _newton_schulz(update: torch.Tensor) -> torch.Tensor:
     add_product = torch.addmm if update.dim() == 2 else torch.baddbmm
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPSILON)
     a, b, c = _COEFFICIENTS
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).contiguous()

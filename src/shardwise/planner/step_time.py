@@ -24,6 +24,7 @@ from shardwise.config import RunConfig
 from shardwise.layouts import EXPERT_AXES, num_microbatches
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype, product_dtype
+from shardwise.models.matrices import muon_dtype
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
 from shardwise.planner.communication import of_data, step_of, within_layers
@@ -31,6 +32,7 @@ from shardwise.planner.messages import Total, When, add_up, ranks_along
 from shardwise.planner.share import Share
 from shardwise.planner.shares import Shares
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
+from shardwise.planner.update import moved_bytes, orthogonalising_flops
 from shardwise.planner.weights import shapes_of
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.simulate import step_seconds
@@ -38,7 +40,7 @@ from shardwise.schedule.simulate import step_seconds
 RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 """Messages whose bytes go round all ranks."""
 ADAMW_BYTES = 7 * 4
-"""Bytes per element that AdamW moves: weight, gradient and two moments read, three written."""
+"""Bytes that AdamW moves of an element in float32."""
 
 HOST_MEMORY_BANDWIDTH = 5e10
 """Bytes per second of a rank's share of its host's memory, where an offloaded optimizer works:
@@ -289,20 +291,23 @@ def _is_cpu(cluster: Cluster) -> bool:
 def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
     """Return the seconds of the gradient norm, clipping and the update of a rank's shards."""
     is_sharded = cfg.parallel.data not in ("single", "ddp")
-    numels = [w.shard_numel(0) if is_sharded else w.numel for w in share.trained]
-    numel = sum(numels)
-    if cluster.calibration is not None:
-        per_tensor, per_element = cluster.calibration.of_busy(prod(run.sizes.values())).optimizer
-        return per_tensor * len(share.trained) + per_element * numel
+    numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
+    moved = moved_bytes(cfg, numels)
+    if (calibration := cluster.calibration) is not None:
+        per_tensor, per_element = calibration.of_busy(prod(run.sizes.values())).optimizer
+        # It was measured with AdamW in float32.
+        seconds = per_tensor * len(numels) + per_element * moved / ADAMW_BYTES
+        return seconds + orthogonalising_flops(cfg, share.trained) / calibration.best_rate
     if cfg.parallel.offload == "none" or _is_cpu(cluster):
-        return numel * ADAMW_BYTES / (cluster.device.memory_bandwidth * efficiency("memory"))
-    update = numel * ADAMW_BYTES / (HOST_MEMORY_BANDWIDTH * efficiency("memory"))
+        rate = cluster.device.rate(muon_dtype(cfg.training.precision)) * efficiency("product")
+        seconds = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
+        return seconds + orthogonalising_flops(cfg, share.trained) / rate
+    update = moved / (HOST_MEMORY_BANDWIDTH * efficiency("memory"))
     if cfg.parallel.offload == "all":  # gradients and weights are there
         return update
     # Gradients go down, and updated weights come up.
-    sizes = zip(numels, share.trained, strict=True)
-    moved = sum(2 * number * weight.itemsize for number, weight in sizes)
-    return moved / cluster.host.bandwidth + update
+    copied = sum(2 * number * weight.itemsize for weight, number in numels)
+    return copied / cluster.host.bandwidth + update
 
 
 def _over_host(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:

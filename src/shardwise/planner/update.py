@@ -8,6 +8,7 @@ from math import prod
 from shardwise.config import RunConfig
 from shardwise.models.eight_bit import chunk_numel
 from shardwise.models.matrices import muon_dtype
+from shardwise.parallel.muon import STEPS
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.weights import Weight
 
@@ -30,6 +31,39 @@ def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) ->
     if is_gloo:
         return (2 if name == "adamw" else 1) * max(sizes)
     return sum(sizes) if cfg.parallel.offload == "none" else 0
+
+
+def moved_bytes(cfg: RunConfig, numels: Iterable[tuple[Weight, int]]) -> int:
+    """Return the bytes that an update of so many elements of each weight reads and writes: weights,
+    gradients and states.
+    """
+    return sum(_moved_by_element(cfg.optimizer.name, weight) * n for weight, n in numels)
+
+
+def _moved_by_element(name: str, weight: Weight) -> int:
+    """Return the bytes of one element: weight and each moment read and written, gradient read."""
+    size = weight.itemsize
+    if name == "sgd":
+        return 3 * size
+    if weight.is_selected and name == "adamw8bit":
+        return 3 * size + 4
+    return (5 if weight.is_selected and name == "muon" else 7) * size
+
+
+def orthogonalising_flops(cfg: RunConfig, weights: Iterable[Weight]) -> int:
+    """Return the FLOPs in which Muon makes matrices orthogonal: every rank each matrix as a whole.
+
+    A step of the iteration multiplies X X^T = A, A A, and (b A + c A A) X.
+    """
+    if cfg.optimizer.name != "muon":
+        return 0
+    total = 0
+    for weight in weights:
+        if weight.is_selected:
+            rows, columns = sorted(weight.shape[-2:])
+            matrices = weight.numel // (rows * columns)
+            total += matrices * STEPS * (4 * rows**2 * columns + 2 * rows**3)
+    return total
 
 
 def _in_8_bits(weight: Weight, numel: int) -> int:
