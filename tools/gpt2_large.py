@@ -19,15 +19,18 @@ from shardwise.benchmark.paired import command_line, table, write_json
 from shardwise.config import RunConfig
 from shardwise.layouts import AXES
 from shardwise.metrics.hardware import environment
+from shardwise.planner.communication import unknown
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.peak import memory_of_run
 from shardwise.planner.share import share_of
 from shardwise.run_file import load_config
+from shardwise.words import NOTHING
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED_GB = {"single": 21, "ddp": 21, "zero3": 20, "fsdp2-tp": 6}
 NUM_GPUS = {"single": 1, "ddp": 4, "zero3": 4, "fsdp2-tp": 4}
 ROWS = (8, 32)
+LOSSES = ("chunked", "plain")
 COLUMNS = (
     *("layout", "rows", "weights", "gradients", "AdamW", "states", "peak", "moment"),
     *("plain loss", "moment", "published"),
@@ -36,7 +39,7 @@ HEAD = """\
 # GPT-2 Large, 1,024 tokens, bfloat16 products, AdamW, checkpoints: GB (10^9 bytes) on rank 0
 
 States are exact, peaks planned, neither measured on GPUs. Published are peaks of an unknown batch
-size.
+size. Nothing is planned of a loss that gathers all logits over tensor-parallel ranks.
 
 """
 
@@ -61,14 +64,14 @@ def row_of(layout: str, rows: int) -> dict[str, Any]:
     cfg = load_config(ROOT / "configs" / "gpt2-large" / f"{layout}-{rows}.yaml")
     # Nothing is read with the tokenizer, and the corpus that it comes from need not be there.
     model = replace(cfg.model, path=str(ROOT / cfg.model.path), tokenizer=None)
-    cfg = replace(cfg, model=model, training=replace(cfg.training, device="cuda"))
-    peaks = {loss: peak_of(cfg, NUM_GPUS[layout], loss) for loss in ("chunked", "plain")}
+    cfg = replace(cfg, model=model)
+    peaks = {loss: peak_of(cfg, NUM_GPUS[layout], loss, "cuda") for loss in LOSSES}
     return {
         "layout": layout,
         "rows_per_device": rows,
         "state_bytes": states_of(cfg, NUM_GPUS[layout]),
         "peaks": {
-            loss: {"bytes": peak.total - peak.overhead, "moment": peak.moment}
+            loss: peak and {"bytes": peak.total - peak.overhead, "moment": peak.moment}
             for loss, peak in peaks.items()
         },
         "published_peak_gb": PUBLISHED_GB[layout],
@@ -81,10 +84,13 @@ def states_of(cfg: RunConfig, world_size: int) -> dict[str, int]:
     return state_bytes(cfg, share_of(cfg, run, first), run.sizes, first)
 
 
-def peak_of(cfg: RunConfig, world_size: int, loss: Any) -> Memory:
-    """Return the planned memory of a rank at its peak."""
-    cfg = replace(cfg, training=replace(cfg.training, loss=loss))
-    return memory_of_run(cfg, describe(cfg, world_size))
+def peak_of(cfg: RunConfig, world_size: int, loss: Any, device: Any) -> Memory | None:
+    """Return the planned memory of a rank on a device at its peak; None where none is planned."""
+    cfg = replace(cfg, training=replace(cfg.training, loss=loss, device="cpu"))
+    if unknown(cfg) is not None:
+        return None
+    run = describe(cfg, world_size)
+    return memory_of_run(replace(cfg, training=replace(cfg.training, device=device)), run)
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
@@ -93,7 +99,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     sizes = [f"{size / 1e9:.2f}" for size in (*states, sum(states))]
     cells = [row["layout"], str(row["rows_per_device"]), *sizes]
     for peak in row["peaks"].values():
-        cells += [f"{peak['bytes'] / 1e9:.1f}", peak["moment"]]
+        cells += [f"{peak['bytes'] / 1e9:.1f}", peak["moment"]] if peak else [NOTHING, NOTHING]
     return [*cells, str(row["published_peak_gb"])]
 
 

@@ -92,7 +92,10 @@ PEAKS = (("single", "chunked"),)
 """Layouts and losses that `make test` measures."""
 
 
-@pytest.mark.parametrize(("name", "loss"), some_now(product(LAYOUTS, ("chunked", "plain")), PEAKS))
+PLANNED = [case for case in product(LAYOUTS, ("chunked", "plain")) if case != ("fsdp2-tp", "plain")]
+
+
+@pytest.mark.parametrize(("name", "loss"), some_now(PLANNED, PEAKS))
 def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, capsys):
     """On a CPU, with rows so long that fixed sizes count little. Small tensors are left out."""
     cfg = shrunk(name, folder, tmp_path, LONG)
@@ -104,7 +107,7 @@ def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, cap
         training=replace(cfg.training, loss=loss, **batch),
     )
     peak = run_ranks(LAYOUTS[name], measure, cfg)[0]
-    predicted = TOOL["peak_of"](cfg, LAYOUTS[name], loss).total
+    predicted = TOOL["peak_of"](cfg, LAYOUTS[name], loss, "cpu").total
     with capsys.disabled():
         print(
             f"\n{name:6} {loss:7} predicted {predicted:>11,} B, peak {peak:>11,} B, "

@@ -91,9 +91,12 @@ def test_a_worker_has_a_gpu_where_there_are_any(device, accelerator, num_gpus, o
 @pytest.mark.parametrize(
     ("launch", "message"),
     [
-        ({"ray": {"partition": "gpu"}}, "launch.ray has partition: gpu, which Ray does not take"),
+        (
+            {"ray": {"partition": "gpu"}},
+            "launch.ray has .partition.: .gpu., which Ray does not take",
+        ),
         ({"ray": {"cpus": "many"}}, "it takes address .str., cpus .int."),
-        ({"ray": {"cpus": 0}}, "launch.ray has cpus: 0"),
+        ({"ray": {"cpus": 0}}, "launch.ray has .cpus.: 0, which"),
     ],
 )
 def test_what_ray_does_not_have_is_refused(launch, message):

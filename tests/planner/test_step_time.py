@@ -12,6 +12,8 @@ from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.planner.calibration import FACTORS, Calibration, Collective, Speeds
 from shardwise.planner.cluster import Cluster, Link, cluster_of
+from shardwise.planner.communication import of_data, step_of
+from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, time_of_step
 from shardwise.planner.unit_work import work_of_units
 from tests.assembly.test_costs import build, config, tiny
@@ -98,20 +100,25 @@ def test_what_follows_the_last_backward_does_not_hide():
     replicas hide behind the backward of the last micro-batch at most.
     """
     cluster = cluster_of("4xH100-80GB")
-    experts = config(tiny("qwen3_5_moe"), None, {"global_batch_size": 8})
-    spread = replace(experts, parallel=Parallel(data="ddp", ep=2))
-    assert step_time(spread, 4, cluster).hidden_communication == 0.0
-    kept = {"data": "fsdp2", "reshard_after_forward": False}
     training = {"global_batch_size": 8}
-    in_turn, staged = (
-        step_time(replace(config(tiny("qwen3_5"), None, training), parallel=parallel), 4, cluster)
-        for parallel in (Parallel(**kept), Parallel(pp=2, schedule="1f1b", **kept))
+    experts, hybrid = (config(tiny(name), None, training) for name in ("qwen3_5_moe", "qwen3_5"))
+    runs = (
+        replace(experts, parallel=Parallel(data="ddp", ep=2)),
+        replace(hybrid, parallel=Parallel(data="fsdp2", pp=2, schedule="1f1b")),
+        replace(hybrid, parallel=Parallel(data="fsdp2", dp_replicate=2)),
     )
-    # Weights are gathered once in a pipeline, and gradients are not hidden.
-    assert staged.hidden_communication < in_turn.hidden_communication
+    sent = []
+    for cfg in runs:
+        run = describe(cfg, 4)
+        step = step_of(cfg, run, Shares(cfg, run).of(0))
+        sent.append({(message.kind, message.when) for message in of_data(step)})
+    assert sent == [
+        {("all-reduce", "waited")},
+        {("all-gather", "layers"), ("reduce-scatter", "waited")},
+        {("all-gather", "layers"), ("reduce-scatter", "layers"), ("all-reduce", "last backward")},
+    ]
     slow = replace(cluster, between=Link(1e3, 0.0), per_node=2, nodes=2)
-    replicas = replace(single(), parallel=Parallel(data="fsdp2", dp_replicate=2))
-    step = step_time(replicas, 4, slow)
+    step = step_time(runs[2], 4, slow)
     assert step.hidden_communication < step.layers + step.head
 
 
@@ -145,7 +152,7 @@ def test_an_update_takes_what_its_optimizer_moves_and_multiplies(cluster):
             replace(cfg, optimizer=replace(cfg.optimizer, name=name)), 1, cluster
         ).optimizer
 
-    assert seconds("sgd") < seconds("adamw8bit") < seconds("adamw") < seconds("muon")
+    assert seconds("sgd") < seconds("adamw") < seconds("muon")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
