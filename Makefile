@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters soak sbom audit gpu gpu-kernels gpu-runs gpu-jet-nemotron clean
+.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -137,6 +137,16 @@ $(CLUSTERS)/.ok: Makefile
 
 test-clusters: $(RAY)/.ok $(CLUSTERS)/.ok  ## runs on two nodes of this machine, which root makes: Slurm, Ray, torchrun in network namespaces; files for SkyPilot and Kubernetes
 	$(RAY)/bin/python -m pytest -m cluster tests/clusters
+
+# A part of these, in some minutes: bytes over the cable, a node that is lost and comes back, Slurm.
+NODES = test_cable.py test_bytes.py test_torchrun.py::test_nodes_listen_where_they_were_told_to \
+	test_torchrun.py::test_a_run_goes_on_with_one_node_of_two_and_takes_the_other_back \
+	test_slurm.py::test_two_nodes_train_as_two_processes_here \
+	test_slurm.py::test_a_job_near_its_limit_saves_and_goes_on_later \
+	test_slurm.py::test_a_dead_node_costs_a_restart test_image.py
+
+test-nodes: setup  ## of `make test-clusters` what takes some minutes and needs no Ray
+	$(BIN)/python -m pytest -m cluster $(NODES:%=tests/clusters/%)
 
 # In an environment of their own: what describes and checks the others is none of their packages.
 $(AUDIT)/.ok: constraints.txt

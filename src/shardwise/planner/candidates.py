@@ -199,7 +199,7 @@ class Space:
         for (schedule, num_virtual), reshards, offload, size, recomputation in product(
             schedules,
             values("parallel.reshard_after_forward", (True, False) if is_fsdp else (True,)),
-            values("parallel.offload", self.offloads if division.may_offload else ("none",)),
+            values("parallel.offload", [o for o in self.offloads if o in division.offloads]),
             values("training.micro_batch_size", sizes),
             recomputations(question),
         ):

@@ -56,8 +56,7 @@ class Climb:
         for division in self.divisions.intersection(moved(best.candidate.division)):
             prospect = prospect_of(self.space, self.estimates, division)
             for other in prospect.fastest if prospect else ():
-                expected = self.estimates.expected(self.estimates.seconds(other))
-                if expected < best.time.total:
+                if self.estimates.expected(other) < best.time.total:
                     yield other
 
 
@@ -88,7 +87,7 @@ def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate
                 other = candidate._replace(schedule=schedule, num_virtual=num_virtual, split=None)
                 yield f"{schedule} x{num_virtual}", other
     if question.device_type == "cuda" and "parallel.offload" not in question.fixed:
-        for offload in ("none", "optimizer", "all") if candidate.division.may_offload else ():
+        for offload in candidate.division.offloads:
             if offload != candidate.offload:
                 yield f"offload {offload}", candidate._replace(offload=offload)
 

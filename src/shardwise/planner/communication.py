@@ -14,14 +14,18 @@ tests/parallel/test_communication.py counts the collectives of real steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from math import prod
+
+from torch import nn
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_by_layer
+from shardwise.models.spec import ModelSpec
 from shardwise.planner.context import sent_by_layers, sent_by_router_loss
 from shardwise.planner.data_messages import DATA_FORMULAS, sums_over_copies
 from shardwise.planner.messages import Messages, Step, Total, add_up, ranks_along, sizes_of
@@ -161,10 +165,15 @@ def _numbers(step: Step) -> Iterator[Messages]:
     for axes in (("pp", step.replicas, step.shards), ("pp",), *axis_sets):
         for axis in axes:
             yield Messages("all-reduce", axis, 1, 4)
-    if sizes := experts_by_layer(step.run.hf, step.run.spec):
+    if sizes := _experts_by_layer(step.run.hf, step.run.spec):
         num_bytes = 4 * len(sizes) * (max(sizes.values()) + 1)
         for axis in ("pp", step.replicas, step.shards):
             yield Messages("all-reduce", axis, 1, num_bytes)
+
+
+@lru_cache(maxsize=1)
+def _experts_by_layer(hf: nn.Module, spec: ModelSpec) -> Mapping[str, int]:
+    return experts_by_layer(hf, spec)
 
 
 def _tensor(step: Step) -> Iterator[Messages]:

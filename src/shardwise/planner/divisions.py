@@ -32,9 +32,11 @@ class Division(NamedTuple):
         return self.replicas * self.shards
 
     @property
-    def may_offload(self) -> bool:
-        """Whether a search asks what may stay on the CPU."""
-        return self.data in ("single", "ddp", "fsdp2")
+    def offloads(self) -> tuple[str, ...]:
+        """What of it may stay on the CPU: values of `parallel.offload`."""
+        if self.data == "fsdp2":
+            return ("none", "optimizer", "all")
+        return ("none", "optimizer") if self.data in ("single", "ddp") else ("none",)
 
     def parallel(self, base: Parallel) -> Parallel:
         """Return the section of a run file."""

@@ -6,7 +6,6 @@ survives is computed by `peak.py` and `step_time.py`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,7 +16,7 @@ from shardwise.models.quantise import as_stored
 from shardwise.planner.candidates import Candidate, Question, Subject, recomputations
 from shardwise.planner.choices import Recomputed, as_checkpointing, is_budget
 from shardwise.planner.cluster import Link
-from shardwise.planner.divisions import Division
+from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.step_time import seconds_of_units
 
 
@@ -66,8 +65,8 @@ class Estimates:
         is_lora = cfg.lora is not None
         self.reduced = 2 * self.gradients if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
-        self.least_error = math.inf
-        """The least time that was computed of a candidate, over its estimate."""
+        self.least_errors: dict[str, float] = {}
+        """The least time that was computed of a candidate, over its estimate, by its layout."""
         # Hundreds of candidates of a division ask for the same.
         self._states, self._work = cache(self._states_of), cache(self._seconds_of_work)
 
@@ -191,11 +190,18 @@ class Estimates:
 
     def compare(self, candidate: Candidate, seconds: float) -> None:
         """Take note of a time that was computed exactly."""
-        self.least_error = min(self.least_error, seconds / self.seconds(candidate))
+        layout = layout_name(most_sharded(candidate.division))
+        error = seconds / self.seconds(candidate)
+        self.least_errors[layout] = min(error, self.least_errors.get(layout, error))
 
-    def expected(self, seconds: float) -> float:
-        """Return what a candidate of this estimate takes at least, by those that were compared."""
-        return self.least_error * seconds
+    def expected(self, candidate: Candidate) -> float:
+        """Return the estimate of a candidate, times the least error of those that were compared.
+
+        Estimates of one layout are alike in their errors.
+        """
+        layout = layout_name(most_sharded(candidate.division))
+        least = min(self.least_errors.values(), default=1.0)
+        return self.least_errors.get(layout, least) * self.seconds(candidate)
 
     def _seconds_of_work(self, division: Division, recomputation: str) -> float:
         """Return the seconds of a rank in its layers and their messages, with nothing beside."""

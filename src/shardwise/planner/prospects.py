@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from shardwise.planner.candidates import Candidate, Space
-from shardwise.planner.divisions import Division
+from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import usable_bytes
 
-MOST_DIVISIONS = 200
+MOST_GROUPS = 60
+"""Groups of divisions that differ in their replicas."""
+PER_GROUP = 3
 PER_DIVISION = 2
 """The fastest candidates of a division that are computed, beside its smallest."""
 
@@ -34,20 +36,29 @@ def promising(
 
     Divisions come in the order of their lower bounds, so that most are never looked into.
     """
-    most = effort * MOST_DIVISIONS
-    limit = usable_bytes(space.question)
-    best: list[tuple[float, int, Prospect]] = []
-    for number, division in enumerate(divisions):
-        if len(best) == most and estimates.least_seconds(division) > -best[0][0]:
-            break
+    limit, most = usable_bytes(space.question), effort * MOST_GROUPS
+    groups: dict[Division, list[Prospect]] = {}
+    layouts: dict[str, Prospect] = {}
+    last_seconds = math.inf
+    for division in divisions:
+        layout = layout_name(most_sharded(division))
+        if estimates.least_seconds(division) > last_seconds and layout in layouts:
+            continue
         if estimates.state_bytes(division, space.offloads[-1]) > limit:
             continue
         prospect = prospect_of(space, estimates, division, effort)
         if prospect is not None:
-            entry = (-prospect.seconds, number, prospect)
-            push = heapq.heappush if len(best) < most else heapq.heappushpop
-            push(best, entry)
-    return [prospect for _, _, prospect in sorted(best, reverse=True)]
+            layouts.setdefault(layout, prospect)
+            group = groups.setdefault(most_sharded(division), [])
+            group.append(prospect)
+            group.sort(key=lambda prospect: prospect.seconds)
+            del group[effort * PER_GROUP :]
+            if len(groups) >= most:
+                last_seconds = sorted(group[0].seconds for group in groups.values())[most - 1]
+    prospects = (prospect for group in groups.values() for prospect in group)
+    kept = {prospect.smallest.division: prospect for prospect in layouts.values()}
+    kept |= {p.smallest.division: p for p in prospects if p.seconds <= last_seconds}
+    return sorted(kept.values(), key=lambda prospect: prospect.seconds)
 
 
 def prospect_of(

@@ -199,8 +199,8 @@ class _Start:
         )
         for prospect in prospects:
             is_enough = len(computed) >= num_computed and len(self.fitting) >= num_fitting
-            if is_enough and self.estimates.expected(prospect.seconds) > self.best_seconds:
-                break
+            if is_enough and self.estimates.expected(prospect.fastest[0]) > self.best_seconds:
+                continue
             sharded = self._sharded(prospect)
             smallest = self.exact.of(prospect.smallest._replace(division=sharded))
             if smallest is None or smallest.fits:
@@ -209,15 +209,18 @@ class _Start:
                 computed.add(sharded)
 
     def _of(self, prospect: Prospect, num_fastest: int) -> bool:
-        """Compute the smallest and the fastest candidates; return whether the rules allow any."""
-        candidates = prospect.smallest, *prospect.fastest[:num_fastest]
-        choices = [choice for choice in map(self.exact.of, candidates) if choice is not None]
+        """Compute the fastest candidates and, if none fits, the smallest; return whether the rules
+        allow any.
+        """
+        choices = [*map(self.exact.of, prospect.fastest[:num_fastest])]
+        if not any(choice is not None and choice.fits for choice in choices):
+            choices.append(self.exact.of(prospect.smallest))
         for choice in choices:
-            if choice.fits:
+            if choice is not None and choice.fits:
                 self.fitting.add(self._sharded(prospect))
                 self.best_seconds = min(self.best_seconds, choice.time.total)
                 self.estimates.compare(choice.candidate, choice.time.total)
-        return bool(choices)
+        return any(choice is not None for choice in choices)
 
     def _sharded(self, prospect: Prospect) -> Division:
         question, division = self.exact.question, prospect.smallest.division
