@@ -225,7 +225,7 @@ def measure_runs(cfgs: Sequence[RunConfig]) -> list[Measured]:
 def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
     """Return the states of each rank, and the memory of the rank with the most."""
     cfg = config_of(cell, folder)
-    alone = _described(cell.family, cell.mode, folder)
+    alone = _described(cell.family, cell.mode, cell.precision, folder)
     pipeline = pipeline_of(cfg, cell.num_ranks) if cfg.parallel.pp > 1 else None
     run = replace(alone, sizes=axis_sizes(cfg, cell.num_ranks), pipeline=pipeline)
     boundaries = boundaries_of(cfg, run)
@@ -238,7 +238,7 @@ def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
 
 
 @cache
-def _described(family: str, mode: str, folder: Path) -> Description:
+def _described(family: str, mode: str, precision: str, folder: Path) -> Description:
     """Return the description of a model, which is the same in all layouts except for its mesh."""
-    cell = Cell(family, "single", mode, 1, 128, 1, 1, "none", "float32")
+    cell = Cell(family, "single", mode, 1, 128, 1, 1, "none", precision)
     return describe(config_of(cell, folder), 1)

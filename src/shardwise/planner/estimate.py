@@ -19,6 +19,9 @@ from shardwise.planner.cluster import Link
 from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.step_time import seconds_of_units
 
+ALIKE = 0.75
+"""The least error of a layout's estimates over that of the few that were compared: assumed."""
+
 
 @dataclass
 class Estimates:
@@ -195,13 +198,14 @@ class Estimates:
         self.least_errors[layout] = min(error, self.least_errors.get(layout, error))
 
     def expected(self, candidate: Candidate) -> float:
-        """Return the estimate of a candidate, times the least error of those that were compared.
+        """Return what a candidate takes at least, by the errors of those that were compared.
 
-        Estimates of one layout are alike in their errors.
+        Estimates of one layout are alike in their errors, within ALIKE.
         """
         layout = layout_name(most_sharded(candidate.division))
         least = min(self.least_errors.values(), default=1.0)
-        return self.least_errors.get(layout, least) * self.seconds(candidate)
+        of_layout = ALIKE * self.least_errors.get(layout, 0.0)
+        return max(least, of_layout) * self.seconds(candidate)
 
     def _seconds_of_work(self, division: Division, recomputation: str) -> float:
         """Return the seconds of a rank in its layers and their messages, with nothing beside."""

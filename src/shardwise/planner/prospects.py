@@ -12,9 +12,9 @@ from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import usable_bytes
 
-MOST_GROUPS = 60
+MOST_GROUPS = 120
 """Groups of divisions that differ in their replicas."""
-PER_GROUP = 3
+PER_GROUP = 2
 PER_DIVISION = 2
 """The fastest candidates of a division that are computed, beside its smallest."""
 
