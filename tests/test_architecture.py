@@ -98,15 +98,15 @@ EVERYONE = {
     "safety",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety": 4_152,
+    "config keys run_file ranges batches interfaces layouts rules words safety": 4_190,
     "cli commands library __main__ __init__": 1_717,
     "presets": 300,
-    "assembly training checkpoint process launch": 8_410,
+    "assembly training checkpoint process launch": 8_440,
     "models": 11_530,
     "parallel": 4_550,
     "data": 3_760,
     "kernels": 7_503,
-    "planner schedule metrics": 9_940,
+    "planner schedule metrics": 10_130,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_370,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 7_240
+    assert lines <= 7_400
 
 
 def every_source() -> list[Path]:

@@ -119,8 +119,8 @@ class _Stream:
 class Cable:
     """A thread that carries packets from each end to the other."""
 
-    def __init__(self, ends: tuple[int, int]) -> None:
-        """Join two ends."""
+    def __init__(self, ends: tuple[int, int], is_counting: bool = True) -> None:
+        """Join two ends; `is_counting`: all bytes are gloo's and stores', and are told apart."""
         self.is_cut = False
         """Whether all packets are lost."""
         self.seconds = 0.0
@@ -130,7 +130,7 @@ class Cable:
         self.late = 0.0
         """The share of packets that take 20 ms more, so that later ones arrive before them."""
         self.traffic = Traffic()
-        self._ends = ends
+        self._ends, self._is_counting = ends, is_counting
         self._streams: dict[bytes, _Stream] = {}
         self._stores: set[bytes] = set()
         self._queue: list[tuple[float, int, int, bytes]] = []
@@ -184,7 +184,8 @@ class Cable:
                 packet = os.read(self._ends[side], 65536)
             except BlockingIOError:
                 return
-            self._count(packet)
+            if self._is_counting:
+                self._count(packet)
             if self.is_cut or self._random.random() < self.loss:
                 continue
             seconds = self.seconds + 0.02 * (self._random.random() < self.late)

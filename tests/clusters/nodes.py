@@ -47,23 +47,21 @@ def _ip(*arguments: str) -> str:
 class Nodes:
     """The nodes, while they exist."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, is_counting: bool = True) -> None:
+        self.folder, self.is_counting = folder, is_counting
         self.names = tuple(f"shardwise-{os.getpid()}-{i}" for i in range(len(ADDRESSES)))
         self.agents: list[subprocess.Popen] = []
 
     def __enter__(self) -> Nodes:
+        lines = ["127.0.0.1 localhost", *map(" ".join, zip(ADDRESSES, HOSTS, strict=True))]
+        self.hosts = self.folder / "hosts"
+        self.hosts.write_text("".join(f"{line}\n" for line in lines))
         with ExitStack() as stack:  # removes what is there where something fails
             ends = []
             for i, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
                 device = f"sw{os.getpid()}-{i}"
                 _ip("netns", "add", name)
                 stack.callback(_ip, "netns", "del", name)
-                hosts = Path("/etc/netns", name, "hosts")  # of who is started in there
-                hosts.parent.mkdir(parents=True)
-                stack.callback(shutil.rmtree, hosts.parent)
-                lines = ["127.0.0.1 localhost", *map(" ".join, zip(ADDRESSES, HOSTS, strict=True))]
-                hosts.write_text("".join(f"{line}\n" for line in lines))
                 ends.append(open_end(device))
                 _ip("link", "set", device, "netns", name, "name", INTERFACE)
                 # Without IPv6 nothing crosses but what processes send.
@@ -73,7 +71,7 @@ class Nodes:
                 up = ("mtu", str(MTU), "txqueuelen", "10000", "up")
                 _ip("-n", name, "link", "set", INTERFACE, *up)
                 _ip("-n", name, "link", "set", "lo", "up")
-            self.cable = Cable((ends[0], ends[1]))
+            self.cable = Cable((ends[0], ends[1]), self.is_counting)
             stack.callback(self.cable.close)
             stack.callback(self.end)
             self._stack = stack.pop_all()
@@ -111,8 +109,10 @@ class Nodes:
                 )
 
     def inside(self, node: int) -> list[str]:
-        """Return what comes before a command that is to run in a node."""
-        return ["ip", "netns", "exec", self.names[node]]
+        """Return what comes before a command that is to run in a node, where hosts have names."""
+        bind = 'mount --bind "$0" /etc/hosts && exec "$@"'
+        network = f"--net=/run/netns/{self.names[node]}"
+        return ["nsenter", network, "unshare", "--mount", "sh", "-c", bind, str(self.hosts)]
 
     def _torchrun(self, node: int) -> list[str]:
         return [

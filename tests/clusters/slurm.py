@@ -43,7 +43,7 @@ def started(folder: Path) -> Iterator[Slurm]:
     with contextlib.ExitStack() as stack:
         namespaces = None
         if nodes.why_not() is None:
-            namespaces = stack.enter_context(Nodes(folder))
+            namespaces = stack.enter_context(Nodes(folder, is_counting=False))
         yield stack.enter_context(Slurm(folder, namespaces))
 
 
