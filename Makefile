@@ -139,14 +139,15 @@ test-clusters: $(RAY)/.ok $(CLUSTERS)/.ok  ## runs on two nodes of this machine,
 	$(RAY)/bin/python -m pytest -m cluster tests/clusters
 
 # A part of these, in some minutes: bytes over the cable, a node that is lost and comes back, Slurm.
-NODES = test_cable.py test_bytes.py test_torchrun.py::test_nodes_listen_where_they_were_told_to \
-	test_torchrun.py::test_a_run_goes_on_with_one_node_of_two_and_takes_the_other_back \
+ELASTIC = test_a_run_goes_on_with_one_node_of_two_and_takes_the_other_back
+BYTES = test_a_step_sends_to_the_other_node_what_the_formulas_say
+NODES = test_cable.py test_bytes.py::$(BYTES)[ddp-tp] test_bytes.py::$(BYTES)[hsdp] \
+	test_torchrun.py::test_nodes_listen_where_they_were_told_to test_torchrun.py::$(ELASTIC)[ddp-disk] \
 	test_slurm.py::test_two_nodes_train_as_two_processes_here \
-	test_slurm.py::test_a_job_near_its_limit_saves_and_goes_on_later \
 	test_slurm.py::test_a_dead_node_costs_a_restart test_image.py
 
 test-nodes: setup  ## of `make test-clusters` what takes some minutes and needs no Ray
-	$(BIN)/python -m pytest -m cluster $(NODES:%=tests/clusters/%)
+	$(BIN)/python -m pytest -m cluster $(NODES:%='tests/clusters/%')
 
 # In an environment of their own: what describes and checks the others is none of their packages.
 $(AUDIT)/.ok: constraints.txt
