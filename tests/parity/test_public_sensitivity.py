@@ -77,10 +77,10 @@ def labels_shifted_after_rows_are_cut():
 def clipped_with_the_loss_scale():
     clip = step.clip_by_global_norm
 
-    def too_early(parameters, mesh, facts, most, scale):
+    def too_early(parameters, mesh, facts, most, scale, *others):
         parameters = list(parameters)
-        clip(parameters, mesh, facts, most, 1.0)
-        return clip(parameters, mesh, facts, None, scale)
+        clip(parameters, mesh, facts, most, 1.0, *others)
+        return clip(parameters, mesh, facts, None, scale, *others)
 
     step.clip_by_global_norm = too_early
 
