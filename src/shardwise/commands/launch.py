@@ -34,7 +34,7 @@ UNUSED = {
     "skypilot": ("time",),
     "kubernetes": ("time", "restarts"),
 }
-"""The keys of the section `launch` that a launcher has no use for, but for other ones' options."""
+"""The keys of the section `launch` that a launcher does not use, without the options of others."""
 
 
 def run(args: Namespace) -> int:

@@ -33,7 +33,7 @@ class Division(NamedTuple):
 
     @property
     def offloads(self) -> tuple[str, ...]:
-        """What of it may stay on the CPU: values of `parallel.offload`."""
+        """The values of `parallel.offload` that it may have."""
         if self.data == "fsdp2":
             return ("none", "optimizer", "all")
         return ("none", "optimizer") if self.data in ("single", "ddp") else ("none",)

@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     overhead: int = 0
     """What the device's runtime and libraries take; 0 on a CPU."""
     host: int = 0
-    """What is offloaded to the memory of the host: no part of the total."""
+    """Bytes offloaded to the memory of the host: no part of the total."""
     moment: str = ""
     """When the peak is, such as "backward of the head"."""
 

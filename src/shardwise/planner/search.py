@@ -172,14 +172,14 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
 
 @dataclass
 class _Start:
-    """What is computed before the climb: something of each layout, and more of the fastest."""
+    """The candidates computed before the climb: one of each layout, and more of the fastest."""
 
     exact: Exact
     estimates: Estimates
     effort: int
     fitting: set[Division] = field(default_factory=set)
     best_seconds: float = math.inf
-    """Of what fits."""
+    """The time of the fastest one that fits."""
 
     def compute(self, prospects: Sequence[Prospect], top: int) -> None:
         """Compute divisions in turn, until enough are computed and fit, and none is left that is

@@ -228,9 +228,9 @@ class MessageSeconds(NamedTuple):
     """The seconds of a rank's messages in a step, but those between stages."""
 
     within_layers: float
-    """Of tp, cp and ep, and the few numbers of a step: they are waited for."""
+    """Messages of tp, cp and ep, and the few numbers of a step: they are waited for."""
     waited: float
-    """Of data parallelism, while nothing is computed."""
+    """Messages of data parallelism, while nothing is computed."""
     beside_layers: float
     last_backward: float
 
