@@ -63,15 +63,7 @@ def asked(line: str) -> Question:
     """Return the question of a command line."""
     args = parse(["plan", *shlex.split(line)])
     cluster = cluster_of(args.devices, args.nodes, args.link)
-    sections, fixed = sections_of(
-        args.run,
-        args.overrides,
-        sequence=args.sequence,
-        tokens=args.tokens_per_step,
-        lora=args.lora,
-        is_full=args.full,
-        precision=args.precision,
-    )
+    sections, fixed = sections_of(args)
     return question_of(sections, fixed, cluster, args.run)
 
 

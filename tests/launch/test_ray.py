@@ -97,6 +97,7 @@ def test_a_worker_has_a_gpu_where_there_are_any(device, accelerator, num_gpus, o
         ),
         ({"ray": {"cpus": "many"}}, "it takes address .str., cpus .int."),
         ({"ray": {"cpus": 0}}, "launch.ray has .cpus.: 0, which"),
+        ({"ray": {"cpus": -1}}, "launch.ray has .cpus.: -1, which"),
     ],
 )
 def test_what_ray_does_not_have_is_refused(launch, message):

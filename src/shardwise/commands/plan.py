@@ -51,15 +51,7 @@ def plan(args: Namespace) -> int:
     last = cluster.num_devices - 1
     require(0 <= args.rank <= last, f"--rank is {args.rank}; give one from 0 to {last}")
     require(args.simulate or not args.rank, "--rank is for --simulate; give both")
-    sections, fixed = sections_of(
-        args.run,
-        args.overrides,
-        sequence=args.sequence,
-        tokens=args.tokens_per_step,
-        lora=args.lora,
-        is_full=args.full,
-        precision=args.precision,
-    )
+    sections, fixed = sections_of(args)
     logging.set_verbosity_error()
     question = question_of(sections, fixed, cluster, args.run)
     if args.explain is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -57,19 +58,12 @@ def sections_of_model(name: str, lora: str | None) -> dict[str, Any]:
     }
 
 
-def sections_of(
-    what: str,
-    overrides: Sequence[str],
-    sequence: str | None,
-    tokens: str | None,
-    lora: str | None,
-    is_full: bool,
-    precision: str | None,
-) -> tuple[dict[str, Any], frozenset[str]]:
+def sections_of(args: Namespace) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the sections of the run that is planned, and the keys that its search may not change.
 
-    `what`: a run file, or a model.
+    `args`: the command's.
     """
+    what, lora, is_full, tokens = args.run, args.lora, args.full, args.tokens_per_step
     require(not (lora and is_full), "--lora and --full: give one of them")
     is_run_file = Path(what).is_file()
     if is_run_file:
@@ -83,17 +77,19 @@ def sections_of(
         sections["lora"] = {**(sections.get("lora") or {}), "r": int(match[1])}
     if is_full:
         sections.pop("lora", None)
-    changes: dict[str, dict[str, Any]] = {"training": {"precision": precision}} if precision else {}
-    if sequence is not None:
-        changes["data"] = {"sequence_length": count(sequence, "--sequence")}
+    changes: dict[str, dict[str, Any]] = {}
+    if args.precision:
+        changes["training"] = {"precision": args.precision}
+    if args.sequence is not None:
+        changes["data"] = {"sequence_length": count(args.sequence, "--sequence")}
     for section, keys in changes.items():
         sections[section] = {**(sections.get(section) or {}), **keys}
     if tokens is not None or not is_run_file:
         number = TOKENS_PER_STEP if tokens is None else count(tokens, "--tokens-per-step")
         _set_rows(sections, number)
-    for override in overrides:
+    for override in args.overrides:
         apply_override(sections, override)
-    keys = {override.removeprefix("--").partition("=")[0] for override in overrides}
+    keys = {override.removeprefix("--").partition("=")[0] for override in args.overrides}
     return sections, frozenset(key for key in keys if _is_searched(key))
 
 

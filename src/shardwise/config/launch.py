@@ -107,8 +107,9 @@ class Launch(Section):
                     f"launch.{key} has {name}, which launch itself sets; use its other keys",
                 )
         for name, value in self.ray.items():
+            is_enough = value > 0 if isinstance(value, int) else bool(value)
             require(
-                isinstance(value, OF_RAY.get(name, ())) and value not in (0, ""),
+                isinstance(value, OF_RAY.get(name, ())) and is_enough,
                 f"launch.ray has {shown(name)}: {shown(value)}, which Ray does not take; it takes "
                 f"{', '.join(f'{key} ({kind.__name__})' for key, kind in OF_RAY.items())}",
             )

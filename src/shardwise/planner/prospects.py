@@ -13,10 +13,11 @@ from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import usable_bytes
 
 MOST_GROUPS = 120
-"""Groups of divisions that differ in their replicas."""
+"""Groups of divisions that differ in their replicas alone."""
 PER_GROUP = 2
+"""The fastest divisions of a group that are kept."""
 PER_DIVISION = 2
-"""The fastest candidates of a division that are computed, beside its smallest."""
+"""The fastest candidates of a division that are computed."""
 
 
 class Prospect(NamedTuple):
@@ -32,7 +33,8 @@ class Prospect(NamedTuple):
 def promising(
     space: Space, estimates: Estimates, divisions: Sequence[Division], effort: int
 ) -> list[Prospect]:
-    """Return the divisions with the lowest estimates among those that may fit, best first.
+    """Return the divisions with the lowest estimates among those that may fit, best first, and one
+    of each layout.
 
     Divisions come in the order of their lower bounds, so that most are never looked into.
     """
