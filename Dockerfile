@@ -24,7 +24,9 @@ ARG EXTRAS=gpu,data,report
 RUN pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 # No user of the host has this number, and /work is what it may write; --user and --volume replace both.
+# SkyPilot installs packages in a container, and needs an image that was built with --build-arg RUN_AS=root.
+ARG RUN_AS=10001
 RUN useradd --uid 10001 --create-home shardwise && install --directory --owner shardwise /work
-USER 10001
+USER ${RUN_AS}
 WORKDIR /work
 CMD ["shardwise", "--help"]

@@ -233,3 +233,16 @@ def test_a_budget_and_layers_are_what_was_written():
 def with_checkpointing(value: Any) -> dict[str, Any]:
     training = {"output_dir": "o", "checkpointing": value}
     return {"model": {"path": "m"}, "data": {"train": "d"}, "training": training}
+
+
+def test_records_have_no_values_of_the_environment():
+    run = {
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "training": {"output_dir": "o"},
+        "launch": {"environment": {"HF_TOKEN": "secret"}},
+    }
+    cfg = parse_config(run, "run.yaml")
+    assert "secret" not in repr(cfg.recorded())
+    assert cfg.recorded()["launch"]["environment"].keys() == {"HF_TOKEN"}
+    assert cfg.to_dict()["launch"]["environment"] == {"HF_TOKEN": "secret"}

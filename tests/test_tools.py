@@ -61,6 +61,21 @@ def test_the_page_of_cores_says_what_was_measured() -> None:
             assert f"`{family}` | {' | '.join(cells)} |" in page
 
 
+@pytest.mark.parametrize("tool", ["study_table"], indirect=True)
+def test_the_page_of_the_study_says_what_was_measured(tool: ModuleType) -> None:
+    """The tables; figures are drawn anew by the tool alone."""
+    (page,) = tool.PAGES
+    results = TOOLS.parent / "results"
+    studies = tool.read_studies(results)
+    pattern = r"<!-- tools/study_table\.py (\w+) ([\w-]+) -->\n\n?(.*?)\n?<!-- end -->"
+    places = re.findall(pattern, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    tables = [place for place in places if place[0] != "figure"]
+    assert len(tables) > 10
+    for kind, name, text in tables:
+        expected = tool.content(kind, name, studies, {}, page, results)
+        assert text.strip() == expected.strip(), "run python tools/study_table.py"
+
+
 PLACES = ("ran cpu", "speed cpu", "gradients cpu", "sent cpu", "losses cpu", "speed models")
 FIGURES = ("strategies", "memory", "losses", "sent", "lengths", "models")
 
@@ -219,16 +234,23 @@ def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):
 
 def test_the_page_on_planning_says_how_far_times_were_off() -> None:
     root = TOOLS.parent
-    times = json.loads((root / "results" / "plan" / "times.json").read_text())
     page = (root / "docs" / "concepts" / "planning.md").read_text(encoding="utf-8")
-    error = times["error"]
-    said = [f"{error['cases']} measured runs", f"{error['median']:.1%}".replace("%", " %")]
-    said += [f"the worst {error['worst']:.1%}".replace("%", " %")]
-    assert all(text in page for text in said), said
+    for name in ("times", "times-intel"):
+        times = json.loads((root / "results" / "plan" / f"{name}.json").read_text())
+        error = times["error"]
+        assert error["cases"] == len(times["rows"])
+        figures = [f"{100 * error[key]:.1f} %" for key in ("median", "worst")]
+        row = f"| {error['cases']} | [^|]* | {' | '.join(figures)} |"
+        assert re.search(row, page), row
+        assert all(choice["regret"] <= 0.05 for choice in times["choices"])
     assert error["median"] <= 0.05
     assert error["worst"] <= 0.12
-    assert times["choices"]
-    assert all(choice["regret"] <= 0.05 for choice in times["choices"])
+    grid = json.loads((root / "results" / "plan" / "grid.json").read_text())["summary"]
+    one, several = grid["one process"], grid["distributed"]
+    said = [f"{one['cells'] + several['cells']} measured runs of small models"]
+    said += [f"{100 * one['median']:.2f} % on one process"]
+    said += [f"{100 * several['median']:.2f} % on several"]
+    assert all(text in " ".join(page.split()) for text in said), said
 
 
 def test_the_page_of_bases_says_what_was_measured() -> None:

@@ -202,7 +202,8 @@ def ran(study: Study) -> str:
         )
     order = "interleaved, " if rounds > 1 and interleaved(study.rows) else ""
     bad = [row.name for row in cells if row.state != "ok"]
-    commits = ", ".join(commit[:10] for commit in values["commit"])
+    # A commit may end with "+changes": those of a working tree.
+    commits = ", ".join(f"{c[:10]}{c[40:]}" for c in values["commit"])
     return (
         f"*{counted(len(cells), 'cell')} and {counted(controls, 'control')}, "
         f"{counted(rounds, 'round')}, {order}begun on {started[:10]} on "

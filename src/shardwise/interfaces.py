@@ -33,8 +33,8 @@ class Mesh:
     Ranks along `dp_replicate` and `dp_shard` read different rows. Ranks along `cp` read the same
     rows and compute different tokens of them, so that their gradients must be added up, as over
     rows. A data-parallel strategy therefore works over data and context together: `cp` is flattened
-    into the axis of the strategy, `replicas` or `shards`. These are the ranks 0 to 7 with dp_shard
-    2, cp 2 and tp 2:
+    into the axis of the strategy, `replica_axis` or `shard_axis`. These are the ranks 0 to 7 with
+    dp_shard 2, cp 2 and tp 2:
 
                               tp 0   tp 1
         dp_shard 0   cp 0       0      1      half of the rows, some of their tokens
@@ -42,9 +42,9 @@ class Mesh:
         dp_shard 1   cp 0       4      5      the other rows
                      cp 1       6      7
 
-    The groups of `shards` are 0 2 4 6 and 1 3 5 7: fsdp2 leaves each rank a quarter of its share
-    along tp. With `ep` 2, each of the pairs 0 2, 4 6, 1 3 and 5 7 has all experts once; 0 4, 2 6, 1
-    5 and 3 7 have the same experts (`dp_expert`).
+    The groups of `shard_axis` are 0 2 4 6 and 1 3 5 7: fsdp2 leaves each rank a quarter of its
+    share along tp. With `ep` 2, each of the pairs 0 2, 4 6, 1 3 and 5 7 has all experts once; 0 4,
+    2 6, 1 5 and 3 7 have the same experts (`dp_expert`).
     """
 
     AXES = AXES
@@ -65,19 +65,19 @@ class Mesh:
         return f"{self.device.type}, {' x '.join(used) or 'one process'}"
 
     @property
-    def replicas(self) -> str:
+    def replica_axis(self) -> str:
         """The axis whose ranks hold copies of weights under ddp, ZeRO and HSDP."""
         return self._with_context("dp_replicate")
 
     @property
-    def shards(self) -> str:
+    def shard_axis(self) -> str:
         """The axis that FSDP shards weights over."""
         return self._with_context("dp_shard")
 
     @property
     def gradient_axes(self) -> tuple[str, str]:
         """Data x context: their ranks hold partial sums of the gradient of a copied weight."""
-        return self.replicas, self.shards
+        return self.replica_axis, self.shard_axis
 
     def _with_context(self, axis: str) -> str:
         joined = axis == self.context_joins and self.size("cp") > 1

@@ -146,13 +146,13 @@ class ModelFacts:
     most_earlier_tokens: int = 0
     """How many tokens before its own a convolution of the model reads, at most."""
     odd_blocks: Callable[[Any, int], str | None] = lambda base, num_ranks: None
-    """Return what of the model has no whole blocks of a form of `model.base` in each of so many
-    shares along `tp`, or None."""
+    """Return in words what in the model has no whole blocks of a form of `model.base` when it is
+    cut into a number of shares along `tp`; None if everything has whole blocks."""
     num_in_8_bits: int = 0
     """How many of its trained weights are such that 8-bit AdamW keeps their moments in 8 bits."""
     cut_blocks: Callable[[int, int, int], str | None] = lambda tp, ep, num_shards: None
-    """Return what of these has no whole blocks on a rank of `tp`, `ep` and so many data ranks over
-    which states are sharded, or None."""
+    """Return in words which of these weights has no whole blocks on a rank, for sizes of `tp` and
+    `ep` and a number of data ranks over which states are sharded; None if all have whole ones."""
     num_float8_linears: int = 0
     """How many linears can multiply in 8 bits."""
     scaled_positions: str | None = None
@@ -255,12 +255,12 @@ def has_copies(cfg: RunConfig, num_ranks: int) -> bool:
 
 
 def fitted(cfg: RunConfig, num_ranks: int) -> RunConfig:
-    """Return an elastic run (`launch.min_nodes`) as it is on so many of its ranks.
+    """Return an elastic run (`launch.min_nodes`) as it is on `num_ranks` of its ranks.
 
     Only data axes differ. `pp`, `cp`, `tp` and `ep` stay, and so do the rows of each step and
     micro-batch: a rank computes more micro-batches. Replicas of fsdp2 keep their number of shards
-    where it divides the ranks; else there is one replica, whose ranks hold least. What is not
-    possible, rules refuse.
+    where it divides the ranks; else there is one replica, whose ranks hold least. Rules refuse
+    what is not possible.
     """
     all_ranks = cfg.launch.nodes * cfg.launch.processes
     if cfg.launch.min_nodes is None or num_ranks == all_ranks:

@@ -151,6 +151,19 @@ def test_the_last_ranks_of_a_run_that_was_killed_are_waited_for(tmp_path, monkey
         process.join()
 
 
+def test_the_locks_of_a_host_that_died_are_waited_for_longer(tmp_path, monkeypatch):
+    """A file server keeps them for a while: here another process has one, in a host's name."""
+    monkeypatch.setattr(output_lock, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(output_lock, "LEASE_SECONDS", PATIENCE)
+    process = held_by("fork", tmp_path, None)
+    assert "another run" in refused(tmp_path, None, {})
+    monkeypatch.setattr(output_lock.socket, "gethostname", lambda: "another host")
+    assert process.pid is not None
+    FORK.Process(target=lambda: (time.sleep(0.5), os.kill(process.pid, signal.SIGKILL))).start()
+    with locked(tmp_path, None, {}):
+        process.join()
+
+
 FIRST, OTHER = (World(rank, 2, rank, "env://") for rank in (0, 1))
 
 

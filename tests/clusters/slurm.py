@@ -29,6 +29,9 @@ def why_not() -> str | None:
     """Return why no cluster can be started here; None if one can."""
     missing = [name for name in PROGRAMS if _path_of(name) is None]
     if missing:
+        assert os.environ.get("SHARDWISE_NEEDS_SLURM") != "1", (
+            f"SHARDWISE_NEEDS_SLURM is 1: {missing}"
+        )
         return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client"
     return None if os.geteuid() == 0 else "only root can start slurmd"
 

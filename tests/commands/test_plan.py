@@ -85,7 +85,7 @@ def test_a_budget_stays_in_the_run_file(folder, capsys):
     assert "the smallest that this run can keep is 1." in capsys.readouterr().err
 
 
-def test_a_stored_base_needs_less_and_computes_the_same(capsys):
+def test_a_stored_base_needs_less_and_takes_the_time_to_read_it(capsys):
     def best(base: str, *options: str) -> dict:
         arguments = [*DEVICES, "--explain", "fsdp2:2", f"--model.base={base}", *options, "--json"]
         assert cli.main(["plan", "tiny-qwen3_5", *arguments]) == 0
@@ -93,7 +93,8 @@ def test_a_stored_base_needs_less_and_computes_the_same(capsys):
 
     plain, stored = best("none"), best("int8")
     assert stored["memory"]["weights"] < 0.8 * plain["memory"]["weights"]
-    for part in ("layers", "head", "recomputation", "optimizer"):
+    assert stored["time"]["layers"] > plain["time"]["layers"]
+    for part in ("head", "recomputation", "optimizer"):
         assert stored["time"][part] == pytest.approx(plain["time"][part])
     for data in ("cp", "tp", "pp"):
         options = [*DEVICES, "--model.base=fp8", f"--parallel.{data}=2"]
@@ -117,12 +118,65 @@ def test_a_key_that_not_every_layout_has_is_kept(override, layouts, capsys):
     assert all(re.search(layouts, title) for title in titles)
 
 
+def planned(capsys, *arguments: str) -> dict:
+    assert cli.main(["plan", "tiny-qwen3_5", "--devices=2xRTX4090", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        (["--data.sequence_length=64", "--tokens-per-step=1K"], "16 rows of 64 tokens"),
+        (["--sequence=128", "--training.global_batch_size=6"], "6 rows of 128 tokens"),
+        (["--sequence=512", "--data.sequence_length=128"], "8192 rows of 128 tokens"),
+    ],
+)
+def test_a_step_has_the_rows_that_are_asked_for(arguments, step, capsys):
+    assert step in planned(capsys, *arguments)["heading"][1]
+
+
+def test_a_whole_section_is_kept_as_its_keys_are(capsys):
+    content = planned(capsys, *DEVICES[2:], "--parallel={tp: 2}")
+    assert {choice["division"]["tp"] for choice in content["choices"]} == {2}
+
+
+def test_keys_that_need_an_axis_are_kept_where_it_is(capsys):
+    content = planned(capsys, *DEVICES[2:], "--parallel.cp_attention=gather")
+    kept = {c["division"]["cp"]: c["parallel"]["cp_attention"] for c in content["computed"]}
+    assert kept == {1: "auto", 2: "gather"}
+    content = planned(capsys, *DEVICES[2:], "--parallel.speeds=[1.0, 0.5]")
+    kept = {c["division"]["pp"]: c["parallel"]["speeds"] for c in content["computed"]}
+    assert kept == {1: None, 2: [1.0, 0.5]}
+
+
+def test_what_is_written_keeps_what_was_given(folder):
+    (folder / "my.jsonl").write_text('{"text": "a"}\n')
+    given = ["--data.train=my.jsonl", "--training.output_dir=runs/x"]
+    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, *given, "--write", "run.yaml"]) == 0
+    cfg = load_config("run.yaml")
+    assert (cfg.data.train, cfg.training.output_dir) == ("my.jsonl", "runs/x")
+    assert not (folder / "corpus.jsonl").exists()
+    assert Path(cfg.model.path, "tokenizer.json").is_file()
+
+
+def test_a_run_that_compares_copies_is_planned_on_ranks_that_have_them(folder, capsys):
+    assert cli.main(["init"]) == 0
+    run = ["train", "run.yaml", "--dry-run", "--devices", "2xRTX4090"]
+    run += ["--training.check_copies_every=100", "--training.global_batch_size=16"]
+    assert cli.main([*run, "--parallel.data=ddp"]) == 0
+    capsys.readouterr()
+    assert cli.main([*run, "--parallel.data=fsdp2"]) == 2
+    assert "no rank holds a copy" in capsys.readouterr().err
+
+
 def test_all_as_data(capsys):
     options = ["--json", "--top", "2", "--html", "page.html"]
     assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, *options]) == 0
     content = json.loads(capsys.readouterr().out)
     best, _ = content["choices"]
     assert best["title"] == "ddp:2"
+    assert best["training"] == {"micro_batch_size": 4, "checkpointing": "none"}
+    assert content["cluster"]["links"].keys() == {"inside", "between", "host"}
     parts = [num for part, num in best["memory"].items() if part not in ("total", "moment")]
     assert sum(parts) == best["memory"]["total"]
     parts = [s for part, s in best["time"].items() if part not in ("total", "hidden_communication")]

@@ -263,7 +263,7 @@ def test_a_world_that_does_not_fit(run_file, capfd):
 
 def test_shares_of_layers_that_there_are_not(folder):
     """On every rank the user's mistake; that it is one line then, the test above shows."""
-    shares = "this qwen3_5_text has [^,]*, which cannot be sharded evenly over so many ranks"
+    shares = "this qwen3_5_text has [^,]*, which cannot be sharded evenly over 3 ranks"
     cfg = replace(config(folder, "three-shares"), parallel=Parallel(tp=3))
     with pytest.raises(RuntimeError, match=f"UserError: .*{shares}.*; use 1, 2 or 4\n"):
         run_ranks(3, run, cfg)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training, UserError
-from shardwise.launch import elastic
+from shardwise.launch import elastic, local
 from shardwise.process.ending import RunError
 from shardwise.process.world import World, find_world
 from shardwise.records.record import RunRecord
@@ -57,6 +57,18 @@ def test_what_is_left_is_said(left, size, note, capsys):
     assert [world.is_spare for _, world in fitted] == [rank >= size for rank in range(left)]
     said = capsys.readouterr().err
     assert said == f"note: {left} of 4 processes{note}, 4 micro-batches a step\n"
+
+
+def test_the_only_task_that_is_left_under_slurm_is_fitted(tmp_path, monkeypatch, capsys):
+    """srun gives a single task no place among others: it is a process of its own."""
+    cfg = config(tmp_path, dp_replicate=2)
+    cfg = replace(cfg, parallel=replace(cfg.parallel, data="fsdp2"))
+    seen: list[tuple[RunConfig, World]] = []
+    monkeypatch.setattr(local, "run_rank", lambda cfg, world, *_: seen.append((cfg, world)))
+    assert local.launch(cfg) == 0
+    ((fitted, world),) = seen
+    assert (fitted.parallel.dp_replicate, world.size) == (1, 1)
+    assert "note: 1 of 4 processes: " in capsys.readouterr().err
 
 
 def test_without_a_loss_nothing_is_said(capsys):
@@ -109,14 +121,17 @@ def test_a_spare_rank_does_not_wait_for_ever(first_rank, tmp_path):
         elastic.wait(config(tmp_path), first_rank[1])
 
 
+@pytest.mark.parametrize("has_agent", [True, False])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_signal_ends_the_wait_under_an_agent_and_under_slurm_with_the_others(
-    first_rank, tmp_path, is_there
+    first_rank, tmp_path, is_there, has_agent, monkeypatch
 ):
     server, world = first_rank
     if is_there:
         server.listen()
-    waits = is_there and world.init_method != "env://"
+    if has_agent:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    waits = is_there and not has_agent
     before = signal.getsignal(signal.SIGUSR1)  # it would end this process
 
     def send() -> None:

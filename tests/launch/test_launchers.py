@@ -47,6 +47,4 @@ def test_the_same_run_file_goes_everywhere(launcher, tmp_path, monkeypatch, caps
         found = {name for name, text in others.items() if text in printed.out}
         assert found == {launcher} & others.keys()
     unused = [f"launch.{key}" for key in UNUSED[launcher]]
-    assert printed.err == (
-        f"note: without {', '.join(unused)}, which --on {launcher} does not use\n"
-    )
+    assert printed.err == (f"note: --on {launcher} does not use {', '.join(unused)}\n")

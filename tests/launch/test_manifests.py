@@ -79,7 +79,8 @@ def test_a_trainjob_is_what_its_schema_says(tmp_path):
     assert files["metadata"]["name"] == job["metadata"]["name"] == name_of(cfg)
     assert files["data"]["run.yaml"] == "model: {path: m}\n"
     assert files["data"]["start.sh"] == (
-        "cd /work\nset -e\nexec torchrun -m shardwise train /etc/shardwise/run.yaml --lora.r=4 "
+        "cd /work\nset -e\nexec torchrun --shutdown-timeout 600 -m shardwise train "
+        "/etc/shardwise/run.yaml --lora.r=4 "
         "--launch.nodes=2 --resume auto\n"
     )
     patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
@@ -87,6 +88,7 @@ def test_a_trainjob_is_what_its_schema_says(tmp_path):
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     assert "/data" in mounts.values()
+    assert pod["terminationGracePeriodSeconds"] == 600
 
 
 @pytest.mark.parametrize(
@@ -139,8 +141,8 @@ def test_a_task_is_what_the_section_says(monkeypatch, tmp_path):
             "/here": "./corpus",
         },
         "volumes": {"/data": "kept"},
-        "run": f"set -e\nexport A='b c'\necho ready\nexec torchrun {place} -m shardwise train "
-        "run.yaml --lora.r=4 --launch.nodes=2 --resume auto\n",
+        "run": f"set -e\nexport A='b c'\necho ready\nexec torchrun --shutdown-timeout 600 {place} "
+        "-m shardwise train run.yaml --lora.r=4 --launch.nodes=2 --resume auto\n",
     }
 
 

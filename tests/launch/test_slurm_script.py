@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
 #SBATCH --exclusive
 
 export HF_HOME=/data/hf
+# srun takes no --cpus-per-task from sbatch (since Slurm 22.05), but this variable.
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then
+  export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+fi
 set -e
 module load cuda
 set +e
@@ -73,6 +78,7 @@ code=$?
 [ "$code" -ne 0 ] || exit 0
 if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 3 ]; then
   scontrol requeue "$SLURM_JOB_ID"
+  exit "$code"
 fi
 exit "$code"
 """
@@ -87,7 +93,9 @@ def test_an_elastic_job_takes_the_nodes_that_there_are():
     assert "train run.yaml --launch.min_nodes=2 --resume auto" in text  # ranks fit their layout
 
 
-def script_with(monkeypatch, tmp_path: Path, code: int, restart: str = "") -> list[str]:
+def script_with(
+    monkeypatch, tmp_path: Path, code: int, restart: str = "", **training: Any
+) -> list[str]:
     """Run a script whose ranks end with a code; return what it has called."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     ends = {"srun": 'shift; exec "$@"', "scontrol": "exit 0", "python": f"exit {code}"}
@@ -96,6 +104,7 @@ def script_with(monkeypatch, tmp_path: Path, code: int, restart: str = "") -> li
         program.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name}" "$@" "--"\n{end}\n')
         program.chmod(0o755)
     cfg = config(f"runs/{HOSTILE}", environment={"A": HOSTILE}, slurm={"comment": HOSTILE})
+    cfg = replace(cfg, training=replace(cfg.training, **training))
     file = tmp_path / "job"
     file.write_text(slurm.script(cfg, HOSTILE, [f"--data.train={HOSTILE}"]))
     done = subprocess.run(
@@ -110,6 +119,16 @@ def script_with(monkeypatch, tmp_path: Path, code: int, restart: str = "") -> li
     assert done.returncode == code
     assert not done.stderr
     return done.stdout.split("\n")
+
+
+@pytest.mark.parametrize(("code", "restart"), [(2, ""), (1, "10"), (1, "9"), (0, "")])
+def test_what_is_in_memory_is_removed_where_a_run_fails_for_good(
+    code, restart, monkeypatch, tmp_path
+):
+    called = script_with(monkeypatch, tmp_path, code, restart, memory_checkpoint_every=1)
+    fails = code == 2 or restart == "10"
+    assert any("memory_folder" in word for word in called) == fails
+    assert ("requeue" in called) == (restart == "9")
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 137, 138, 143])
@@ -192,7 +211,7 @@ def test_keys_that_a_launcher_does_not_use_are_named(tmp_path, monkeypatch, caps
     keys = ["--launch.before=[module load cuda]", "--launch.container=a.sif"]
     for launcher in ("local", "torchrun"):
         assert cli.main(["launch", "run.yaml", "--on", launcher, "--dry-run", *keys]) == 0
-        expected = f"note: without launch.before, launch.container, which --on {launcher}"
+        expected = f"note: --on {launcher} does not use launch.before, launch.container\n"
         assert expected in capsys.readouterr().err
     assert cli.main(["launch", "run.yaml", "--on=slurm", "--dry-run", *keys]) == 0
     assert not capsys.readouterr().err

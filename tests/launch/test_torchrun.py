@@ -176,7 +176,7 @@ def test_a_launch_says_where_nodes_would_wait(folder, capsys):
     arguments += ["--launch.torchrun={rdzv-endpoint: 'n1:1'}", "--dry-run"]
     command = ["launch", "run.yaml", "--on=torchrun", "--launch.min_nodes=1", *arguments]
     assert cli.main(command) == 0
-    assert "the run goes on with 2 of 3 that are left: its" in capsys.readouterr().err
+    assert "the run continues on 2 of 3 remaining nodes, because its" in capsys.readouterr().err
     assert cli.main([*command, "--training.global_batch_size=12"]) == 0
     assert not capsys.readouterr().err
 

@@ -13,6 +13,7 @@ from shardwise.parallel import context_attention, context_parallel
 from shardwise.parallel.neighbours import ContextNeighbours
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, compare, run_cell, verdict
+from tests.parity.public_defects import red_of
 from tests.parity.references import reference
 
 HYBRID = Cell("qwen3_5_text", "cp", "full", 4, "isolated")
@@ -90,7 +91,10 @@ def test_a_planted_mistake_is_seen(
 ):
     expected = reference(cell.reference())
     plant(monkeypatch)
-    assert verdict(compare(run_ranks(cell.nproc, run_cell, cell), expected))
+    errors = verdict(compare(run_ranks(cell.nproc, run_cell, cell), expected))
+    assert errors
+    claimed = red_of(plant.__name__, cell.id)
+    assert claimed in (None, ", ".join(error.split()[0] for error in errors))
 
 
 def test_every_kind_gives_its_cores_the_tokens():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.kernels import eight_bit
 from shardwise.parallel import copies
 from shardwise.parallel.copies import Difference, differences, explain
 from shardwise.parallel.mesh import build_mesh
@@ -77,21 +78,25 @@ def test_nothing_is_compared_where_all_is_sharded(monkeypatch):
         )
 
 
-def with_a_flipped_state() -> list[Difference]:
-    cfg = run_config(Cell("llama", "ddp", "lora", 2))
-    cfg = replace(cfg, optimizer=replace(cfg.optimizer, name="adamw"))
+SCALES = eight_bit.names_of("exp_avg_sq")[1]
+
+
+def with_a_flipped_state(optimizer: Any, name: str) -> list[Difference]:
+    cfg = run_config(Cell("llama", "ddp", "full", 2))
+    cfg = replace(cfg, optimizer=replace(cfg.optimizer, name=optimizer))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     training_step(job, microbatches(cfg, mesh, 0), mesh, 0.1)
     if dist.get_rank() == 1:
-        state = next(iter(job.optimizer.state.values()))["exp_avg_sq"]
+        state = next(s[name] for s in job.optimizer.state.values() if name in s)
         state.flatten()[:1].view(torch.int32).bitwise_xor_(1)
     return differences(job.pm, mesh, job.optimizer)
 
 
-def test_copies_of_states_count():
-    for (difference,) in run_ranks(2, with_a_flipped_state):
-        assert difference.name.endswith("(exp_avg_sq)")
+@pytest.mark.parametrize(("optimizer", "name"), [("adamw", "exp_avg_sq"), ("adamw8bit", SCALES)])
+def test_copies_of_states_count(optimizer, name):
+    for (difference,) in run_ranks(2, with_a_flipped_state, optimizer, name):
+        assert difference.name.endswith(f"({name})")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

@@ -70,7 +70,7 @@ REFUSED = {
     ),
     "rounds": (
         config("interleaved-1f1b", training={"global_batch_size": 10}),
-        "equal rounds of micro-batches, which 5 do not make; give 4",
+        "equal rounds of micro-batches, and 5 micro-batches do not make equal rounds; change ",
     ),
     "two stages per rank": (
         config(virtual_stages=2),

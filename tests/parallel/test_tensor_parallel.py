@@ -86,7 +86,7 @@ def refused_before_memory(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("nproc", "changes", "told"),
     [
-        (3, {"tp": 3}, "which cannot be sharded evenly over so many ranks; use 1, 2 or 4"),
+        (3, {"tp": 3}, "which cannot be sharded evenly over 3 ranks; use 1, 2 or 4"),
         (
             2,
             {"dtype": "bfloat16", "accumulation": "float32"},

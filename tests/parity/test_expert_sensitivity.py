@@ -68,7 +68,7 @@ def gradients_of_experts_divided_by_the_data_ranks():
 def copies_of_experts_not_added_up():
     copy_axes = Mesh.copy_axes
     Mesh.copy_axes = lambda self, axes: () if "ep" in axes else copy_axes(self, axes)
-    Mesh.data_axis = lambda self, axes: self.replicas
+    Mesh.data_axis = lambda self, axes: self.replica_axis
 
 
 def experts_of_other_ranks_added_up():

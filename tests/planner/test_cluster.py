@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.config import UserError
-from shardwise.planner.cluster import cluster_of
+from shardwise.planner.cluster import BASE_LATENCY, cluster_of
 
 
 def test_a_name_gives_the_datasheet_s_figures():
@@ -27,6 +27,25 @@ def test_ranks_of_a_node_send_to_others_through_a_port_each_but_no_faster_than_w
     fast = cluster_of("8xRTX4090", 2, "400Gbps")
     assert fast.link_of(16, ports=8).bandwidth == fast.inside.bandwidth
     assert fast.link_of(16, ports=8).latency == fast.between.latency
+
+
+def test_a_ring_takes_as_many_steps_as_it_has_links():
+    """A gather among 16 ranks of two nodes: 14 steps within nodes and one between them."""
+    cluster = cluster_of("8xH100-80GB", 2, "400Gbps")
+    within, between = cluster.inside.latency, cluster.between.latency
+    assert cluster.latency("all-gather", 2, 2) == pytest.approx(BASE_LATENCY + within)
+    assert cluster.latency("all-gather of weights", 16, 16) == pytest.approx(
+        BASE_LATENCY + 14 * within + between
+    )
+    # One rank of each node; a sum goes up and down a tree where that is shorter than the ring.
+    assert cluster.latency("reduce-scatter", 2, 16) == pytest.approx(BASE_LATENCY + between)
+    assert cluster.latency("all-reduce", 16, 16) == pytest.approx(
+        BASE_LATENCY + 2 * (7 * within + between)
+    )
+    many = cluster_of("8xH100-80GB", 1024, "400Gbps")
+    assert many.latency("all-gather", 8192, 8192) > 1000 * many.latency("all-gather", 8, 8) / 10
+    assert many.latency("all-reduce", 8192, 8192) < many.latency("all-gather", 8192, 8192) / 20
+    assert many.latency("send", 2, 8192) == pytest.approx(BASE_LATENCY + between)
 
 
 @pytest.mark.parametrize(

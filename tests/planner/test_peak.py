@@ -167,7 +167,9 @@ def test_what_is_sharded_more_needs_less(mode, micro_rows, num_ranks):
     def total(data: str) -> int:
         return memory_on(data, num_ranks, mode, micro_rows).total
 
-    assert total("fsdp2") <= total("zero2") <= total("zero1") <= total("ddp")
+    assert total("fsdp2") <= total("zero1") <= total("ddp")
+    # zero2 keeps the buffers of its last bucket, which may be larger than all that it frees.
+    assert mode == "lora" or total("fsdp2") <= total("zero2")
 
 
 def test_parts_add_up_and_a_moment_has_a_name():

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from shardwise.assembly.describe import describe
-from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.planner.peak import memory_of_run
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
@@ -56,6 +56,28 @@ def test_more_ranks_never_need_more_each(family, mode, checkpointing):
 @given(FAMILIES, MODES, CHECKPOINTING)
 def test_two_ranks_of_tp_need_less_than_one_process(family, mode, checkpointing):
     assert peak(family, mode, checkpointing, num_ranks=2, tp=2) <= peak(family, mode, checkpointing)
+
+
+@few
+@given(FAMILIES, MODES, CHECKPOINTING, st.sampled_from(["tp", "cp", "pp"]))
+def test_more_ranks_along_an_axis_never_need_more_each(family, mode, checkpointing, axis):
+    try:
+        two, four = (
+            peak(family, mode, checkpointing, rows=1, num_ranks=size, **{axis: size})
+            for size in (2, 4)
+        )
+    except UserError:  # so many ranks cannot divide its heads or layers
+        reject()
+    assert four <= two
+
+
+@few
+@given(st.sampled_from(["qwen3_moe", "kimi_linear", "glm4_moe"]), CHECKPOINTING)
+def test_experts_on_more_ranks_need_less(family, checkpointing):
+    whole, spread = (
+        peak(family, "full", checkpointing, num_ranks=4, data="fsdp2", ep=ep) for ep in (1, 4)
+    )
+    assert spread <= whole
 
 
 @few

@@ -163,16 +163,6 @@ def test_ranks_wait_for_one_another_the_longer_they_compute(num_ranks):
     assert jittery.communication - calm.communication == pytest.approx(waits)
 
 
-def test_attention_under_cp_runs_once_for_the_keys_of_each_rank():
-    alone, halves = (
-        work_of_units(cfg, *build(cfg))
-        for cfg in (single(), replace(single(), parallel=Parallel(cp=2)))
-    )
-    calls = [(one.key, half.rest_forward.calls) for one, half in zip(alone, halves, strict=True)]
-    assert {calls_ for key, calls_ in calls if "full_attention" in key} == {2.0}
-    assert {calls_ for key, calls_ in calls if "full_attention" not in key} == {1.0}
-
-
 def test_tensor_parallel_ranks_share_products_and_wait_for_messages():
     alone = step_time(single(), 1, calibrated())
     shared = step_time(replace(single(), parallel=Parallel(tp=2)), 2, calibrated())

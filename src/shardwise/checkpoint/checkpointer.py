@@ -194,7 +194,7 @@ class Checkpointer:
         return Manifest(
             step=step,
             num_steps=job.num_steps,
-            config=self._cfg.to_dict(),
+            config=self._cfg.recorded(),
             loader=folders.Loader(**merge_states(loader)),
             loss_scale=folders.Scale(**job.loss_scale.state_dict()),
             model=self._model,

@@ -273,6 +273,8 @@ def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
     """
     folder = Path(output_dir) / CHECKPOINTS
     for path in folder.glob(f"*{UNFINISHED}"):
+        if not re.fullmatch(rf"(step-\d+(\.\w+)*|{BEST}){re.escape(UNFINISHED)}", path.name):
+            continue  # the folder may be a link to one with files of somebody else
         if path.is_symlink() or not path.is_dir():
             path.unlink()
         else:

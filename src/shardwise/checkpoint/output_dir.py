@@ -146,7 +146,7 @@ def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
         status = "failed"
     # The disk may be full, or two ranks may write at once; the error that is printed next matters.
     with contextlib.suppress(OSError):
-        RunRecord(status, cfg.to_dict(), reason, environment()).write(folder / RECORD)
+        RunRecord(status, cfg.recorded(), reason, environment()).write(folder / RECORD)
 
 
 def _make(cfg: RunConfig) -> Path:

@@ -27,6 +27,9 @@ LOCK = ".lock"
 """The file in the output folder that is locked. It is never removed: two runs could lock two."""
 WAIT_SECONDS = 10.0
 """How long a run waits for the lock: ranks of a run that was just killed may still be ending."""
+LEASE_SECONDS = 150.0
+"""How long it waits for another host: a file server keeps the locks of one that has died, NFS 4 for
+90 seconds by default."""
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -93,11 +96,12 @@ def _open(folder: Path) -> int:
 
 
 def _acquire(descriptor: int, folder: Path) -> None:
-    """Lock an open file, for which others may hold it for WAIT_SECONDS; UserError after that.
+    """Lock an open file, which others may hold for a while; UserError after that.
 
     Where the file system has no locks, the run continues without one and prints a line.
     """
-    deadline = time.monotonic() + WAIT_SECONDS
+    is_here = _holder(folder).get("host") == socket.gethostname()
+    deadline = time.monotonic() + (WAIT_SECONDS if is_here else LEASE_SECONDS)
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,7 +127,9 @@ def _check_is_ours(folder: Path, group: str) -> None:
 
     If this run's first rank has not come yet, nobody holds it.
     """
-    deadline = time.monotonic() + WAIT_SECONDS + 1  # later than the first rank raises the same
+    is_here = _holder(folder).get("host") == socket.gethostname()
+    # Later than the first rank raises the same.
+    deadline = time.monotonic() + 1 + (WAIT_SECONDS if is_here else LEASE_SECONDS)
     while _holder(folder).get("group") != group and _is_held(folder):
         if time.monotonic() > deadline:
             raise _in_use(folder)

@@ -52,8 +52,8 @@ def run(args: Namespace) -> int:
         used = {nodes: elastic.most_ranks(cfg, nodes * each) // each for nodes in some}
         if fewer := [f"{num} of {nodes}" for nodes, num in used.items() if num < nodes]:
             print(
-                f"note: if nodes are lost, the run goes on with {', '.join(fewer)} that are left: "
-                "its rows or axes do not fit more",
+                f"note: if nodes are lost, the run continues on {', '.join(fewer)} remaining "
+                "nodes, because its rows or axes cannot be divided among more",
                 file=sys.stderr,
             )
     launcher = import_module(f"shardwise.launch.{args.on}")
@@ -65,7 +65,7 @@ def run(args: Namespace) -> int:
         keys += ("mounts",)
     if unused := [key for key in keys if getattr(cfg.launch, key) != getattr(Launch(), key)]:
         names = ", ".join(f"launch.{key}" for key in unused)
-        print(f"note: without {names}, which --on {args.on} does not use", file=sys.stderr)
+        print(f"note: --on {args.on} does not use {names}", file=sys.stderr)
     if args.dry_run:
         print(script, end="")
         return 0

@@ -170,24 +170,32 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "replace values, and a layout's key that they set is not searched",
     )
     parser.add_argument(
-        "--devices", required=True, metavar="NxNAME", help="those of a node, such as 8xH100-80GB"
+        "--devices", required=True, metavar="NxNAME", help="devices of a node, such as 8xH100-80GB"
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
-    parser.add_argument("--link", metavar="RATE", help="between nodes, such as 400Gbps")
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)"
+    )
+    parser.add_argument(
+        "--link",
+        metavar="NAME",
+        help="between nodes, such as 400Gbps, or within a node, such as PCIe4",
+    )
     parser.add_argument("--sequence", metavar="TOKENS", help="tokens in a row, such as 32K")
     parser.add_argument(
-        "--tokens-per-step", metavar="TOKENS", help="of a global batch, such as 1M (2^20)"
+        "--tokens-per-step", metavar="TOKENS", help="tokens of a global batch, such as 1M (2^20)"
     )
     parser.add_argument("--lora", metavar="r=N", help="train adapters of this rank (default 16)")
     parser.add_argument("--full", action="store_true", help="train all weights")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="of products")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show")
-    parser.add_argument("--explain", metavar="LAYOUT", help="only this one, such as fsdp2-tp:8-sp")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="dtype of products")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts shown (default 5)")
+    parser.add_argument("--explain", metavar="LAYOUT", help="only this layout, e.g. fsdp2-tp:8-sp")
     parser.add_argument("--simulate", action="store_true", help="check the memory by simulation")
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="to simulate; default 0")
-    parser.add_argument("--json", action="store_true", help="print all as data")
-    parser.add_argument("--write", metavar="FILE", help="write the best as a run file")
-    parser.add_argument("--html", metavar="FILE", help="draw all on one page")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="the rank to simulate (default 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--write", metavar="FILE", help="write the best layout as a run file")
+    parser.add_argument("--html", metavar="FILE", help="draw everything on one page")
 
 
 COMMAND = Command(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import Checkpointing, Parallel, Recomputation, RunConfig, UserError, require
+from shardwise.config import Parallel, RunConfig, UserError, require
 from shardwise.keys import nearest
 from shardwise.layouts import NAMES
 from shardwise.presets import MODELS, preset_names
@@ -28,6 +28,10 @@ SEQUENCE_LENGTH = 8_192
 TOKENS_PER_STEP = 2**20
 RANK = 16
 """What is planned for a model where nothing else is said."""
+CORPUS, OUTPUT_DIR = "corpus.jsonl", "runs/plan"
+"""Of a model's run, where no override names others: `--write` puts its own in their place."""
+DEPENDENT = ("cp_attention", "speeds", "memory_limit_gib", "fsdp1_wrap")
+"""Keys of `parallel` that need a searched one, such as `cp`."""
 
 
 def count(text: str, option: str) -> int:
@@ -52,8 +56,8 @@ def sections_of_model(name: str, lora: str | None) -> dict[str, Any]:
     return {
         # LoRA freezes weights, which may then be bfloat16; full training updates float32 ones.
         "model": {"path": path, "dtype": "bfloat16" if lora else "float32"},
-        "data": {"train": "corpus.jsonl", "sequence_length": SEQUENCE_LENGTH},
-        "training": {"output_dir": "runs/plan", "precision": "bfloat16"},
+        "data": {"train": CORPUS, "sequence_length": SEQUENCE_LENGTH},
+        "training": {"output_dir": OUTPUT_DIR, "precision": "bfloat16"},
         **({"lora": {"r": RANK, "alpha": 2 * RANK}} if lora else {}),
     }
 
@@ -84,13 +88,29 @@ def sections_of(args: Namespace) -> tuple[dict[str, Any], frozenset[str]]:
         changes["data"] = {"sequence_length": count(args.sequence, "--sequence")}
     for section, keys in changes.items():
         sections[section] = {**(sections.get(section) or {}), **keys}
-    if tokens is not None or not is_run_file:
-        number = TOKENS_PER_STEP if tokens is None else count(tokens, "--tokens-per-step")
-        _set_rows(sections, number)
     for override in args.overrides:
         apply_override(sections, override)
-    keys = {override.removeprefix("--").partition("=")[0] for override in args.overrides}
+    keys = frozenset(_overridden(sections, args.overrides))
+    has_rows = "training.global_batch_size" in keys
+    require(
+        tokens is None or not has_rows,
+        "--tokens-per-step and --training.global_batch_size: give one of them",
+    )
+    if tokens is not None or not (is_run_file or has_rows):
+        number = TOKENS_PER_STEP if tokens is None else count(tokens, "--tokens-per-step")
+        _set_rows(sections, number)
     return sections, frozenset(key for key in keys if _is_searched(key))
+
+
+def _overridden(sections: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[str]:
+    """Yield the keys that overrides have set, such as `parallel.tp`."""
+    for override in overrides:
+        key = override.removeprefix("--").partition("=")[0]
+        value = sections.get(key)
+        if isinstance(value, dict):  # a complete section
+            yield from (f"{key}.{name}" for name in value)
+        else:
+            yield key
 
 
 def _is_searched(key: str) -> bool:
@@ -114,7 +134,7 @@ def _set_rows(sections: dict[str, Any], num_tokens: int) -> None:
             f"{below:,} or another multiple of --sequence"
         )
     training = sections.get("training") or {}
-    sections["training"] = {**training, "global_batch_size": rows, "micro_batch_size": 1}
+    sections["training"] = {"micro_batch_size": 1, **training, "global_batch_size": rows}
 
 
 def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
@@ -133,6 +153,10 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
     )
     sized = [part for part, size in parts.items() if len(size) > 1 and part != "hsdp"]
     require(not sized, f"--explain {text[:80]}: only hsdp has two sizes, replicas x shards")
+    require(
+        len(parts.get("hsdp", ())) != 1,
+        f"--explain {text[:80]}: hsdp has two sizes, replicas x shards, such as hsdp:2x8",
+    )
     return parts
 
 
@@ -157,7 +181,10 @@ def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> 
     Fixed ones may need a layout that the run file does not name, such as
     `parallel.reshard_after_forward`: the rules see them in each layout that is tried.
     """
-    parse_config(_without_searched(sections, frozenset()), source)
+    alone = _without_searched(sections, frozenset())
+    if isinstance(parallel := alone.get("parallel"), dict):
+        alone["parallel"] = {k: v for k, v in parallel.items() if k not in DEPENDENT}
+    parse_config(alone, source)
     return read_config(_without_searched(sections, fixed), source)
 
 
@@ -176,20 +203,14 @@ def _without_searched(sections: Mapping[str, Any], fixed: frozenset[str]) -> dic
     }
 
 
-def written(checkpointing: Checkpointing) -> Any:
-    """Return `training.checkpointing` as a run file has it."""
-    if not isinstance(checkpointing, Recomputation):
-        return checkpointing
-    keys = {key: value for key, value in vars(checkpointing).items() if value}
-    return {key: [*v] if isinstance(v, tuple) else v for key, v in keys.items()}
-
-
 def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answer) -> list[Path]:
     """Write a run file with the best layout, and what it needs beside it; return what is new.
 
     A model gets a small corpus as data, and a preset random weights and a tokenizer, as with
     `shardwise init`. UserError where a file of other content is there.
     """
+    from shardwise.planner.choices import written
+
     best, cluster = answer.best, answer.question.cluster
     chosen, default = deepcopy(sections), Parallel()
     chosen["parallel"] = {
@@ -214,10 +235,15 @@ def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answ
     )
     if Path(what).is_file():
         return write_new(FirstRun(path, chosen, command, head, {}))
-    first = compose(path, None, what, None, {})
-    chosen["model"] |= first.sections["model"] | {"dtype": chosen["model"]["dtype"]}
+    train = chosen["data"]["train"]
+    own = None if train == CORPUS else [train] if isinstance(train, str) else train
+    first = compose(path, None, what, own, {})
+    chosen["model"] = first.sections["model"] | {
+        key: value for key, value in chosen["model"].items() if key != "path"
+    }
     chosen["data"]["train"] = first.sections["data"]["train"]
-    chosen["training"]["output_dir"] = first.sections["training"]["output_dir"]
+    if chosen["training"]["output_dir"] == OUTPUT_DIR:
+        chosen["training"]["output_dir"] = first.sections["training"]["output_dir"]
     return write_new(
         replace(first, sections=chosen, command=command, head=(*head, *first.head[1:]))
     )

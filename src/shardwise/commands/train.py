@@ -18,13 +18,22 @@ def run(args: Namespace) -> int:
     if args.resume is not None:
         overrides = [*overrides, f"--training.resume={json.dumps(args.resume)}"]
     cfg = load_config(args.run, overrides)
-    require(args.devices is None or args.dry_run, "--devices is for --dry-run; leave it out")
+    for option in ("devices", "link"):
+        is_given = getattr(args, option) is not None
+        require(not is_given or args.dry_run, f"--{option} is for --dry-run; leave it out")
     if args.dry_run:
-        return dry_run(cfg, args.devices, args.nproc or 1, args.nodes)
+        require(
+            args.devices is None or args.nproc is None,
+            "--devices says how many processes a node has; leave --nproc out",
+        )
+        require(args.nproc is None or args.nproc >= 1, f"--nproc is {args.nproc}; give at least 1")
+        return dry_run(cfg, args.devices, args.nproc or 1, args.nodes, args.link)
     return launch(cfg, args.nproc)
 
 
-def dry_run(cfg: RunConfig, devices: str | None, nproc: int, nodes: int) -> int:
+def dry_run(
+    cfg: RunConfig, devices: str | None, nproc: int, nodes: int, link: str | None = None
+) -> int:
     """Print what the run needs and takes on these devices; return 3 where it does not fit.
 
     By default they are processes of this machine, as `shardwise calibrate` has measured it.
@@ -38,7 +47,7 @@ def dry_run(cfg: RunConfig, devices: str | None, nproc: int, nodes: int) -> int:
     from shardwise.planner.exact import explain
 
     logging.set_verbosity_error()
-    cluster = cluster_of(devices or HERE, nodes)
+    cluster = cluster_of(devices or HERE, nodes, link)
     if devices is None:
         cluster = replace(cluster, per_node=nproc)
     question = Question(cfg, cluster)
@@ -63,6 +72,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="for --dry-run: nodes of these devices"
+    )
+    parser.add_argument(
+        "--link",
+        metavar="NAME",
+        help="for --dry-run: between nodes, such as 400Gbps, or within a node, such as PCIe4",
     )
     parser.add_argument(
         "--resume",

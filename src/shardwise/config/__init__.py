@@ -61,6 +61,9 @@ REMOVED: dict[str, Any] = {
 """Keys of an earlier version's run files, each with the value that equals leaving it out."""
 
 
+NOT_RECORDED = "(not recorded)"
+
+
 @dataclass(frozen=True)
 class RunConfig(Section):
     """One run: the model (model, lora), the data, how it is split (parallel), and the rest."""
@@ -77,3 +80,9 @@ class RunConfig(Section):
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""
         return dataclasses.asdict(self)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return it for files that others may read: `launch.environment` may hold secrets."""
+        content = self.to_dict()
+        content["launch"]["environment"] = dict.fromkeys(self.launch.environment, NOT_RECORDED)
+        return content

@@ -79,7 +79,7 @@ def wait(cfg: RunConfig, world: World) -> int:
     once; under Slurm a task that ended first would take the others, which save, with it.
     """
     numbers: list[int] = []
-    has_agent = world.init_method == "env://"
+    has_agent = "TORCHELASTIC_RUN_ID" in os.environ
     with on_signals(numbers.append), _connected(cfg, world, numbers) as connection:
         connection.settimeout(LOOK_SECONDS)
         is_open = True

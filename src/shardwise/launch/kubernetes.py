@@ -18,6 +18,8 @@ FILES = "/etc/shardwise"
 """The folder in a pod with the run file and the script that starts it."""
 WORK = "/work"
 """The folder in which runs begin: that of the Dockerfile."""
+USER = 10001
+"""The number of the Dockerfile's user."""
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
@@ -46,7 +48,14 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
         volume = f"mount-{number}"
         volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": volume, "mountPath": path})
-    pod = {"containers": [{"name": "node", "volumeMounts": mounts}], "volumes": volumes}
+    pod = {
+        "containers": [{"name": "node", "volumeMounts": mounts}],
+        "volumes": volumes,
+        # After SIGTERM a run finishes its step and saves.
+        "terminationGracePeriodSeconds": max(1, round(launch.timeout_seconds)),
+        # The image's user, to whom a new volume does not belong.
+        "securityContext": {"fsGroup": USER},
+    }
     node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"template": {"spec": {"replicatedJobs": [node]}}}
     trainer: dict[str, Any] = {

@@ -44,7 +44,9 @@ def start(cfg: RunConfig, run_file: str, overrides: Sequence[str], place: Sequen
     words = shlex.join(["-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"])
     command = f"python {words} --nproc {launch.processes}"
     if launch.nodes > 1:
-        command = " ".join(["torchrun", *place, words])
+        # A step and a checkpoint may take so long after a signal.
+        seconds = max(1, round(launch.timeout_seconds))
+        command = " ".join(["torchrun", f"--shutdown-timeout {seconds}", *place, words])
     variables = [f"export {key}={shlex.quote(value)}" for key, value in launch.environment.items()]
     # exec: SIGTERM, by which a node is taken away, is for the run, which then saves.
     return "\n".join(["set -e", *variables, *launch.before, f"exec {command}"]) + "\n"

@@ -22,6 +22,8 @@ from shardwise.safety import check_no_links
 
 SCRIPT = "job.sbatch"
 """The name of the script in the output folder."""
+_FORGET = "from shardwise.checkpoint.memory_folder import forget; import sys; forget(sys.argv[1])"
+"""What each node runs in Python when a run has failed for good."""
 RAISED = 200
 """What a rank adds to its exit code where the job must not be queued again."""
 
@@ -43,6 +45,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
         size,
         final=(USER_ERROR, OUT_OF_MEMORY),
         of_srun=of_srun,
+        at_end=_FORGET if cfg.training.memory_checkpoint_every else None,
     )
 
 
@@ -91,12 +94,14 @@ def job(
     final: Sequence[int],
     array: Sequence[str] = (),
     of_srun: Sequence[str] = (),
+    at_end: str | None = None,
 ) -> str:
     """Return a batch script that runs Python with these arguments as one task or many.
 
     `size` are the options of sbatch for nodes and tasks, and `of_srun` further ones of srun. The
     job is queued again after every exit code but 0 and `final`. With `array` it is one job for each
-    of its words, which the command gets as its last argument.
+    of its words, which the command gets as its last argument. When it fails for good, every node
+    runs `at_end` in Python, with the folder as argument.
     """
     require(
         "\n" not in f"{Path.cwd()}{folder}",
@@ -111,12 +116,22 @@ def job(
     if array:
         command += ' "${words[SLURM_ARRAY_TASK_ID]}"'
         number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    leave, at_last = "exit", []
+    if at_end is not None:
+        python = shlex.join([*before_python, "-c", at_end, str(folder)])
+        of_nodes = '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
+        clean = f"srun {of_nodes} {shlex.join(of_container)} {python}"
+        leave, at_last = "fail", [f'fail() {{ {clean}; exit "$1"; }}']
     lines = [
         "#!/bin/bash",
         "# Written by shardwise. Start it with `sbatch`, or by the same command again.",
         *(f"#SBATCH --{option}" for option in _options(launch, folder, options, log)),
         "",
         *(f"export {key}={shlex.quote(value)}" for key, value in launch.environment.items()),
+        "# srun takes no --cpus-per-task from sbatch (since Slurm 22.05), but this variable.",
+        'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then',
+        '  export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+        "fi",
         # A line that fails ends the job before a process has started.
         *(["set -e", *launch.before, "set +e"] if launch.before else []),
         "",
@@ -128,13 +143,15 @@ def job(
         *([f"words=({shlex.join(array)})"] if array else []),
         f'srun {shlex.join([*of_srun, *of_container])} bash -c "$rank" rank {command}',
         "code=$?",
+        *at_last,
         '[ -z "${ended:-}" ] || exit "$code"',
-        f'[ "$code" -lt {RAISED} ] || exit $((code - {RAISED}))',
+        f'[ "$code" -lt {RAISED} ] || {leave} $((code - {RAISED}))',
         '[ "$code" -ne 0 ] || exit 0',
         f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launch.restarts_on_cluster} ]; then',
         f'  scontrol requeue "{number}"',
+        '  exit "$code"',
         "fi",
-        'exit "$code"',
+        f'{leave} "$code"',
     ]
     return "\n".join(lines) + "\n"
 

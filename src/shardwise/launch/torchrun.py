@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 from shardwise.checkpoint import memory_folder
 from shardwise.config import RunConfig, UserError, require
+from shardwise.launch.group import GRACE_SECONDS
 from shardwise.launch.manifest import name_of
 from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.process.stop import SIGNALS
@@ -32,6 +34,8 @@ from shardwise.process.world import AT_RANK_0, STORE, threads_each, variables
 
 _STOPPED = tuple(128 + number for number in SIGNALS)
 """Exit codes of ranks that were asked to stop, and have saved."""
+DEFAULT_PORT = 29400
+"""Where torchrun's agents meet if an endpoint names no port."""
 _SIGNALS = ",".join(signal.Signals(number).name for number in SIGNALS)
 _WAY_OUT = "start this command again on every node: the run resumes from its last checkpoint"
 
@@ -127,6 +131,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
                 **config.rdzv_configs,
             )
         )
+        _give_up_after(config.shutdown_timeout)
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.nproc_per_node,
@@ -176,10 +181,10 @@ def _rendezvous(parameters: Any) -> Any:
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, registry
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    at = re.fullmatch(r"([\d.]+):(\d+)", parameters.endpoint)
+    at = re.fullmatch(r"([\d.]+)(?::(\d+))?", parameters.endpoint)
     if at is None or parameters.backend != "c10d" or parameters.get("is_host"):
         return registry.get_rendezvous_handler(parameters)
-    host, port, options = at[1], int(at[2]), {}
+    host, port, options = at[1], int(at[2] or DEFAULT_PORT), {}
     with contextlib.suppress(OSError):  # it is another node's, or another agent of this one has it
         options["master_listen_fd"] = socket.create_server((host, port)).detach()
     store = TCPStore(
@@ -193,6 +198,28 @@ def _rendezvous(parameters: Any) -> Any:
     return create_handler(store, backend, parameters)
 
 
+def _give_up_after(seconds: int) -> None:
+    """Let connections to the agents' store fail after so long without an answer.
+
+    torch's store waits for some answers without a limit. Without this, the agent of a node that is
+    cut off for good would wait for as long as the kernel sends again: a quarter of an hour.
+    """
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # no socket, or one without a peer
+            connection = socket.socket(fileno=number)
+            try:
+                connection.getpeername()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in (
+                    (socket.TCP_KEEPIDLE, seconds),
+                    (socket.TCP_KEEPINTVL, seconds),
+                    (socket.TCP_USER_TIMEOUT, 1000 * seconds),
+                ):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            finally:
+                connection.detach()  # the descriptor is torch's
+
+
 def _refused(reason: object) -> UserError:
     return UserError(f"torchrun refuses launch.torchrun: {reason}; see its --help")
 
@@ -203,9 +230,12 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
+        has_failed = False
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             code = exit_code(failure.exitcode for failure in result.failures.values())
+            self.has_failed = code not in (0, *_STOPPED)
             if code in (USER_ERROR, OUT_OF_MEMORY) or (code in _STOPPED and not is_elastic):
                 self._remaining_restarts = 0  # it would end alike again, or is asked to end
             elif code in _STOPPED:
@@ -222,7 +252,9 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
         def _shutdown(
             self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
         ) -> None:
-            super()._shutdown(death_sig, timeout or self._shutdown_timeout)
+            # After a failure there is nothing to save.
+            seconds = GRACE_SECONDS if self.has_failed else self._shutdown_timeout
+            super()._shutdown(death_sig, timeout or round(seconds))
 
     return Agent(
         spec,

@@ -6,7 +6,9 @@ the forwards of models/kinds run on a tape of sizes (tape.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
 from shardwise.layouts import HALVING
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.facts import context_facts
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.lora import adapter_layers
@@ -177,7 +180,7 @@ class _Unit:
     def _block(self, path: str, layer: LayerSpec | None) -> Block:
         cfg, module = self.cfg, self.hf.get_submodule(path)
         cast = autocast_dtype(cfg.training.precision)
-        cuts = {} if cfg.parallel.tp == 1 else self._cuts(path, layer)
+        cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
         stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
         within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
         parameters, adapters = _weights(module, cuts, within)
@@ -215,19 +218,27 @@ class _Unit:
         computed = sum(queries_computed(q, k, window) for q in own for k in keys)
         return SharedRows(way, parallel.cp, computed / self.length)
 
-    def _cuts(self, path: str, layer: LayerSpec | None) -> dict[str, tuple[int, int]]:
-        """Return the dim along which `tp` cuts each parameter, and the size that is left."""
+    def _cuts_of_tp(self, path: str, layer: LayerSpec | None) -> Iterator[tuple[str, int, int]]:
+        """Yield each parameter that `tp` cuts, the dim, and the size that is left."""
         tp = self.cfg.parallel.tp
+        if tp == 1:
+            return
         if layer is None:
-            is_cut = path in (self.spec.embed, self.spec.head)
-            return {"weight": (0, -(-self.spec.vocab_size // tp))} if is_cut else {}
-        cuts = {}
+            if path in (self.spec.embed, self.spec.head):
+                yield "weight", 0, -(-self.spec.vocab_size // tp)
+            return
         for place, split in split_blocks(self.hf, layer, tp).items():
             if split is not None:
                 block = self.hf.get_submodule(f"{path}.{place}")
                 for name, cut in parameter_cuts(block, split).items():
-                    cuts[f"{place}.{name}"] = cut.dim, cut.rows.local_size
-        return cuts
+                    yield f"{place}.{name}", cut.dim, cut.rows.local_size
+
+    def _cuts_of_ep(self, path: str, layer: LayerSpec | None) -> Iterator[tuple[str, int, int]]:
+        """Yield each parameter of experts, the dim along which `ep` cuts it, and what is left."""
+        if layer is not None and self.cfg.parallel.ep > 1:
+            one = replace(self.spec, layers=(layer,))
+            for name, cut in expert_cuts_of(self.hf, one, self.cfg.parallel.ep).items():
+                yield name.removeprefix(f"{path}."), cut.dim, cut.rows.local_size
 
 
 def device_of(cfg: RunConfig) -> str:
@@ -249,17 +260,20 @@ def _stored(hf: PreTrainedModel, base: Format) -> dict[str, Format]:
 
 
 def _weights(
-    module: nn.Module, cuts: Mapping[str, tuple[int, int]], stored: Mapping[str, Format]
+    module: nn.Module, cuts: Iterable[tuple[str, int, int]], stored: Mapping[str, Format]
 ) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
-    """Return the parameters of a module by transformers' names, and its adapters by path."""
+    """Return the parameters of a module by transformers' names, and its adapters by path.
+
+    `cuts`: names of parameters of which a rank has a part, a dim, and its size there.
+    """
+    sizes: dict[str, dict[int, int]] = defaultdict(dict)
+    for name, dim, size in cuts:
+        sizes[name][dim] = size
     local: dict[nn.Parameter, Parameter] = {}
     parameters = {}
     for name, p in module.named_parameters():
-        shape = list(p.shape)
-        if name in cuts:
-            dim, size = cuts[name]
-            shape[dim] = size
-        local[p] = Parameter(tuple(shape), p.itemsize, p.requires_grad, stored.get(name))
+        shape = tuple(sizes[name].get(dim, size) for dim, size in enumerate(p.shape))
+        local[p] = Parameter(shape, p.itemsize, p.requires_grad, stored.get(name))
         # Under a name of its own, as PEFT may have wrapped the module itself.
         full = f"module.{name}"
         if not is_adapter(name) and ".original_module." not in full:

@@ -2,9 +2,9 @@
 
 Autograd gives each tensor that it keeps to a hook, which copies the storage below it, once for all
 tensors in it, so that the backward sees the very same views. Weights stay, as they are kept anyway.
-While a layer's backward runs, what the layer below has kept comes back. On a GPU a stream of its
-own copies, between pinned memory and the device; on a CPU everything is copied too, so that runs
-there show what is moved.
+While a layer's backward runs, what the layer below has kept comes back. On a GPU, copies between
+pinned memory and the device run on a separate stream; on a CPU everything is copied too, so that
+runs there show what is moved.
 Source: torch.autograd.graph.saved_tensors_hooks, which torch.utils.checkpoint is made to work with:
 it keeps its inputs by `save_for_backward`.
 """

@@ -1,8 +1,8 @@
 """torch's optimizers that update each element by itself, here on this rank's part of a parameter.
 
-Such an update of a shard needs nothing of the other ranks. torch would do it by operations on
-DTensors, each of which takes tens of microseconds of Python, and for one parameter after the other
-on a GPU too. The parts are plain tensors, which it updates there all together.
+Such an update of a shard needs nothing from other ranks. On DTensors, each operation of torch takes
+tens of microseconds of Python, and torch updates one parameter after the other, on a GPU too. The
+parts are plain tensors, which torch updates all together on a GPU.
 """
 
 from __future__ import annotations

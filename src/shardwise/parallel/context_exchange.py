@@ -1,7 +1,7 @@
-"""How a rank gets the keys and values of other ranks, and these the gradients.
+"""How a rank gets the keys and values of other ranks, and how those ranks get the gradients.
 
-Two ways of one shape, `Exchange`; docs of both are in context_attention.py, of their bytes in
-schedule/context.py. Keys are [B, K, T, H] in the order of their places.
+Both ways implement `Exchange`; context_attention.py describes them, and schedule/context.py counts
+their bytes. Keys are [B, K, T, H] in the order of their places.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _seen_here(
         label = name if is_adapter(name) else hf_name(name)
         tensors = [(label, parameter.detach())]
         for state, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
                 tensors.append((f"{label} ({state})", value))
         for axis in (*mesh.copy_axes((*axes_of(parameter), *sharded)), "tp"):
             if axis not in sharded and mesh.size(axis) > 1:

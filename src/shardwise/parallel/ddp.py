@@ -48,7 +48,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     no_buffers: dict[str, Any] = {_FORWARD_SYNC: False}
     wrapped = DistributedDataParallel(
         part,
-        process_group=mesh.group(mesh.replicas),
+        process_group=mesh.group(mesh.replica_axis),
         **no_buffers,
         # Gradients share the buckets' memory; those of earlier micro-batches lie beside it.
         gradient_as_bucket_view=True,

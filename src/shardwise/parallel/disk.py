@@ -3,9 +3,9 @@
 Units are the layers and the two ends of a model. A unit is read before its forward, and again
 before its backward, while the unit before it computes; nothing is written. The optimizer steps unit
 by unit: trained weights and states are read, updated, and written while the next unit is updated.
-In full training, where no ranks add up gradients, these wait in the file too. Memory per rank:
-gradients elsewhere, and three times the largest unit. Autograd keeps no weights for the backward
-but their places in the window.
+In full training, gradients that no ranks add up wait in the file too; all others stay in memory.
+Memory per rank: the gradients that stay in memory, and three times the largest unit. For the
+backward, autograd keeps the places of weights in the window instead of the weights.
 Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857; torch.autograd.graph's hooks.
 """
 

@@ -33,12 +33,12 @@ def portable(
 ]:
     """Return `to_portable` and `from_portable` of ParallelModel for parameters that lie in `flat`.
 
-    The portable form is a DTensor along `mesh.shards`, as under fsdp2.
+    The portable form is a DTensor along `mesh.shard_axis`, as under fsdp2.
     """
     pieces = _pieces(part, flat)
     for name, parameter in part.hf.named_parameters():
         if name in pieces:
-            pm.parameter_facts[parameter] = ParameterFacts(sharded_axes=(mesh.shards,))
+            pm.parameter_facts[parameter] = ParameterFacts(sharded_axes=(mesh.shard_axis,))
 
     def to_portable(name: str, local: torch.Tensor) -> torch.Tensor:
         piece = pieces.get(name)
@@ -48,8 +48,8 @@ def portable(
         full.view(-1)[piece.start : piece.stop].copy_(local.detach().view(-1))
         # All pieces go to all ranks, as a sum of tensors that are 0 outside the rank's piece:
         # 2 (n-1)/n of one parameter's bytes leave each rank.
-        sum_over(full, mesh, (mesh.shards,))
-        return _shard(full, mesh.along(mesh.shards))
+        sum_over(full, mesh, (mesh.shard_axis,))
+        return _shard(full, mesh.along(mesh.shard_axis))
 
     def from_portable(name: str, local: torch.Tensor, portable: torch.Tensor) -> None:
         piece = pieces.get(name)

@@ -117,10 +117,10 @@ def _flat_parameters(
 
 
 def _wrap(unit: Unit, mesh: Mesh, others: list[nn.Parameter]) -> FullyShardedDataParallel:
-    """Wrap a unit in FSDP over the ranks of `shards`, without the parameters `others`."""
+    """Wrap a unit in FSDP over the ranks of `Mesh.shard_axis`, without the parameters `others`."""
     wrapper = FullyShardedDataParallel(
         unit,
-        process_group=mesh.group(mesh.shards),
+        process_group=mesh.group(mesh.shard_axis),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(reduce_dtype=torch.float32, cast_root_forward_inputs=False),
         device_id=mesh.device,

@@ -1,4 +1,4 @@
-"""What optimizers share that update selected parameters by themselves, and the others by AdamW."""
+"""The base of optimizers that update selected parameters themselves, and the others by AdamW."""
 
 from __future__ import annotations
 

@@ -83,8 +83,16 @@ class Candidate(NamedTuple):
     def run_file(self, question: Question) -> RunConfig:
         """Return the run under this layout."""
         cfg, is_pipeline = question.cfg, self.division.pp > 1
+        given = cfg.parallel
+        is_given = is_pipeline and "parallel.split" in question.fixed
+        has_speeds = is_pipeline and len(given.speeds or ()) == self.division.pp
         parallel = replace(
-            self.division.parallel(replace(cfg.parallel, memory_limit_gib=None, speeds=None)),
+            self.division.parallel(given),
+            # Keys that need an axis or a split have no meaning without it.
+            memory_limit_gib=given.memory_limit_gib if is_given else None,
+            speeds=given.speeds if has_speeds else None,
+            cp_attention=given.cp_attention if self.division.cp > 1 else "auto",
+            fsdp1_wrap=given.fsdp1_wrap if self.division.data == "fsdp1" else "separate",
             schedule=self.schedule,
             virtual_stages=self.num_virtual if is_pipeline and self.num_virtual > 1 else None,
             split=question.values("parallel.split", ["uniform" if is_pipeline else "balanced"])[0],
@@ -127,7 +135,13 @@ def subject_of(question: Question) -> Subject:
     """Read a model on meta; UserError where no layout of it can be planned."""
     cfg = question.cfg
     require_memory(cfg)
-    training = replace(cfg.training, micro_batch_size=1, checkpointing="none", device="auto")
+    training = replace(
+        cfg.training,
+        micro_batch_size=1,
+        checkpointing="none",
+        device="auto",
+        check_copies_every=0,  # on one process there are none
+    )
     one = replace(cfg, parallel=Parallel(), training=training)
     run = describe(one, 1)
     facts = run.facts
@@ -230,7 +244,7 @@ class Space:
             alone = Parallel(data="ddp" if axis == "ep" else "single")
             if axis == "pp" and size > 1:
                 alone = replace(alone, schedule="gpipe")
-            message = self._message(replace(alone, **{axis: size}), size)
+            message = self._message(replace(alone, **{axis: size}), size, has_copies=False)
             if message is None:
                 offered.append(size)
             else:
@@ -269,14 +283,26 @@ class Space:
         return self._message(parallel, parallel.ranks_of_a_model * data_ranks)
 
     def _message(
-        self, parallel: Parallel, num_ranks: int, recomputation: Any = "none"
+        self,
+        parallel: Parallel,
+        num_ranks: int,
+        recomputation: Any = "none",
+        has_copies: bool = True,
     ) -> str | None:
-        """Return the first refusal of the run under a small layout, with rows for every rank."""
+        """Return the first refusal of the run under a small layout, with rows for every rank.
+
+        `has_copies`: whether the layout is complete, so that there is something to compare where
+        the run compares copies.
+        """
+        cfg = self.question.cfg
+        # As few rows as every schedule takes: a step has a limit of tokens.
+        num_micro = 1 if parallel.schedule == "gpipe" else 2 * parallel.pp
         training = replace(
-            self.question.cfg.training,
+            cfg.training,
             micro_batch_size=1,
-            global_batch_size=8 * num_ranks,
+            global_batch_size=num_micro * num_ranks // parallel.ranks_of_a_model,
             checkpointing=as_checkpointing(recomputation),
+            check_copies_every=cfg.training.check_copies_every if has_copies else 0,
         )
         probe = replace(self.question.cfg, parallel=parallel, training=training)
         refused = rules.refusals(probe, Facts(num_ranks, self.subject.facts))

@@ -21,6 +21,8 @@ from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, split_by_cost
 from shardwise.planner.prospects import prospect_of
 
+OTHER_SCHEDULES = (("interleaved-zero-bubble", 2), ("dualpipe-v", 2))
+"""Further schedules that are tried in place of the best one's."""
 MOST_CHUNKS = 32
 """To find the split by cost of more takes longer than all else."""
 MOST_ROUNDS = 4
@@ -81,7 +83,7 @@ def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate
         yield f"{word} gathered weights", candidate._replace(is_resharded=resharded)
     if candidate.division.pp > 1 and "parallel.schedule" not in question.fixed:
         most = space.subject.facts.num_layers // candidate.division.pp
-        for schedule, num_virtual in SCHEDULES:
+        for schedule, num_virtual in SCHEDULES + OTHER_SCHEDULES:
             is_other = (schedule, num_virtual) != (candidate.schedule, candidate.num_virtual)
             if is_other and num_virtual <= most:
                 other = candidate._replace(schedule=schedule, num_virtual=num_virtual, split=None)

@@ -23,3 +23,11 @@ def hashable(checkpointing: Checkpointing) -> Recomputed:
 def as_checkpointing(recomputation: Recomputed) -> Any:
     """Return a choice of recomputation as a run file has it."""
     return list(recomputation) if isinstance(recomputation, tuple) else recomputation
+
+
+def written(checkpointing: Checkpointing) -> Any:
+    """Return `training.checkpointing` as a run file has it."""
+    if not isinstance(checkpointing, Recomputation):
+        return checkpointing
+    keys = {key: value for key, value in vars(checkpointing).items() if value}
+    return {key: [*v] if isinstance(v, tuple) else v for key, v in keys.items()}

@@ -16,6 +16,8 @@ from shardwise.config import UserError, require
 from shardwise.metrics.hardware import published_flops
 from shardwise.planner.calibration import Calibration, calibration_here
 
+BASE_LATENCY = 8.4e-6
+"""Seconds before the first step of a collective: NCCL's own figure (src/graph/tuning.cc)."""
 HERE = "here"
 """The name of this machine, as `shardwise calibrate` has measured it."""
 
@@ -44,7 +46,7 @@ class Link:
 
     bandwidth: float
     latency: float
-    """Seconds until a message begins to arrive."""
+    """Seconds of a step: from one rank to the next one of a ring or tree."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,33 @@ class Cluster:
         `ports`: the ranks of a node that send to other nodes at the same time, each through a port
         of its own.
         """
-        if self.nodes == 1 or (span <= self.per_node and self.per_node % span == 0):
+        if self._is_inside(span):
             return self.inside
         bandwidth = min(ports * self.between.bandwidth, self.inside.bandwidth)
         return Link(bandwidth, self.between.latency)
+
+    def latency(self, kind: str, num_ranks: int, span: int) -> float:
+        """Return the seconds of a collective beyond those of its bytes.
+
+        A ring of n ranks gathers or scatters in n - 1 steps, some of them between nodes. A sum goes
+        twice round the ring, or up and down a tree of nodes. Others take one step. NCCL chooses its
+        algorithms by the same model (github.com/NVIDIA/nccl, src/graph/tuning.cc).
+        `span`: see `link_of`.
+        """
+        num_nodes = 1 if self._is_inside(span) else min(num_ranks, max(2, span // self.per_node))
+        ring = (num_ranks - num_nodes) * self.inside.latency
+        ring += (num_nodes - 1) * self.between.latency
+        if kind.startswith(("all-gather", "reduce-scatter")):
+            return BASE_LATENCY + ring
+        if kind == "all-reduce":
+            depth = (num_nodes - 1).bit_length()
+            tree = (num_ranks / num_nodes - 1) * self.inside.latency + depth * self.between.latency
+            return BASE_LATENCY + 2 * min(ring, tree)
+        return BASE_LATENCY + (self.inside if num_nodes == 1 else self.between).latency
+
+    def _is_inside(self, span: int) -> bool:
+        """Return whether any so many neighbouring ranks are in one node."""
+        return self.nodes == 1 or (span <= self.per_node and self.per_node % span == 0)
 
 
 def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster:

@@ -162,12 +162,12 @@ def _numbers(step: Step) -> Iterator[Messages]:
                 axis_sets.add(tuple(axes))
     for axis in ("dp_replicate", "dp_shard"):
         yield Messages("all-reduce", axis, 1, 8)
-    for axes in (("pp", step.replicas, step.shards), ("pp",), *axis_sets):
+    for axes in (("pp", step.replica_axis, step.shard_axis), ("pp",), *axis_sets):
         for axis in axes:
             yield Messages("all-reduce", axis, 1, 4)
     if sizes := _experts_by_layer(step.run.hf, step.run.spec):
         num_bytes = 4 * len(sizes) * (max(sizes.values()) + 1)
-        for axis in ("pp", step.replicas, step.shards):
+        for axis in ("pp", step.replica_axis, step.shard_axis):
             yield Messages("all-reduce", axis, 1, num_bytes)
 
 

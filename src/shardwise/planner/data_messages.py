@@ -19,7 +19,7 @@ def _ddp(step: Step) -> Iterator[Messages]:
         return
     num_bytes = sum(4 * weight.numel for weight in step.share.trained)
     calls = _num_dtypes(step.share.trained)
-    yield Messages("all-reduce", step.replicas, calls, num_bytes, when="last backward")
+    yield Messages("all-reduce", step.replica_axis, calls, num_bytes, when="last backward")
 
 
 def _zero(step: Step) -> Iterator[Messages]:
@@ -43,7 +43,7 @@ def _fsdp1(step: Step) -> Iterator[Messages]:
     A unit with nothing trained in it or below is not gathered for a backward, nor is the outer
     flat parameter of the root, which stays gathered.
     """
-    n, m = step.size(step.shards), step.num_microbatches
+    n, m = step.size(step.shard_axis), step.num_microbatches
     (chunk,) = step.share.chunks
     has_backward = False
     for unit in units_of(chunk, "fsdp1"):
@@ -55,9 +55,9 @@ def _fsdp1(step: Step) -> Iterator[Messages]:
             numel = -(-flat_spans(weights)[-1][1] // n) * n
             num_bytes = numel * weights[0].itemsize
             num_bytes *= gathers
-            yield Messages("all-gather", step.shards, gathers, num_bytes, when="layers")
+            yield Messages("all-gather", step.shard_axis, gathers, num_bytes, when="layers")
             if any(weight.is_trained for weight in weights):
-                yield Messages("reduce-scatter", step.shards, m, m * 4 * numel, when="layers")
+                yield Messages("reduce-scatter", step.shard_axis, m, m * 4 * numel, when="layers")
     yield from sums_over_copies(step, left_whole(step.cfg, chunk))
 
 
@@ -99,7 +99,7 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
                         times, when, at_last = 1, "waited", "waited"
                     num_bytes *= times
                     yield Messages("reduce-scatter", axis, times, num_bytes, when=when)
-                    yield Messages("all-reduce", step.replicas, 1, shard, when=at_last)
+                    yield Messages("all-reduce", step.replica_axis, 1, shard, when=at_last)
         yield from sums_over_copies(step, unsharded)
         if step.cfg.optimizer.name == "muon":
             yield from _gathered_updates(step, [w for w in chunk.weights if w not in unsharded])

@@ -39,34 +39,36 @@ class Estimates:
         }
         """Seconds of a row in the layers and in the head, by the choice of recomputation."""
         self.rows = cfg.training.global_batch_size
-        self.weights = self.subject.total("weight_bytes")
-        self.gradients = self.subject.total("gradient_bytes")
-        self.states = self.subject.total("optimizer_bytes")
+        self.weight_bytes = self.subject.total("weight_bytes")
+        self.gradient_bytes = self.subject.total("gradient_bytes")
+        self.optimizer_bytes = self.subject.total("optimizer_bytes")
         layers = self.subject.units[1:-1]
-        self.hidden = layers[0].output_bytes
+        self.hidden_bytes = layers[0].output_bytes
         """Bytes of the hidden states of a row."""
-        self.output = self.hidden / hidden_dtype(cfg).itemsize * product_dtype(cfg).itemsize
+        self.output_bytes = (
+            self.hidden_bytes / hidden_dtype(cfg).itemsize * product_dtype(cfg).itemsize
+        )
         """Bytes of a block's output for a row."""
-        self.inputs = self.hidden * (self.num_layers - 1)
+        self.input_bytes = self.hidden_bytes * (self.num_layers - 1)
         """Bytes of the inputs of the layers of a row. The first may keep none."""
-        self.of_a_layer = min(unit.activation_bytes for unit in layers)
+        self.layer_bytes = min(unit.activation_bytes for unit in layers)
         """Bytes that each layer keeps of a row at least, if nothing of it is computed again."""
-        self.tied = (0, 0, 0)
+        self.tied_bytes = (0, 0, 0)
         """The weights, gradients and states that embedding and head have in common, which count at
         either end."""
         if self.subject.facts.is_tied:
             end = self.subject.units[0]
-            self.tied = end.weight_bytes, end.gradient_bytes, end.optimizer_bytes
+            self.tied_bytes = end.weight_bytes, end.gradient_bytes, end.optimizer_bytes
         modules = [m for _, m in experts_of(as_stored(run.hf, cfg.model.base), run.spec)]
-        self.experts = sum({p: p.nbytes for m in modules for p in m.parameters()}.values())
+        self.expert_bytes = sum({p: p.nbytes for m in modules for p in m.parameters()}.values())
         """Bytes of the weights that `ep` spreads."""
         top_k = run.hf.config.num_experts_per_tok if modules else 0
-        self.routed = 2 * len(modules) * top_k * self.hidden
+        self.routed_bytes = 2 * len(modules) * top_k * self.hidden_bytes
         """Bytes that go to the experts of a row's tokens and come back."""
-        self.largest = max(unit.weight_bytes for unit in self.subject.units)
+        self.largest_unit_bytes = max(unit.weight_bytes for unit in self.subject.units)
         trained = sum(u.parameters for u in self.subject.units if u.trainable)
         is_lora = cfg.lora is not None
-        self.reduced = 2 * self.gradients if is_lora else 4 * trained
+        self.reduced_bytes = 2 * self.gradient_bytes if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
         self.least_errors: dict[str, float] = {}
         """The least time that was computed of a candidate, over its estimate, by its layout."""
@@ -105,8 +107,10 @@ class Estimates:
         is_sharded = division.data == "fsdp2" and division.shards * division.cp > 1
         # torch's stage of a pipeline never frees what it has gathered.
         if is_sharded and (division.pp > 1 or not candidate.is_resharded):
-            whole = self.weights - self.tied[0] - self.experts * (1 - 1 / division.ep)
-            others += (whole - self.largest) / division.pp / division.tp
+            is_whole = division.ep == division.shards * division.cp  # each rank has its experts
+            gathered = 0 if is_whole else self.expert_bytes / division.ep
+            whole = self.weight_bytes - self.tied_bytes[0] - self.expert_bytes + gathered
+            others += (whole - self.largest_unit_bytes) / division.pp / division.tp
         if num_micro <= division.pp:  # the first gradients come when no forward is left
             return others + max(gradients, activations)
         return others + gradients + activations
@@ -118,10 +122,10 @@ class Estimates:
             return 0.0
         kept = self.subject.kept[str(candidate.recomputation)]
         # Without sequence parallelism every rank of `tp` keeps all of a layer's input.
-        inputs = min(kept, self.inputs) if not division.is_sequence else 0.0
+        inputs = min(kept, self.input_bytes) if not division.is_sequence else 0.0
         total = self._in_flight(division.pp, num_micro) * (inputs + (kept - inputs) / division.tp)
         if candidate.recomputation == "full":  # its first backward computes a layer again
-            total += self.of_a_layer / division.tp
+            total += self.layer_bytes / division.tp
         return total * candidate.micro_batch_size / division.cp
 
     def _in_flight(self, pp: int, num_micro: float) -> float:
@@ -150,16 +154,18 @@ class Estimates:
         shards = division.num_data * division.cp
         if division.data == "fsdp2":
             shards = division.shards * division.cp
-        tied = self.tied if division.pp == 1 else (0, 0, 0)
+        tied = self.tied_bytes if division.pp == 1 else (0, 0, 0)
         weights, gradients, states = (
             total - double
-            for total, double in zip((self.weights, self.gradients, self.states), tied, strict=True)
+            for total, double in zip(
+                (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes), tied, strict=True
+            )
         )
         # Ranks of `ep` are among the shards. Of what these leave whole it spreads the experts.
         if division.data == "fsdp2":
             weights /= shards
         else:
-            weights -= self.experts * (1 - 1 / division.ep)
+            weights -= self.expert_bytes * (1 - 1 / division.ep)
         # A stage of a pipeline reduces them after the last micro-batch only.
         are_reduced = division.data == "zero2" or (division.data == "fsdp2" and division.pp == 1)
         gradients /= shards if are_reduced else division.ep
@@ -168,8 +174,8 @@ class Estimates:
             states = 0.0
         if offload == "all":
             weights = gradients = 0.0
-        if division.data == "fsdp2" and shards > 1:
-            weights += self.largest / division.pp / division.ep
+        if division.data == "fsdp2" and shards > division.ep:
+            weights += self.largest_unit_bytes / division.pp / division.ep
         return (weights + states) / local, gradients / local
 
     def least_seconds(self, division: Division) -> float:
@@ -187,7 +193,7 @@ class Estimates:
         covering = work if division.data == "fsdp2" else work / num_micro
         if candidate.offload != "none":
             shards = division.shards * division.cp if division.data == "fsdp2" else 1
-            copied = self.states / (division.pp * division.tp * shards)
+            copied = self.optimizer_bytes / (division.pp * division.tp * shards)
             sent += copied / self.question.cluster.host.bandwidth
         return work * (1 + idle) + max(0.0, sent - covering)
 
@@ -224,28 +230,35 @@ class Estimates:
         # Summed are the outputs of two blocks, and the gradients of their inputs. A forward that
         # runs again ends before the last sum. With sequence parallelism a sum is two messages, and
         # inputs are gathered again, too.
-        num_sums, summed = 4 + is_again, 2 * (self.output + self.hidden)
+        num_sums, summed = 4 + is_again, 2 * (self.output_bytes + self.hidden_bytes)
         if is_again:
-            summed += self.hidden + self.output / 2 if division.is_sequence else self.output
+            summed += (
+                self.hidden_bytes + self.output_bytes / 2
+                if division.is_sequence
+                else self.output_bytes
+            )
         num_messages = 2 * num_sums if division.is_sequence else num_sums
         sent = 2 * (division.tp - 1) / division.tp * summed / division.cp
-        link = self.ring(division.tp)
-        each = sent / link.bandwidth + num_messages * link.latency
+        kind = "all-gather" if division.is_sequence else "all-reduce"
+        latency = self.question.cluster.latency(kind, division.tp, division.tp)
+        each = sent / self.ring(division.tp).bandwidth + num_messages * latency
         return self.num_layers / division.pp * each
 
     def _context(self, division: Division) -> float:
         """Return the seconds of the messages of `cp` for a row."""
         if division.cp == 1:
             return 0.0
-        sent = 2 * (division.cp - 1) / division.cp * self.hidden / division.tp
-        link = self.question.cluster.link_of(division.tp * division.cp)
-        return self.num_layers / division.pp * (sent / link.bandwidth + 4 * link.latency)
+        sent = 2 * (division.cp - 1) / division.cp * self.hidden_bytes / division.tp
+        cluster, span = self.question.cluster, division.tp * division.cp
+        seconds = sent / cluster.link_of(span).bandwidth
+        seconds += 4 * cluster.latency("send", division.cp, span)
+        return self.num_layers / division.pp * seconds
 
     def _experts(self, division: Division, is_again: bool) -> float:
         """Return the seconds of the messages of `ep` for a row: forward, backward, and again."""
         if division.ep == 1:
             return 0.0
-        sent = (2 + is_again) * self.routed / division.cp * (division.ep - 1) / division.ep
+        sent = (2 + is_again) * self.routed_bytes / division.cp * (division.ep - 1) / division.ep
         link = self.question.cluster.link_of(division.ep * division.tp)
         return sent / link.bandwidth / division.pp
 
@@ -254,9 +267,9 @@ class Estimates:
         division = candidate.division
         local, together = division.pp * division.tp, division.num_data * division.cp
         link = self.ring(together, inside=division.tp)
-        reduced, weights = self.reduced / local, self.weights / local
+        reduced, weights = self.reduced_bytes / local, self.weight_bytes / local
         if division.ep > 1:  # a rank gathers no experts but its own
-            share = 1 - self.experts / self.weights * (1 - 1 / division.ep)
+            share = 1 - self.expert_bytes / self.weight_bytes * (1 - 1 / division.ep)
             reduced, weights = share * reduced, share * weights
         if division.data != "fsdp2":
             times = num_micro if division.data == "zero2" else 1
@@ -274,4 +287,5 @@ class Estimates:
         replicas = division.replicas
         across = 2 * (replicas - 1) / replicas * reduced / shards / link.bandwidth
         num_messages = (gathers + times) * len(self.subject.units) / division.pp
-        return inside + across + num_messages * inner.latency
+        latency = self.question.cluster.latency("all-gather", shards, shards * division.tp)
+        return inside + across + num_messages * latency

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise import rules
 from shardwise.assembly.costs import choose_split
+from shardwise.assembly.describe import Description
 from shardwise.config import Recomputation, RunConfig, UserError
 from shardwise.layouts import Facts, axis_sizes, num_microbatches
 from shardwise.metrics.flops import model_flops_per_token, utilization
@@ -23,6 +24,7 @@ from shardwise.planner.divisions import division_of, layout_name, title
 from shardwise.planner.memory import USABLE, Memory
 from shardwise.planner.peak import memory_of_share
 from shardwise.planner.recompute import as_way, within_budget
+from shardwise.planner.share import boundaries_of as boundaries_by_costs
 from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, alike_ranks, time_of_step
 
@@ -162,7 +164,7 @@ class Exact:
         priced = replace(cfg, training=replace(cfg.training, device=question.device_type))
         pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
-        boundaries = boundaries_of(cfg, subject, num_ranks)
+        boundaries = boundaries_of(cfg, run)
         given, words = cfg, ""
         if cfg.training.budget_bytes is not None:
             device = question.device_type
@@ -238,17 +240,19 @@ def split_by_cost(cfg: RunConfig, question: Question, subject: Subject) -> tuple
     return tuple(high - low for low, high in pairwise((1, *inner, end - 1)))
 
 
-def boundaries_of(cfg: RunConfig, subject: Subject, num_ranks: int) -> tuple[int, ...] | None:
-    """Return the boundaries of a pipeline's split; None without a pipeline."""
+def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
+    """Return the boundaries of a pipeline's split; None without a pipeline.
+
+    UserError where no split meets the memory limit. What needs no costs is computed without them.
+    """
     if cfg.parallel.pp == 1:
         return None
-    split, num_layers = cfg.parallel.split, len(subject.units) - 2
+    split, num_layers = cfg.parallel.split, len(run.spec.layers)
     if split == "uniform":
         num_chunks = cfg.parallel.pp * cfg.parallel.num_virtual
         each, rest = divmod(num_layers, num_chunks)
         split = [each + (chunk < rest) for chunk in range(num_chunks)]
     if isinstance(split, str):
-        number = num_microbatches(cfg, num_ranks)
-        return choose_split(cfg, subject.units, number).boundaries
+        return boundaries_by_costs(cfg, run)
     ends = [1 + sum(split[:chunk]) for chunk in range(1, len(split))]
     return (0, *ends, num_layers + 2)

@@ -56,22 +56,22 @@ class Step:
     """Rows that this rank's experts get in the step, by their path."""
 
     @property
-    def replicas(self) -> str:
-        """The axis of ddp's and ZeRO's ranks, as Mesh.replicas."""
+    def replica_axis(self) -> str:
+        """The axis of ddp's and ZeRO's ranks, as Mesh.replica_axis."""
         return joined_axis(self.cfg, "dp_replicate", self.sizes)
 
     @property
-    def shards(self) -> str:
-        """The axis of FSDP's ranks, as Mesh.shards."""
+    def shard_axis(self) -> str:
+        """The axis of FSDP's ranks, as Mesh.shard_axis."""
         return joined_axis(self.cfg, "dp_shard", self.sizes)
 
     def copy_axes(self, weight: Weight) -> tuple[str, str]:
         """Return the axes whose ranks have copies, or shards, of a weight, as Mesh.copy_axes."""
         if weight.ep_dim is None:
-            return self.replicas, self.shards
+            return self.replica_axis, self.shard_axis
         if context_joins_of(self.cfg) == "dp_shard":
-            return self.replicas, "dp_expert"
-        return "dp_expert", self.shards
+            return self.replica_axis, "dp_expert"
+        return "dp_expert", self.shard_axis
 
     def data_axis(self, weight: Weight) -> str:
         """Return the axis that a weight is sharded over, as Mesh.data_axis."""

@@ -23,20 +23,12 @@ from shardwise.layouts import HALVING, context_joins_of, num_microbatches, num_s
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.planner.holding import (
-    Ddp,
-    Fsdp1,
-    Fsdp2,
-    Fsdp2Stage,
-    Unit,
-    Whole,
-    Zero1,
-    Zero2,
-    buckets,
-)
+from shardwise.planner.holding import Ddp, Unit, Whole, Zero1, Zero2, buckets
+from shardwise.planner.holding_fsdp import Fsdp1, Fsdp2, Fsdp2Stage
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass, Progress
 from shardwise.planner.share import Chunk, Share, boundaries_of, share_of
+from shardwise.planner.units import left_whole
 from shardwise.planner.update import summed_bytes, update_bytes
 from shardwise.planner.weights import Weight
 from shardwise.schedule.simulate import kept_messages
@@ -247,7 +239,8 @@ class Rank:
             rest = [*units[0].weights] if tied else []
             if spec.last and (tied or data == "fsdp1"):
                 rest += units[-1].weights
-            return kind(*common, frozenset(rest))
+            whole = left_whole(self.cfg, chunk) if data == "fsdp2" else ()
+            return kind(*common, frozenset(rest), whole)
         if data in ("zero1", "zero2"):
             return Zero1(*common) if data == "zero1" else Zero2(*common)
         return Ddp(*common) if self._is_wrapped else Whole(*common)

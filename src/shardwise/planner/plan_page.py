@@ -11,6 +11,8 @@ from rich.table import Table
 
 from shardwise.metrics.flops import model_flops_per_token
 from shardwise.planner.candidates import Question, Subject
+from shardwise.planner.choices import written
+from shardwise.planner.cluster import efficiency
 from shardwise.planner.divisions import layout_name
 from shardwise.planner.exact import Choice, usable_bytes
 from shardwise.planner.memory import Memory
@@ -69,8 +71,12 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
     rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
     yield f"a step: {counted(rows, 'row')} of {length:,} tokens, {rows * length:,} in all"
     device = cluster.device
+    joined = ""
+    if cluster.nodes > 1:
+        bits = 8 * cluster.between.bandwidth / efficiency("link") / 1e9
+        joined = f" with {bits:.0f} Gbit/s per device between them"
     yield (
-        f"{cluster.num_devices:,} x {device.name} in {counted(cluster.nodes, 'node')}; "
+        f"{cluster.num_devices:,} x {device.name} in {counted(cluster.nodes, 'node')}{joined}; "
         f"{size(usable_bytes(question))} of {size(device.memory_bytes)} may be used"
     )
     yield from subject.run.notes
@@ -293,6 +299,9 @@ def as_data(answer: Answer) -> dict[str, Any]:
             "usable_bytes": answer.limit_bytes,
             "per_node": cluster.per_node,
             "nodes": cluster.nodes,
+            "links": {
+                name: asdict(getattr(cluster, name)) for name in ("inside", "between", "host")
+            },
         },
         "reasons": [*reasons(answer)] if answer.choices else [],
         "choices": [choice_data(choice, answer) for choice in answer.choices],
@@ -319,6 +328,10 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
         "mfu": choice.mfu,
         "division": choice.candidate.division._asdict(),
         "parallel": asdict(choice.cfg.parallel),
+        "training": {
+            "micro_batch_size": choice.cfg.training.micro_batch_size,
+            "checkpointing": written(choice.cfg.training.checkpointing),
+        },
     }
 
 

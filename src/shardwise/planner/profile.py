@@ -5,10 +5,10 @@ stages as a pipeline does, forwards upwards and backwards down, so that caches a
 run. It runs in as many processes as a run keeps busy, each of them at another unit at a time.
 
 A stage does something around its layers too, such as masks and positions. The stage of the
-embedding alone does nothing else, so its seconds are taken off those of every other stage. They
-depend on what ran before: after a backward, which is where a run's forwards stand, they are about
-twice those after a forward, which is where the forwards of most units stand here. So the bench runs
-that stage once more right before every unit, and takes off what it takes there.
+embedding alone does nothing else, so its seconds are subtracted from those of every other stage.
+They depend on what ran before: after a backward they are about twice those after a forward. In a
+run, forwards follow backwards; here, the forwards of most units follow forwards. So the bench runs
+that stage once more right before every unit, and subtracts the time that it takes there.
 """
 
 from __future__ import annotations

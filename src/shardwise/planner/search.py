@@ -148,8 +148,9 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     if num_ranks % ranks or (is_whole and ranks != num_ranks):
         sizes = ", ".join(f"{part}:{'x'.join(map(str, size))}" for part, size in given.items())
         raise UserError(
-            f"{sizes} {'needs' if is_whole else 'needs a multiple of'} {counted(ranks, 'device')}, "
-            f"and --devices and --nodes give {num_ranks}; give other sizes or other devices"
+            f"{sizes or name} {'needs' if is_whole else 'needs a multiple of'} "
+            f"{counted(ranks, 'device')}, and --devices and --nodes give {num_ranks}; give other "
+            "sizes or other devices"
         )
     layouts = [key for key in refused if ":" not in key]
     if any(key.startswith("parallel.") for key in question.fixed) and layouts:
@@ -163,6 +164,8 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
             f"parallel.dp_replicate {replicas} does not divide {counted(num_ranks, 'device')}; set "
             "one that does, or give other --devices"
         )
+    if num_ranks == 1 and wanted and not wanted.keys() <= {"single"}:
+        raise UserError(f"{name} needs several devices; give more --devices, or --explain single")
     raise UserError(
         f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
         "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "

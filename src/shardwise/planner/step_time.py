@@ -4,11 +4,11 @@ A unit's products are looked up by shape; the rest of it is priced by its kind. 
 rooflines with stated efficiencies (docs/guides/calibrating.md). Messages are those of
 `communication.py`, over the slowest link of their axis. A pipeline goes through the simulator.
 
-What overlaps: on a GPU the sums of gradients of ddp and over the replicas of hsdp hide behind the
-backward of the last micro-batch, and what FSDP gathers and scatters behind the layers. Messages of
-ZeRO, tp, cp and ep, and what follows the last backward, are waited for; in a pipeline, other stages
-wait for those of tp, cp and ep too. On a CPU gloo's threads take the time of the one thread that
-computes, so nothing hides.
+Overlap: on a GPU, the gradient sums of ddp and those over the replicas of hsdp overlap with the
+backward of the last micro-batch, and FSDP's gathers and scatters overlap with the layers. A rank
+waits for messages of ZeRO, tp, cp and ep, and for those that follow the last backward. In a
+pipeline, other stages wait for those of tp, cp and ep too. On a CPU, gloo's threads take time from
+the one thread that computes, so nothing overlaps.
 """
 
 from __future__ import annotations
@@ -188,11 +188,16 @@ def _seconds(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) ->
         bandwidth = device.memory_bandwidth * efficiency("memory")
         return amount.core_flops / rate + moved / bandwidth
 
+    # A stored matrix is read and written in the dtype of products before its product reads it.
+    form = 0.5 if cfg.model.base.startswith("nf4") else 1.0
+    moved = work.stored * (form + product_dtype(cfg).itemsize)
+    dequantised = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
     around = rest("forward", work.rest_forward)
-    forward = products(work.forward) + around
+    forward = products(work.forward) + dequantised + around
     backward = 0.0
     if work.has_backward:
-        backward = products(work.backward) + rest("backward", work.rest_backward)
+        backward = products(work.backward) + dequantised
+        backward += rest("backward", work.rest_backward)
     again = {"nothing": 0.0, "rest": around, "all": forward}
     return UnitSeconds(forward, backward, again[work.reruns])
 
@@ -221,7 +226,8 @@ def _message(cluster: Cluster, kind: str, num_ranks: int, span: int, num_bytes: 
     if kind.removesuffix(" of weights") in RINGS:
         ports = max(1, cluster.per_node * num_ranks // span)
     link = cluster.link_of(span, ports)
-    return link.latency + num_bytes * FACTORS[kind](num_ranks) / link.bandwidth
+    latency = cluster.latency(kind, num_ranks, span)
+    return latency + num_bytes * FACTORS[kind](num_ranks) / link.bandwidth
 
 
 class MessageSeconds(NamedTuple):

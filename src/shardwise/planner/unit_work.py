@@ -7,7 +7,9 @@ the launching of operators) is described by four numbers, whose prices a calibra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
@@ -17,7 +19,8 @@ from shardwise.config import RunConfig
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import Unit, Weight
-from shardwise.models.kinds.attention import Attention, SlidingAttention
+from shardwise.models.families import family_of
+from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import ModelSpec
 
 Pass = Literal["forward", "input", "weight"]
@@ -58,6 +61,8 @@ class UnitWork:
     has_backward: bool
     reruns: Literal["nothing", "rest", "all"]
     """What the backward runs again of the forward: `rest` has no products."""
+    stored: float = 0.0
+    """Elements of matrices in a form of `model.base`, which each pass reads back."""
 
 
 def work_of_units(
@@ -77,6 +82,7 @@ def work_of_units(
     units = with_gradients(counts_of(hf, spec), cfg.parallel.schedule).units
     feed_forwards = ["", *(f", {layer.feed_forward}" for layer in spec.layers), ""]
     mode = "lora" if cfg.lora else "full"
+    stored = _stored(hf, spec) if cfg.model.base != "none" else frozenset()
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     alike = first_alike(hf, spec, cfg.training.checkpointing)
     works: list[UnitWork] = []
@@ -86,8 +92,15 @@ def work_of_units(
             works.append(works[first])
         else:
             key = f"{unit.kind}{feed_forward}, {mode}"
-            works.append(_work(cfg, unit, key, shapes, tokens, has_neighbours))
+            work = _work(cfg, unit, key, shapes, tokens, has_neighbours)
+            numels = [prod(shapes[w.name]) for w in unit.weights if w.name in stored]
+            works.append(replace(work, stored=float(sum(numels))))
     return tuple(works)
+
+
+@lru_cache(maxsize=1)
+def _stored(hf: PreTrainedModel, spec: ModelSpec) -> frozenset[str]:
+    return frozenset(stored_paths(hf, spec, family_of(hf)))
 
 
 def _work(
@@ -138,15 +151,12 @@ def _work(
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, backward, trained_forward = forward + backward, [], trained
-    calls = 1.0
-    if any(isinstance(core, Attention | SlidingAttention) for core in unit.cores):
-        calls = float(cfg.parallel.cp)  # once for the keys of each rank
     return UnitWork(
         key=key,
         forward=tuple(forward),
         backward=tuple(backward),
-        rest_forward=Rest(calls, elements, core_forward, trained_forward),
-        rest_backward=Rest(calls, elements, core_backward, trained),
+        rest_forward=Rest(1.0, elements, core_forward, trained_forward),
+        rest_backward=Rest(1.0, elements, core_backward, trained),
         has_backward=unit.backward,
         reruns=_reruns(cfg, unit),
     )

@@ -24,6 +24,8 @@ SHARED = {
     "ep": "experts: tokens go to the rank that has theirs",
     "shards": "weights, gradients or states of one replica; each has other rows",
     "replicas": "nothing: they add up gradients",
+    "zero1": "the optimizer's states; each has other rows",
+    "zero2": "the optimizer's states and gradients; each has other rows",
     "pp": "the layers: each stage has some, and sends hidden states to the next",
 }
 """What the ranks along an axis divide among them."""
@@ -141,9 +143,11 @@ def groups(division: dict[str, Any]) -> list[dict[str, Any]]:
     for axis in ("tp", "cp", "shards", "replicas", "pp"):
         number_of_ranks = division[axis]
         if axis == "shards" and division["ep"] > 1:
-            lines.append(_group("ep", division["ep"], division["tp"]))
+            lines.append(_group("ep", division["ep"], division["tp"]) | {"share": SHARED["ep"]})
         if number_of_ranks > 1:
-            lines.append(_group(axis, number_of_ranks, stride))
+            is_zero = axis == "replicas" and division["data"] in SHARED
+            share = SHARED[division["data"] if is_zero else axis]
+            lines.append(_group(axis, number_of_ranks, stride) | {"share": share})
         stride *= number_of_ranks
     return lines
 
@@ -152,7 +156,7 @@ def _group(axis: str, number_of_ranks: int, stride: int) -> dict[str, Any]:
     members = [str(stride * place) for place in range(number_of_ranks)]
     if number_of_ranks > 8:
         members = [*members[:4], "...", members[-1]]
-    return {"axis": axis, "size": number_of_ranks, "members": members, "share": SHARED[axis]}
+    return {"axis": axis, "size": number_of_ranks, "members": members}
 
 
 def _nearest(choices: list[dict[str, Any]], most: int = 5) -> dict[str, Any]:

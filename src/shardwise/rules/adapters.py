@@ -40,7 +40,8 @@ ON_THE_RUN_FILE = (
         "DoRA computed by PEFT",
         applies=lambda case: _is_dora(case) and _lora(case).kernel == "peft",
         problem=(
-            "lora.kernel is peft, which under lora.dora takes the lengths of a rank's part of rows"
+            "lora.kernel is peft, which with lora.dora would measure only the part of a row that a "
+            "rank holds"
         ),
         way_out="set lora.kernel to auto or torch",
         why="PEFT knows nothing of parallel.tp, nor of model.base",
@@ -50,7 +51,7 @@ ON_THE_RUN_FILE = (
         applies=lambda case: _is_dora(case) and case.training.matmul != "default",
         problem=(
             "lora.dora is true, but training.matmul {training.matmul} rounds the weights whose "
-            "rows it takes the lengths of"
+            "row lengths DoRA needs"
         ),
         way_out="set training.matmul to default, or lora.dora to false",
         why="no cell of the parity matrix runs both",

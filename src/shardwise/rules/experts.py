@@ -125,7 +125,7 @@ MODEL_RULES = (
             f"routed experts of this {case.model.family}"
         ),
         way_out=lambda case: f"use {either(_divisors_of_all([*case.model.num_experts]))}",
-        why="every rank has as many experts",
+        why="every rank has the same number of experts",
     ),
 )
 """On the model."""

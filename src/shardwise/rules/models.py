@@ -233,8 +233,8 @@ RULES = (
         ),
         problem=lambda case: (
             f"parallel.tp is {case.parallel.tp}, but this {case.model.family} has "
-            f"{case.model.indivisible(case.parallel.tp)}, which cannot be sharded evenly over so "
-            "many ranks"
+            f"{case.model.indivisible(case.parallel.tp)}, which cannot be sharded evenly over "
+            f"{case.parallel.tp} ranks"
         ),
         way_out=_sizes_of_tp,
         why="a rank computes whole heads or channels",
@@ -254,8 +254,8 @@ RULES = (
         "fsdp1 with adapters on experts that PEFT folds",
         applies=lambda case: case.parallel.data == "fsdp1" and case.model.folds_adapters,
         problem=(
-            "parallel.data fsdp1: PEFT computes adapters on these experts over a parameter, and "
-            "finds a view into a flat one in its place"
+            "parallel.data fsdp1: PEFT needs the parameter itself to compute adapters on these "
+            "experts, and finds a view into a flat parameter in its place"
         ),
         way_out="use fsdp2, or leave the experts out of lora.targets",
         why="PEFT's wrapper registers a parametrization, which needs the parameter itself",

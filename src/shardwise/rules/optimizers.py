@@ -37,7 +37,7 @@ RULES = (
         applies=lambda case: _is_muon(case) and case.cfg.lora is not None,
         problem="optimizer.name muon is for full training: LoRA's factors are not its matrices",
         way_out="use adamw, or leave the section lora out",
-        why="an orthogonal update of A or of B is none of their product",
+        why="an orthogonal update of A or of B is not an orthogonal update of their product",
     ),
     Rule(
         "muon under a layout that is not proven",
@@ -84,7 +84,7 @@ MODEL_RULES = (
         "blocks of 8-bit AdamW",
         applies=lambda case: _is_8_bit(case) and _cut_blocks(case) is not None,
         problem=lambda case: f"optimizer.name is adamw8bit, but {_cut_blocks(case)}",
-        way_out="use fewer ranks along tp, or to shard its states over, or optimizer.name adamw",
+        way_out="use fewer ranks for tp or for sharding the states, or set optimizer.name to adamw",
         why="a block on two ranks would need a scale of both",
     ),
 )

@@ -42,8 +42,8 @@ RULES = (
             _is_fp8(case) and case.training.compile != "none" and case.parallel.cp > 1
         ),
         problem=(
-            "training.matmul is {training.matmul}, whose largest values parallel.cp reduces within "
-            "what training.compile compiles"
+            "training.matmul is {training.matmul}: under parallel.cp, its largest values are "
+            "reduced inside the code that training.compile compiles"
         ),
         way_out="set training.compile to none, or training.matmul to default",
         why="such a run did not end",

@@ -58,7 +58,7 @@ GRID_RULES = (
             f"{_data_ranks(case)} data-parallel processes"
         ),
         way_out=lambda case: f"use {either(_divisors(_data_ranks(case)))}",
-        why="each replica has as many shards",
+        why="each replica has the same number of shards",
     ),
     Rule(
         "fsdp1 on one rank",
@@ -111,7 +111,7 @@ STEP_RULES = (
         way_out=lambda case: (
             f"use {multiples(case.training.global_batch_size, _rows_at_once(case))}"
         ),
-        why="every rank computes as many micro-batches, of as many rows",
+        why="every rank computes the same number of micro-batches, with the same number of rows",
     ),
     Rule(
         "micro-batches of a schedule",
@@ -130,11 +130,12 @@ STEP_RULES = (
         applies=lambda case: case.parallel.pp > 1 and _left_over(case) != 0,
         problem=lambda case: (
             f"{case.parallel.schedule} on {case.parallel.pp} ranks needs equal rounds of "
-            f"micro-batches, which {num_microbatches(case.cfg, case.facts.num_ranks)} do not make"
+            f"micro-batches, and {num_microbatches(case.cfg, case.facts.num_ranks)} micro-batches "
+            "do not make equal rounds"
         ),
         way_out=lambda case: (
-            f"give {num_microbatches(case.cfg, case.facts.num_ranks) - _left_over(case)} by "
-            "training.global_batch_size"
+            "change training.global_batch_size to get "
+            f"{num_microbatches(case.cfg, case.facts.num_ranks) - _left_over(case)}"
         ),
         why="torch's schedule refuses unequal rounds",
     ),

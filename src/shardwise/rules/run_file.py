@@ -307,7 +307,7 @@ RULES = (
         way_out=lambda case: (
             f"use {multiples(case.cfg.data.sequence_length, _pieces(case))}, or another parallel.cp"
         ),
-        why="each rank computes as many tokens of a row",
+        why="each rank computes the same number of tokens of a row",
     ),
     *context.RULES,
     *experts.RULES,

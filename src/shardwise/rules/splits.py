@@ -17,8 +17,9 @@ def _of_each_rank(key: str) -> Rule:
     return Rule(
         f"{key} of other ranks",
         applies=is_of_others,
-        problem=f"parallel.{key} {{parallel.{key}}} is not of the {{parallel.pp}} ranks of pp",
-        way_out="give a number for each of them",
+        problem=f"parallel.{key} {{parallel.{key}}} does not have one number for each of the "
+        f"{{parallel.pp}} ranks of pp",
+        way_out="give one number for each rank",
         why="each rank of a pipeline has one",
     )
 

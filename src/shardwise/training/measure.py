@@ -157,7 +157,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     start, early_stop = reporter.start, reporter.early_stop
     return RunRecord(
         status="ok",
-        config=cfg.to_dict(),
+        config=cfg.recorded(),
         environment=environment(mesh.device),
         mesh={axis: mesh.size(axis) for axis in mesh.AXES},
         parameters=dict(job.parameters),

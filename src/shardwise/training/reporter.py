@@ -98,7 +98,7 @@ class Reporter:
                 if self.start.folder is not None:
                     output_dir.rewind(self.cfg, self.start.folder / METRICS)
                 self._metrics = stack.enter_context(MetricsFile(self._output_dir / METRICS))
-                names, config = self.cfg.measure.trackers, self.cfg.to_dict()
+                names, config = self.cfg.measure.trackers, self.cfg.recorded()
                 self._logs = open_trackers(names, self._output_dir, config, stack)
             stack.enter_context(self._progress)
             self._stack = stack.pop_all()
