@@ -2,8 +2,8 @@
 
 `python -m tests.clusters.network_faults` does it to every layout and writes
 results/network-faults.json; a test does it to some. A run is under torchrun, with two ranks on each
-node. Either it ends with the losses of an undisturbed run (see `_agree`), or it stops in time with a
-line that says why, and the same command ends so once the cable is mended.
+node. Either it ends with the losses of an undisturbed run (see `_agree`), or it stops in time with
+a line that says why, and the same command ends so once the cable is mended.
 """
 
 from __future__ import annotations

@@ -98,7 +98,11 @@ def script_with(
 ) -> list[str]:
     """Run a script whose ranks end with a code; return what it has called."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    ends = {"srun": 'shift; exec "$@"', "scontrol": "exit 0", "python": f"exit {code}"}
+    ends = {
+        "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        "scontrol": "exit 0",
+        "python": f"exit {code}",
+    }
     for name, end in ends.items():
         program = tmp_path / name
         program.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name}" "$@" "--"\n{end}\n')
