@@ -19,7 +19,7 @@ from shardwise.planner.cluster import Link
 from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.step_time import seconds_of_units
 
-ALIKE = 0.75
+ALIKE = 0.9
 """The least error of a layout's estimates over that of the few that were compared: assumed."""
 
 
@@ -70,8 +70,8 @@ class Estimates:
         is_lora = cfg.lora is not None
         self.reduced_bytes = 2 * self.gradient_bytes if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
-        self.least_errors: dict[str, float] = {}
-        """The least time that was computed of a candidate, over its estimate, by its layout."""
+        self.least_errors: dict[tuple[str, bool], float] = {}
+        """The least time that was computed of a candidate over its estimate, by `_sort_of`."""
         # Hundreds of candidates of a division ask for the same.
         self._states, self._work = cache(self._states_of), cache(self._seconds_of_work)
 
@@ -180,48 +180,49 @@ class Estimates:
 
     def least_seconds(self, division: Division) -> float:
         """Return a lower bound of the estimates of a division's candidates."""
-        return min(self._work(division, choice) for choice in self.seconds_of_a_row)
+        return min(sum(self._work(division, choice)) for choice in self.seconds_of_a_row)
 
     def seconds(self, candidate: Candidate) -> float:
         """Return roughly how long a step takes."""
         division, size = candidate.division, candidate.micro_batch_size
         num_micro = max(1, self.rows // (division.num_data * size))
-        work = self._work(division, str(candidate.recomputation))
+        computed, within = self._work(division, str(candidate.recomputation))
         halves = 3 if candidate.schedule == "zbv" else 1
         idle = (division.pp - 1) / (num_micro * candidate.num_virtual * halves)
         sent = self._data(candidate, num_micro)
-        covering = work if division.data == "fsdp2" else work / num_micro
+        covering = computed if division.data == "fsdp2" else computed / num_micro
         if candidate.offload != "none":
             shards = division.shards * division.cp if division.data == "fsdp2" else 1
             copied = self.optimizer_bytes / (division.pp * division.tp * shards)
             sent += copied / self.question.cluster.host.bandwidth
-        return work * (1 + idle) + max(0.0, sent - covering)
+        return (computed + within) * (1 + idle) + max(0.0, sent - covering)
 
     def compare(self, candidate: Candidate, seconds: float) -> None:
         """Take note of a time that was computed exactly."""
-        layout = layout_name(most_sharded(candidate.division))
+        sort = _sort_of(candidate)
         error = seconds / self.seconds(candidate)
-        self.least_errors[layout] = min(error, self.least_errors.get(layout, error))
+        self.least_errors[sort] = min(error, self.least_errors.get(sort, error))
 
     def expected(self, candidate: Candidate) -> float:
         """Return what a candidate takes at least, by the errors of those that were compared.
 
         Estimates of one layout are alike in their errors, within ALIKE.
         """
-        layout = layout_name(most_sharded(candidate.division))
         least = min(self.least_errors.values(), default=1.0)
-        of_layout = ALIKE * self.least_errors.get(layout, 0.0)
-        return max(least, of_layout) * self.seconds(candidate)
+        of_sort = self.least_errors.get(_sort_of(candidate))
+        return (least if of_sort is None else ALIKE * of_sort) * self.seconds(candidate)
 
-    def _seconds_of_work(self, division: Division, recomputation: str) -> float:
-        """Return the seconds of a rank in its layers and their messages, with nothing beside."""
+    def _seconds_of_work(self, division: Division, recomputation: str) -> tuple[float, float]:
+        """Return the seconds of a rank in its layers, and in messages that it waits for there."""
         layers, head = self.seconds_of_a_row[recomputation]
         if division.pp > 1:  # the last stage has a layer less, in place of the head
             head = max(0.0, head - layers / self.num_layers)
         seconds = (layers / division.pp + head) / division.tp / division.cp
         is_again = recomputation == "full"
-        seconds += self._tensor(division, is_again) + self._context(division)
-        return self.rows / division.num_data * (seconds + self._experts(division, is_again))
+        within = self._tensor(division, is_again) + self._context(division)
+        within += self._experts(division, is_again)
+        rows = self.rows / division.num_data
+        return rows * seconds, rows * within
 
     def _tensor(self, division: Division, is_again: bool) -> float:
         """Return the seconds of the messages of `tp` for a row."""
@@ -289,3 +290,10 @@ class Estimates:
         num_messages = (gathers + times) * len(self.subject.units) / division.pp
         latency = self.question.cluster.latency("all-gather", shards, shards * division.tp)
         return inside + across + num_messages * latency
+
+
+def _sort_of(candidate: Candidate) -> tuple[str, bool]:
+    """Return what candidates have in common whose estimates are alike in their errors: the layout,
+    and whether gathered weights are freed.
+    """
+    return layout_name(most_sharded(candidate.division)), candidate.is_resharded

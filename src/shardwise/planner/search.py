@@ -202,7 +202,8 @@ class _Start:
         )
         for prospect in prospects:
             is_enough = len(computed) >= num_computed and len(self.fitting) >= num_fitting
-            if is_enough and self.estimates.expected(prospect.fastest[0]) > self.best_seconds:
+            expected = min(map(self.estimates.expected, prospect.fastest))
+            if is_enough and expected > self.best_seconds:
                 continue
             sharded = self._sharded(prospect)
             smallest = self.exact.of(prospect.smallest._replace(division=sharded))
