@@ -106,7 +106,7 @@ MOST_LINES = {
     "parallel": 4_550,
     "data": 3_760,
     "kernels": 7_503,
-    "planner schedule metrics": 10_260,
+    "planner schedule metrics": 10_290,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_400,

@@ -171,7 +171,8 @@ def at(port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "host", "MASTER_PORT": str(port)}
 
 
-def test_every_rank_of_torchrun_finds_another_run(tmp_path):
+def test_every_rank_of_torchrun_finds_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_lock, "LEASE_SECONDS", 1.0)
     with locked(tmp_path, OTHER, at(1)) as nothing:  # before its first rank is there
         assert nothing is None
     with locked(tmp_path, FIRST, at(1)), locked(tmp_path, OTHER, at(1)):

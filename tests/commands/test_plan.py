@@ -149,6 +149,28 @@ def test_keys_that_need_an_axis_are_kept_where_it_is(capsys):
     assert kept == {1: None, 2: [1.0, 0.5]}
 
 
+def test_a_limit_of_stages_needs_a_split_that_obeys_it(capsys):
+    limit = "--parallel.memory_limit_gib=[20, 20]"
+    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, limit]) == 2
+    assert "which is for a pipeline" in capsys.readouterr().err
+    content = planned(capsys, *DEVICES[2:], limit, "--parallel.split=balanced")
+    kept = {c["division"]["pp"]: c["parallel"]["memory_limit_gib"] for c in content["computed"]}
+    assert kept == {1: None, 2: [20.0, 20.0]}
+
+
+@pytest.mark.parametrize("mistake", ["--data=my.jsonl", "--training=3", "--parallel=[]"])
+def test_a_section_of_another_type_is_one_line(mistake, capsys):
+    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, mistake]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_run_for_gpus_is_planned_where_there_are_none(folder, capsys):
+    assert cli.main(["init"]) == 0
+    run = ["train", "run.yaml", "--dry-run", "--devices", "2xRTX4090"]
+    run += ["--parallel.pp=2", "--training.global_batch_size=16"]
+    assert cli.main([*run, "--training.device=cuda"]) == 0
+
+
 def test_what_is_written_keeps_what_was_given(folder):
     (folder / "my.jsonl").write_text('{"text": "a"}\n')
     given = ["--data.train=my.jsonl", "--training.output_dir=runs/x"]

@@ -63,6 +63,8 @@ def test_the_only_task_that_is_left_under_slurm_is_fitted(tmp_path, monkeypatch,
     """srun gives a single task no place among others: it is a process of its own."""
     cfg = config(tmp_path, dp_replicate=2)
     cfg = replace(cfg, parallel=replace(cfg.parallel, data="fsdp2"))
+    for name in ("SLURM_STEP_ID", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "0")
     seen: list[tuple[RunConfig, World]] = []
     monkeypatch.setattr(local, "run_rank", lambda cfg, world, *_: seen.append((cfg, world)))
     assert local.launch(cfg) == 0

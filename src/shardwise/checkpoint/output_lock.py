@@ -100,14 +100,14 @@ def _acquire(descriptor: int, folder: Path) -> None:
 
     Where the file system has no locks, the run continues without one and prints a line.
     """
-    is_here = _holder(folder).get("host") == socket.gethostname()
-    deadline = time.monotonic() + (WAIT_SECONDS if is_here else LEASE_SECONDS)
+    start = time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            is_here = _holder(folder).get("host") == socket.gethostname()
+            if time.monotonic() - start > (WAIT_SECONDS if is_here else LEASE_SECONDS):
                 raise _in_use(folder) from None
             time.sleep(0.1)
         except OSError as error:
@@ -127,18 +127,18 @@ def _check_is_ours(folder: Path, group: str) -> None:
 
     If this run's first rank has not come yet, nobody holds it.
     """
-    is_here = _holder(folder).get("host") == socket.gethostname()
-    # Later than the first rank raises the same.
-    deadline = time.monotonic() + 1 + (WAIT_SECONDS if is_here else LEASE_SECONDS)
-    while _holder(folder).get("group") != group and _is_held(folder):
+    # Later than the first rank raises the same, on whatever host it is.
+    deadline = time.monotonic() + LEASE_SECONDS + 1
+    while _holder(folder).get("group") != group and is_held(folder):
         if time.monotonic() > deadline:
             raise _in_use(folder)
         time.sleep(0.1)
 
 
-def _is_held(folder: Path) -> bool:
+def is_held(folder: str | Path) -> bool:
+    """Return whether a run is writing in a folder."""
     try:
-        with (folder / LOCK).open("rb") as file:
+        with (Path(folder) / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -30,7 +30,7 @@ RANK = 16
 """What is planned for a model where nothing else is said."""
 CORPUS, OUTPUT_DIR = "corpus.jsonl", "runs/plan"
 """Of a model's run, where no override names others: `--write` puts its own in their place."""
-DEPENDENT = ("cp_attention", "speeds", "memory_limit_gib", "fsdp1_wrap")
+DEPENDENT = ("cp_attention", "speeds", "fsdp1_wrap")
 """Keys of `parallel` that need a searched one, such as `cp`."""
 
 
@@ -122,6 +122,8 @@ def _is_searched(key: str) -> bool:
 
 def _set_rows(sections: dict[str, Any], num_tokens: int) -> None:
     """Set the rows of a step so that they have so many tokens."""
+    if not all(isinstance(sections.get(key) or {}, dict) for key in ("data", "training")):
+        return  # the parser of the run file says what is wrong
     length = (sections.get("data") or {}).get("sequence_length", 512)
     most = RANGES["training.global_batch_size"][1]
     if not isinstance(length, int) or length < 1:
@@ -183,7 +185,8 @@ def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> 
     """
     alone = _without_searched(sections, frozenset())
     if isinstance(parallel := alone.get("parallel"), dict):
-        alone["parallel"] = {k: v for k, v in parallel.items() if k not in DEPENDENT}
+        dependent = {*DEPENDENT, *(["memory_limit_gib"] if "parallel.split" in fixed else [])}
+        alone["parallel"] = {k: v for k, v in parallel.items() if k not in dependent}
     parse_config(alone, source)
     return read_config(_without_searched(sections, fixed), source)
 

@@ -54,7 +54,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
         # After SIGTERM a run finishes its step and saves.
         "terminationGracePeriodSeconds": max(1, round(launch.timeout_seconds)),
         # The image's user, to whom a new volume does not belong.
-        "securityContext": {"fsGroup": USER},
+        "securityContext": {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"},
     }
     node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"template": {"spec": {"replicatedJobs": [node]}}}

@@ -74,8 +74,8 @@ def launch(
             cfg, world = elastic.fit(cfg, world)
             if world.is_spare:
                 return elastic.wait(cfg, world)
-        elif nproc is None:  # perhaps the one task that is left of an elastic run under Slurm
-            cfg, _ = elastic.fit(cfg, ALONE)
+        elif nproc is None and "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
+            cfg, _ = elastic.fit(cfg, ALONE)  # perhaps the one task that is left of an elastic run
         check_installed(cfg.measure.trackers)
         with output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)

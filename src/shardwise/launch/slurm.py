@@ -22,8 +22,12 @@ from shardwise.safety import check_no_links
 
 SCRIPT = "job.sbatch"
 """The name of the script in the output folder."""
-_FORGET = "from shardwise.checkpoint.memory_folder import forget; import sys; forget(sys.argv[1])"
-"""What each node runs in Python when a run has failed for good."""
+_FORGET = (
+    "import sys; from shardwise.checkpoint import memory_folder as memory, output_lock as lock; "
+    "lock.is_held(sys.argv[1]) or memory.forget(sys.argv[1])"
+)
+"""What each node runs in Python when a run has failed for good. Another run, for which this one was
+refused, may hold the folder."""
 RAISED = 200
 """What a rank adds to its exit code where the job must not be queued again."""
 

@@ -24,7 +24,6 @@ from typing import Any
 
 from shardwise.checkpoint import memory_folder
 from shardwise.config import RunConfig, UserError, require
-from shardwise.launch.group import GRACE_SECONDS
 from shardwise.launch.manifest import name_of
 from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.process.stop import SIGNALS
@@ -210,10 +209,11 @@ def _give_up_after(seconds: int) -> None:
             try:
                 connection.getpeername()
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                probe = max(1, min(seconds // 2, 32767))  # the kernel takes no more
                 for option, value in (
-                    (socket.TCP_KEEPIDLE, seconds),
-                    (socket.TCP_KEEPINTVL, seconds),
                     (socket.TCP_USER_TIMEOUT, 1000 * seconds),
+                    (socket.TCP_KEEPIDLE, probe),
+                    (socket.TCP_KEEPINTVL, probe),
                 ):
                     connection.setsockopt(socket.IPPROTO_TCP, option, value)
             finally:
@@ -230,12 +230,9 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        has_failed = False
-
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             code = exit_code(failure.exitcode for failure in result.failures.values())
-            self.has_failed = code not in (0, *_STOPPED)
             if code in (USER_ERROR, OUT_OF_MEMORY) or (code in _STOPPED and not is_elastic):
                 self._remaining_restarts = 0  # it would end alike again, or is asked to end
             elif code in _STOPPED:
@@ -252,9 +249,7 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
         def _shutdown(
             self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
         ) -> None:
-            # After a failure there is nothing to save.
-            seconds = GRACE_SECONDS if self.has_failed else self._shutdown_timeout
-            super()._shutdown(death_sig, timeout or round(seconds))
+            super()._shutdown(death_sig, timeout or self._shutdown_timeout)
 
     return Agent(
         spec,

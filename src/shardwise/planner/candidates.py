@@ -84,12 +84,14 @@ class Candidate(NamedTuple):
         """Return the run under this layout."""
         cfg, is_pipeline = question.cfg, self.division.pp > 1
         given = cfg.parallel
-        is_given = is_pipeline and "parallel.split" in question.fixed
+        limit = given.memory_limit_gib
+        is_given = isinstance(limit, list) and len(limit) == self.division.pp
+        is_given |= is_pipeline and isinstance(limit, float | int)
         has_speeds = is_pipeline and len(given.speeds or ()) == self.division.pp
         parallel = replace(
             self.division.parallel(given),
             # Keys that need an axis or a split have no meaning without it.
-            memory_limit_gib=given.memory_limit_gib if is_given else None,
+            memory_limit_gib=limit if is_given and "parallel.split" in question.fixed else None,
             speeds=given.speeds if has_speeds else None,
             cp_attention=given.cp_attention if self.division.cp > 1 else "auto",
             fsdp1_wrap=given.fsdp1_wrap if self.division.data == "fsdp1" else "separate",

@@ -9,16 +9,18 @@ from itertools import pairwise
 from typing import Any
 
 from shardwise import rules
-from shardwise.assembly.costs import choose_split
+from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.config import Recomputation, RunConfig, UserError
 from shardwise.layouts import Facts, axis_sizes, num_microbatches
 from shardwise.metrics.flops import model_flops_per_token, utilization
 from shardwise.models.activations import UnitMemory
+from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.dtypes import product_dtype
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.planner.candidates import Candidate, Question, Subject, subject_of
 from shardwise.planner.choices import hashable
+from shardwise.planner.cluster import HERE
 from shardwise.planner.communication import unknown
 from shardwise.planner.divisions import division_of, layout_name, title
 from shardwise.planner.memory import USABLE, Memory
@@ -164,7 +166,7 @@ class Exact:
         priced = replace(cfg, training=replace(cfg.training, device=question.device_type))
         pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
-        boundaries = boundaries_of(cfg, run)
+        boundaries = boundaries_of(cfg, run, question)
         given, words = cfg, ""
         if cfg.training.budget_bytes is not None:
             device = question.device_type
@@ -240,10 +242,11 @@ def split_by_cost(cfg: RunConfig, question: Question, subject: Subject) -> tuple
     return tuple(high - low for low, high in pairwise((1, *inner, end - 1)))
 
 
-def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
+def boundaries_of(cfg: RunConfig, run: Description, question: Question) -> tuple[int, ...] | None:
     """Return the boundaries of a pipeline's split; None without a pipeline.
 
-    UserError where no split meets the memory limit. What needs no costs is computed without them.
+    Here they are those that the run would choose. On other devices there is no profile of its
+    units, so costs are counted. UserError where no split meets the memory limit.
     """
     if cfg.parallel.pp == 1:
         return None
@@ -253,6 +256,14 @@ def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
         each, rest = divmod(num_layers, num_chunks)
         split = [each + (chunk < rest) for chunk in range(num_chunks)]
     if isinstance(split, str):
-        return boundaries_by_costs(cfg, run)
+        if question.cluster.device.name == HERE:
+            return boundaries_by_costs(cfg, run)
+        units = counted_costs(
+            *(cfg, run.hf, run.spec, counts_of(run.hf, run.spec), question.num_ranks),
+            device=question.device_type,
+            alike=first_alike(run.hf, run.spec, cfg.training.checkpointing),
+        )
+        number = num_microbatches(cfg, question.num_ranks)
+        return choose_split(cfg, units, number).boundaries
     ends = [1 + sum(split[:chunk]) for chunk in range(1, len(split))]
     return (0, *ends, num_layers + 2)

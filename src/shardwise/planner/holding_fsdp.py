@@ -121,7 +121,8 @@ class Fsdp2(Sharded):
             copy, part = sent if self.is_gloo else 0, self.sums[place]
             gradients = self.shards + self._complete(place)
             yield Held("reduction", gradients, below + sent, runs=False)
-            yield Held("reduction", self.shards + part, below + sent + copy, runs=False)
+            whole = self.of_whole[place] if self.is_first else 0
+            yield Held("reduction", self.shards + part + whole, below + sent + copy, runs=False)
             self.shards += part if self.is_first and self.has_shards else 0
             self.sent_last = sent
         self.shards += self.of_whole[place] if self.is_first else 0
