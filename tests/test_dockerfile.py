@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.kubernetes import WORK
+from shardwise.launch import kubernetes
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -89,6 +89,7 @@ def test_nothing_is_opened_or_hidden(instruction):
 
 
 def test_it_ends_as_an_ordinary_user_in_the_folder_of_runs():
-    assert arguments("USER")[-1].isdigit()
-    assert int(arguments("USER")[-1]) > 1000
-    assert arguments("WORKDIR")[-1] == WORK
+    (user,) = [text for text in arguments("ARG") if text.startswith("RUN_AS=")]
+    assert arguments("USER")[-1] == "${RUN_AS}"
+    assert int(user.removeprefix("RUN_AS=")) == kubernetes.USER > 1000
+    assert arguments("WORKDIR")[-1] == kubernetes.WORK

@@ -18,7 +18,7 @@ from shardwise.parallel.place import local
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
-from tests.parity.harness import Cell, microbatches, run_config
+from tests.parity.harness import EIGHT_BIT, Cell, microbatches, numerics_of, run_config
 
 CELLS = [
     *(Cell("qwen3_5_text", layout, "lora", 2) for layout in ("ddp", "zero1", "zero2", "tp", "cp")),
@@ -82,11 +82,13 @@ SCALES = eight_bit.names_of("exp_avg_sq")[1]
 
 
 def with_a_flipped_state(optimizer: Any, name: str) -> list[Difference]:
-    cfg = run_config(Cell("llama", "ddp", "full", 2))
+    cell = Cell("llama", "ddp", "full", 2, variant=EIGHT_BIT)  # whose matrices are large enough
+    cfg = run_config(cell)
     cfg = replace(cfg, optimizer=replace(cfg.optimizer, name=optimizer))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh)
-    training_step(job, microbatches(cfg, mesh, 0), mesh, 0.1)
+    with numerics_of(cell):
+        job = build(cfg, mesh)
+        training_step(job, microbatches(cfg, mesh, 0), mesh, 0.1)
     if dist.get_rank() == 1:
         state = next(s[name] for s in job.optimizer.state.values() if name in s)
         state.flatten()[:1].view(torch.int32).bitwise_xor_(1)

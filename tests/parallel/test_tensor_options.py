@@ -23,7 +23,8 @@ OPTIONS = {
     "granitemoehybrid": {"attention_bias": True, "mamba_proj_bias": True, "mamba_n_groups": 1},
     "falcon_h1": {**dict.fromkeys(BIASES, True), "mamba_n_groups": 1},
     # Its biases are shared by 2 ranks. Larger weights: the gradients of decays cancel less.
-    "jet_nemotron": {"num_key_value_heads": 1, "initializer_range": 0.05},
+    # With smaller weights the gradients of A_log are so small that rounding shows in them.
+    "jet_nemotron": {"num_key_value_heads": 1, "initializer_range": 0.08},
     "falcon_h1 without a norm": {"mamba_rms_norm": False, "mamba_proj_bias": True},
 }
 SHOWN = {
