@@ -130,6 +130,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
                 **config.rdzv_configs,
             )
         )
+        assert config.shutdown_timeout is not None, "it is among the arguments"
         _give_up_after(config.shutdown_timeout)
         spec = WorkerSpec(
             role=config.role,
