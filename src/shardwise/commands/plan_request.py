@@ -29,7 +29,7 @@ TOKENS_PER_STEP = 2**20
 RANK = 16
 """What is planned for a model where nothing else is said."""
 CORPUS, OUTPUT_DIR = "corpus.jsonl", "runs/plan"
-"""Of a model's run, where no override names others: `--write` puts its own in their place."""
+"""The data and the folder of a model's run if no override names any; `--write` replaces them."""
 DEPENDENT = ("cp_attention", "speeds", "fsdp1_wrap")
 """Keys of `parallel` that need a searched one, such as `cp`."""
 

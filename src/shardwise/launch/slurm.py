@@ -26,8 +26,8 @@ _FORGET = (
     "import sys; from shardwise.checkpoint import memory_folder as memory, output_lock as lock; "
     "lock.is_held(sys.argv[1]) or memory.forget(sys.argv[1])"
 )
-"""What each node runs in Python when a run has failed for good. Another run, for which this one was
-refused, may hold the folder."""
+"""Each node runs this in Python when a run has failed for good. If another run holds the folder,
+which is why this one was refused, nothing is removed."""
 RAISED = 200
 """What a rank adds to its exit code where the job must not be queued again."""
 
