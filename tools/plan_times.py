@@ -275,17 +275,17 @@ def choices(cases: list[Case], rows: list[dict[str, Any]]) -> list[dict[str, Any
     finds a run of the grid, it was measured twice, and both count.
     """
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    last: dict[str, RunConfig] = {}
+    last: dict[str, str] = {}
     for case, row in zip(cases, rows, strict=True):
         if case.num_processes == 2:
             name = f"{case.model}, {case.mode}"
             training = replace(case.cfg.training, output_dir="-")
-            last[name] = replace(case.cfg, training=training)
-            groups.setdefault(name, {}).setdefault(repr(last[name]), []).append(row)
+            last[name] = repr(replace(case.cfg, training=training))
+            groups.setdefault(name, {}).setdefault(last[name], []).append(row)
     chosen = []
     for name, runs in groups.items():
         seconds = {run: statistics.mean(r["measured"] for r in of) for run, of in runs.items()}
-        fastest, found_one = min(seconds, key=seconds.__getitem__), repr(last[name])
+        fastest, found_one = min(seconds, key=seconds.__getitem__), last[name]
         regret = round(seconds[found_one] / seconds[fastest] - 1, 4)
         by_case = {"found": runs[found_one][-1]["case"], "fastest": runs[fastest][0]["case"]}
         chosen.append({"of": name, "regret": regret, **by_case})

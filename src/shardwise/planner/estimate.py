@@ -20,7 +20,8 @@ from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.step_time import seconds_of_units
 
 ALIKE = 0.9
-"""The least error of a layout's estimates over that of the few that were compared: assumed."""
+"""The least error of a layout's estimates over that of the few that were compared. It was chosen
+with the questions of tools/plan_search.py in view, and decides nothing but what is computed."""
 
 
 @dataclass
