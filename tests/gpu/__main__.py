@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,17 +14,22 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
 from tests.gpu import suite  # noqa: E402
-from tests.gpu.suite import DTYPE, Rows, Suite  # noqa: E402
-from tests.gpu.timing import SIDES, comparisons, in_words, with_figures  # noqa: E402
+from tests.gpu.suite import DTYPE, Rows, Suite, python  # noqa: E402
+from tests.gpu.timing import TRAINER, comparisons, in_words, with_figures  # noqa: E402
+
+SIDES = ("shardwise", "shardwise:peft", TRAINER)
 
 LIMITS = {
-    **{"draw": 60, "warm": 100, "tests torch": 120, "tests fla": 60},
-    **{"timing fla": 160, "timing torch": 140},
+    **{"draw": 60, "warm": 200, "tests torch": 200, "tests fla": 80},
+    **{"timing fla": 160, "profile fla": 60, "timing torch": 140},
 }
 """Seconds of each stage. fla's first step tunes its kernels."""
-STAGES = (("tests", "torch"), ("timing", "fla"), ("tests", "fla"), ("timing", "torch"))
+STAGES = (
+    *(("tests", "torch"), ("timing", "fla"), ("profile", "fla"), ("tests", "fla")),
+    ("timing", "torch"),
+)
 """In the order of what is worth most if time runs out. The tests with fla find its kernels tuned,
-for the shape that matters."""
+for the shape that matters. While the tests with torch run, fla's kernels are compiled."""
 NO_FLA = {"status": "skipped", "reason": "fla is not installed (wheels: see tests/gpu/README.md)"}
 
 
@@ -52,26 +59,43 @@ class Program:
         self.more = more or {}
         self.tests: dict[str, Any] = {}
         self.rows: dict[str, Rows] = {}
+        self.profile: dict[str, Any] = {}
 
     def run(self, stages: tuple[tuple[str, str], ...]) -> int:
         """Draw the model and go through the stages; return the exit code."""
         if not self.suite.draw():
             return 1
-        if any(gdn == "fla" for _, gdn in stages):
-            self.suite.warm()
-        if self.sides != SIDES:
+        if TRAINER not in self.sides:
             del self.suite.facts["differences"]  # between those two sides
-        for kind, gdn in stages:
-            if gdn == "fla" and not find_spec("fla"):
-                self.tests[gdn] = NO_FLA
-            elif kind == "tests":
-                self.tests[gdn] = self.suite.tests(gdn, self.only)
-            else:
-                self.suite.time_steps(gdn, self.sides, partial(self.keep, gdn))
-            self.save()
+        with ThreadPoolExecutor(1) as beside:
+            uses_fla = any(gdn == "fla" for _, gdn in stages)
+            warm = beside.submit(self.suite.warm) if uses_fla else None
+            for kind, gdn in stages:
+                if gdn == "fla" and warm is not None:
+                    warm.result()
+                self.stage(kind, gdn)
+                self.save()
         self.save(complete=True)
         print(f"written: {self.suite.folder / self.name}.json")
         return summary(self.content(complete=True))
+
+    def stage(self, kind: str, gdn: str) -> None:
+        """Run one stage."""
+        if gdn == "fla" and not find_spec("fla"):
+            self.tests[gdn] = NO_FLA
+        elif kind == "tests":
+            self.tests[gdn] = self.suite.tests(gdn, self.only)
+        elif kind == "profile":
+            path = self.suite.scratch / "profile.json"
+            arguments = (gdn, str(self.suite.scratch / "model"), self.suite.device)
+            arguments += (self.suite.workload_name, str(path))
+            self.profile = self.suite.run(
+                f"profile {gdn}", python("tests.gpu.profiled", *arguments)
+            )
+            if path.exists():
+                self.profile |= json.loads(path.read_text(encoding="utf-8"))
+        else:
+            self.suite.time_steps(gdn, self.sides, partial(self.keep, gdn))
 
     def keep(self, gdn: str, rows: Rows) -> None:
         """Take over the rows of one choice of kernels."""
@@ -87,11 +111,13 @@ class Program:
         rows, compared = [], []
         for gdn, of_gdn in self.rows.items():
             rows += [with_figures(row, workload, facts) for row in of_gdn]
-            if self.sides == SIDES:
-                compared += comparisons(of_gdn, gate(self.tests, gdn))
+            for side in self.sides[:-1] if TRAINER in self.sides else ():
+                pair = comparisons(of_gdn, gate(self.tests, gdn), (side, TRAINER))
+                compared += [{"side": side, **entry} for entry in pair]
         head = {"complete": complete, **facts, **self.more}
         work = {"workload": vars(workload), "dtype": DTYPE}
-        return {**head, **work, "tests": self.tests, "rows": rows, "comparisons": compared}
+        found = {"tests": self.tests, "rows": rows, "comparisons": compared}
+        return {**head, **work, **found, "profile": self.profile}
 
 
 def gate(tests: dict[str, Any], gdn: str) -> str:
@@ -105,7 +131,7 @@ def summary(result: dict[str, Any]) -> int:
     for gdn, outcome in tests.items():
         print(f"tests with {gdn}: {outcome['status']} {outcome['reason']}".rstrip())
     for row in rows:
-        name = f"{row['gdn']:7}checkpointing {row['checkpointing']:6}{row['side']:14}"
+        name = f"{row['gdn']:7}checkpointing {row['checkpointing']:6}{row['side']:16}"
         if row["status"] != "ok":
             print(f"{name}{row['status']}: {row['reason'][-200:]}")
         elif gate(tests, row["gdn"]) == "red":
@@ -117,7 +143,12 @@ def summary(result: dict[str, Any]) -> int:
                 f"  peak {row['memory']['peak_bytes'] / 2**30:.2f} GiB"
             )
     for entry in result["comparisons"]:
-        print(f"{entry['gdn']}, checkpointing {entry['checkpointing']}: {in_words(entry)}")
+        head = f"{entry['side']} with {entry['gdn']}, checkpointing {entry['checkpointing']}"
+        print(f"{head}: {in_words(entry)}")
+    for kernel, profile in result["profile"].items():
+        if isinstance(profile, dict):
+            text = f"{1e3 * profile['device_seconds']:.1f} ms in {profile['launches']} launches"
+            print(f"lora.kernel {kernel}: the device by itself takes {text}")
     statuses = {entry["status"] for entry in [*tests.values(), *rows]}
     return 0 if statuses <= {"ok", "skipped"} else 1
 

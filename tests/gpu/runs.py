@@ -1,16 +1,18 @@
 """`make gpu-runs`: whole runs on a CUDA device, beside the same runs on a CPU and beside the plan.
 
-Every run is `shardwise train` in a process of its own. On the device one comes after the other:
-Triton tunes kernels by their time, which lasts for minutes if several processes have the device.
-Beside them the CPU trains, so nothing here is a speed.
+Every run is `shardwise.train`. On the device one comes after the other, in one process
+(trainer.py): there CUDA, fla and Triton's tuning start once. Beside them processes of the CPU train
+what the losses are compared with, so nothing here is a speed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,12 @@ sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise
 
 from shardwise.assembly.describe import describe  # noqa: E402
 from shardwise.benchmark.paired import table, write_json  # noqa: E402
-from shardwise.benchmark.worker import Deadline, run_limited  # noqa: E402
+from shardwise.benchmark.worker import Deadline, Worker, WorkerError, run_limited  # noqa: E402
 from shardwise.planner.peak import memory_of_run  # noqa: E402
 from shardwise.run_file import load_config  # noqa: E402
 from tests.gpu import suite  # noqa: E402
 from tests.gpu.draw import machine  # noqa: E402
-from tests.gpu.suite import processes, python  # noqa: E402
+from tests.gpu.suite import fla_or_torch, processes, python  # noqa: E402
 from tests.gpu.workload import FLA_SHAPES, preset  # noqa: E402
 
 Sides = dict[str, Future[dict[str, Any]]]
@@ -111,15 +113,17 @@ LEVERS: dict[str, Lever] = {
     ),
 }
 SIZES: dict[str, dict[str, Any]] = {
-    f"{mode}, {length} tokens, {checkpointing}": {
+    f"{mode}, {rows} x {length} tokens, {checkpointing}": {
         "data.sequence_length": length,
-        "training.micro_batch_size": 4096 // length,
+        "training.micro_batch_size": rows,
+        "training.global_batch_size": 2 * rows,
         "training.checkpointing": checkpointing,
-        **keys,
+        **({} if mode == "lora" else FULL),
     }
-    for mode, keys in (("lora", {}), ("full", FULL))
-    for length in (1024, 4096)
-    for checkpointing in ("none", "full")
+    for mode, rows, length, checkpointing in (
+        *(("lora", 4, 1024, "none"), ("lora", 1, 4096, "none"), ("lora", 4, 1024, "full")),
+        *(("full", 4, 1024, "none"), ("full", 1, 4096, "full"), ("lora", 8, 4096, "full")),
+    )
 }
 
 
@@ -129,7 +133,6 @@ def main() -> int:
 
 def body(device: str, folder: Path, scratch: Path) -> int:
     """Run everything; `runs.json` is whole after each run; return 1 if one failed or is off."""
-    runner = Runner(device, scratch)
     if not CORPUS.is_dir():
         run_limited(python("examples.corpus"), scratch / "corpus.log", RUN_SECONDS)
     model = preset("tiny-qwen3_5") | FLA_SHAPES["tiny-qwen3_5"]
@@ -138,7 +141,11 @@ def body(device: str, folder: Path, scratch: Path) -> int:
     levers = LEVERS if device == "cuda" else {"lora": LEVERS["lora"]}
     content: dict[str, Any] = {"complete": False, "environment": machine(), "room": ROOM}
     rows = content["levers"], content["sizes"] = [], []
-    with ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(processes()) as pool:
+    with (
+        Runner(device, scratch).started() as runner,
+        ThreadPoolExecutor(1) as alone,
+        ThreadPoolExecutor(processes()) as pool,
+    ):
         sides = {name: runner.start(alone, pool, name, lever) for name, lever in levers.items()}
         sizes = {
             name: alone.submit(runner.train, SIZES_BASE, keys, device, f"size {name}")
@@ -162,6 +169,29 @@ class Runner:
     def __init__(self, device: str, scratch: Path) -> None:
         self.device, self.scratch = device, scratch
         self.deadline = Deadline(TOTAL_SECONDS)
+        self.of_thread = threading.local()
+        self.workers: list[Worker] = []
+
+    @contextmanager
+    def started(self) -> Iterator[Runner]:
+        """End every process at the end."""
+        try:
+            yield self
+        finally:
+            for worker in self.workers:
+                worker.end()
+
+    def worker(self, device: str) -> Worker:
+        """Return the process that trains for this thread; its runs are all on one device."""
+        if not hasattr(self.of_thread, "worker"):
+            # transformers takes fla wherever it sees a GPU, and fla cannot run on the CPU.
+            unseen = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+            gdn = fla_or_torch() if device == "cuda" else "torch"
+            command = python("tests.gpu.trainer", gdn, **unseen, OMP_NUM_THREADS="1")
+            log = self.scratch / f"trainer-{len(self.workers)}.log"
+            self.of_thread.worker = Worker(command, log)
+            self.workers.append(self.of_thread.worker)
+        return self.of_thread.worker
 
     def start(
         self, alone: ThreadPoolExecutor, pool: ThreadPoolExecutor, name: str, lever: Lever
@@ -182,7 +212,7 @@ class Runner:
     def train(
         self, base: Mapping[str, Any], keys: Mapping[str, Any], device: str, name: str
     ) -> dict[str, Any]:
-        """Train in a process of its own; return its status, and its record if there is one."""
+        """Train in this thread's process; return the status, and the record if there is one."""
         folder = self.scratch / name.replace(" ", "-").replace(",", "")
         run = {**base, "data": {**base["data"], "train": str(CORPUS / "python")}}
         places = {"path": str(self.scratch), "tokenizer": str(CORPUS / "tokenizer")}
@@ -191,8 +221,14 @@ class Runner:
         path = Path(f"{folder}.json")  # which is YAML, too
         write_json(path, run)
         more = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
-        command = python("shardwise", "train", str(path), *more, OMP_NUM_THREADS="1")
-        outcome = run_limited(command, Path(f"{folder}.log"), self.deadline.left(RUN_SECONDS))
+        try:
+            request = {"do": "train", "run": str(path), "overrides": more}
+            outcome = self.worker(device).ask(request, self.deadline.left(RUN_SECONDS))
+        except WorkerError as error:
+            outcome = {"status": error.status, "reason": error.reason}
+        if outcome["status"] != "ok":  # after some errors a process cannot use its device any more
+            self.worker(device).end()
+            del self.of_thread.worker
         record = folder / "record.json"
         found = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
         return {**outcome, "record": found, "config": (str(path), more)}
@@ -227,7 +263,8 @@ def size_row(name: str, run: dict[str, Any]) -> dict[str, Any]:
     row["planned"] = memory._asdict() | {"total": memory.total}
     if run["record"]:
         row["peak_bytes"] = run["record"]["peak_memory_bytes"][0]
-        row |= {key: run["record"][key] for key in ("kernels", "state_bytes", "memory_parts")}
+        names = ("kernels", "state_bytes", "memory_parts", "step_seconds", "launches_per_step")
+        row |= {name: run["record"][name] for name in names}
     return row
 
 

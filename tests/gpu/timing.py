@@ -9,7 +9,9 @@ from shardwise.benchmark.paired import ratios, spread, turns
 from shardwise.benchmark.worker import Deadline, Worker, WorkerError
 from tests.gpu.workload import Workload
 
-SIDES = ("shardwise", "transformers")
+TRAINER = "transformers"
+"""Hugging Face's Trainer with PEFT."""
+SIDES = ("shardwise", TRAINER)
 CHECKPOINTING = ("none", "full")
 LOSS_TOLERANCE = 2**-8
 """Relative, of the first step's loss and gradient norm between the sides: one rounding to bfloat16.
