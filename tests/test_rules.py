@@ -532,10 +532,7 @@ OWN: dict[str, tuple[type[torch.nn.Module], Sections, int]] = {
 }
 """By rule, a module of the caller, sections of its run, and a number of processes."""
 OLD_TORCH = {
-    "compile with LoRA's kernels on an old torch": {
-        "training": {"compile": "inductor"},
-        "lora": LORA,
-    },
+    "compile on an old torch": {"training": {"compile": "aot_eager"}},
     "pp on an old torch": {"parallel": PIPELINE},
     "ep on an old torch": {"parallel": {"data": "ddp", "ep": 2}},
 }

@@ -1,13 +1,15 @@
 """Where a LoRA step's time goes: `python -m tests.gpu.profiled GDN FOLDER DEVICE WORKLOAD OUT`.
 
-Writes into OUT, for each `lora.kernel` of KERNELS, what the device does in a step by itself: that
-is how long a step would take if the host queued its launches in no time.
+Writes into OUT, for each `lora.kernel` of KERNELS, what the device does in a step, and how long
+forward and backward take as a CUDA graph: that is without the host, which queues the graph once.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.gpu import kernels
 KERNELS = ("auto", "peft")
 WARMUP_STEPS = 3
 STEPS = 2
+REPLAYS = 10
 MOST_ENTRIES = 40
 """Of kernels and of the host's operations that take most."""
 
@@ -68,6 +71,10 @@ def profiled(workload: Any, folder: str, kernel: str, device: Any) -> dict[str, 
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             seconds[event.name] += event.self_device_time_total / 1e6 / STEPS
             launches[event.name] += 1
+    graph: dict[str, float] = {}
+    if device.type == "cuda":
+        number = int(batch.num_target_tokens())
+        graph = as_a_graph(job.trainable(), lambda: job.pm.run(job.pm, [batch], 1 / number, True))
     host = [
         (entry.key, entry.count // STEPS, entry.self_cpu_time_total / 1e6 / STEPS)
         for entry in profiler.key_averages()
@@ -80,7 +87,41 @@ def profiled(workload: Any, folder: str, kernel: str, device: Any) -> dict[str, 
             for name, taken in seconds.most_common(MOST_ENTRIES)
         ],
         "host": sorted(host, key=lambda entry: -entry[2])[:MOST_ENTRIES],
+        **graph,
     }
+
+
+def as_a_graph(trained: Any, forward_backward: Callable[[], Any]) -> dict[str, float]:
+    """Return the seconds of forward and backward as always and as a graph, and both losses."""
+    import torch
+
+    def timed(run: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(REPLAYS):
+            run()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / REPLAYS
+
+    def fresh() -> Any:
+        for parameter in trained:
+            parameter.grad = None
+        return forward_backward()
+
+    side = torch.cuda.Stream()  # torch asks for a warm-up beside the default stream
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss = float(fresh())
+    torch.cuda.current_stream().wait_stream(side)
+    seconds = timed(fresh)
+    for parameter in trained:
+        parameter.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward()
+    graph_seconds = timed(graph.replay)
+    losses = {"loss": loss, "graph_loss": float(captured)}
+    return {"forward_backward_seconds": seconds, "graph_seconds": graph_seconds, **losses}
 
 
 if __name__ == "__main__":

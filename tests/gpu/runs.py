@@ -160,7 +160,7 @@ def body(device: str, folder: Path, scratch: Path) -> int:
     write_json(folder / "runs.json", content | {"complete": True})
     print(table(("lever", "status", "off by", "by rounding"), map(lever_cells, rows[0])))
     print(table(("size", "status", "measured GiB", "plan"), map(size_cells, rows[1])))
-    return 0 if {row["status"] for row in [*rows[0], *rows[1]]} <= {"ok"} else 1
+    return 0 if {row["status"] for row in [*rows[0], *rows[1]]} <= {"ok", "refused"} else 1
 
 
 class Runner:
@@ -226,7 +226,10 @@ class Runner:
             outcome = self.worker(device).ask(request, self.deadline.left(RUN_SECONDS))
         except WorkerError as error:
             outcome = {"status": error.status, "reason": error.reason}
-        if outcome["status"] != "ok":  # after some errors a process cannot use its device any more
+        if outcome["status"] not in (
+            "ok",
+            "refused",
+        ):  # after some errors a process cannot use its device any more
             self.worker(device).end()
             del self.of_thread.worker
         record = folder / "record.json"
@@ -240,7 +243,7 @@ def lever_row(name: str, lever: Lever, own: Sides, like: Sides) -> dict[str, Any
     here, cpu, exact = (f.result() for f in (own["device"], like["cpu"], like["float32"]))
     for side in (here, cpu, exact):
         if side["status"] != "ok":
-            return {**row, "status": "failed", "reason": side["reason"]}
+            return {**row, "status": side["status"], "reason": side["reason"]}
     losses = [side["record"]["losses"] for side in (here, cpu, exact)]
     row["off_by"], row["by_rounding"] = (farthest(losses[1], losses[i]) for i in (0, 2))
     row |= {"losses": losses[0], "peak_bytes": here["record"]["peak_memory_bytes"][0]}

@@ -24,7 +24,9 @@ def main(gdn: str) -> None:
         reply = {"status": "ok", "reason": ""}
         try:
             shardwise.train(request["run"], overrides=request["overrides"])
-        except (shardwise.UserError, shardwise.RunFailed) as error:
+        except shardwise.UserError as error:
+            reply = {"status": "refused", "reason": str(error)}
+        except shardwise.RunFailed as error:
             reply = {"status": "failed", "reason": str(error)}
         channel.write(reply)
         free_cache(device)

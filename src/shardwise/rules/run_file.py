@@ -12,8 +12,8 @@ from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
 """The first torch whose pipelining is known to compute the right gradients."""
-LORA_COMPILE_TORCH = (2, 13)
-"""The first torch whose compiled LoRA layers have gradients that are not 0."""
+COMPILE_TORCH = (2, 13)
+"""The first torch whose compiled layers are known to have the right gradients."""
 INSTEAD_OF_HALVING = "or use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
 
 
@@ -207,20 +207,16 @@ RULES = (
         why="in torch's eager mode a policy of selective checkpointing cannot move what it keeps",
     ),
     Rule(
-        "compile with LoRA's kernels on an old torch",
-        applies=lambda case: (
-            _is_compiled(case)
-            and case.cfg.lora is not None
-            and case.cfg.lora.kernel != "peft"
-            and case.facts.torch_version < LORA_COMPILE_TORCH
-        ),
+        "compile on an old torch",
+        applies=lambda case: _is_compiled(case) and case.facts.torch_version < COMPILE_TORCH,
         problem=lambda case: (
-            "training.compile loses the gradients of LoRA layers with torch "
+            "training.compile loses gradients in compiled layers with torch "
             f"{dotted(case.facts.torch_version)}"
         ),
-        way_out=f"set lora.kernel to peft, or install torch {dotted(LORA_COMPILE_TORCH)} or later",
+        way_out=f"set compile to none, or install torch {dotted(COMPILE_TORCH)} or later",
         why=(
-            "with torch 2.11 forwards are right and every gradient is exactly 0: "
+            "with torch 2.11 losses are right, but what goes through an autograd.Function in a "
+            "compiled layer, such as a short convolution or a LoRA kernel, has the gradient 0: "
             "tests/parallel/test_compile.py"
         ),
     ),
