@@ -72,3 +72,9 @@ def start(stack: ExitStack, *arguments: Any) -> Node:
 
     stack.callback(end)
     return node
+
+
+def is_open(port: int) -> bool:
+    return any(
+        c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in psutil.net_connections()
+    )

@@ -13,13 +13,14 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from shardwise.benchmark.paired import write_json
 from shardwise.metrics.hardware import environment
-from tests.clusters.agents import Node, start
+from tests.clusters.agents import Node, is_open, start
 from tests.clusters.runs import losses, prepare, wait_for, wait_for_step
 from tests.clusters.slurm import free_ports
 
@@ -51,9 +52,10 @@ def lose_a_node(folder: Path, name: str, saves: str, conf: str) -> dict[str, flo
     overrides = ("--launch.min_nodes=1", "--parallel.data=ddp", *SAVES[saves])
     Node.conf = CONFS[conf]
     with ExitStack() as stack:
-        first, second = (
-            start(stack, folder, name, f"127.0.0.{i}", port, *overrides) for i in (1, 2)
-        )
+        first = start(stack, folder, name, "127.0.0.1", port, *overrides)
+        # Both addresses are this machine's: whoever comes first is where the agents meet.
+        wait_for(partial(is_open, port), "the first agent")
+        second = start(stack, folder, name, "127.0.0.2", port, *overrides)
         wait_for_step(folder, name, 17)
         second.kill()
         killed, num_done = time.monotonic(), len(losses(folder, name))

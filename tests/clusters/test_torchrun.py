@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.clusters.agents import RUN, STEPS, Node, start
+from tests.clusters.agents import RUN, STEPS, Node, is_open, start
 from tests.clusters.runs import losses, prepare, wait_for, wait_for_step
 from tests.clusters.slurm import free_ports
 
@@ -121,12 +121,6 @@ def is_idle(node: Node) -> bool:
     """Whether no rank of a node has imported torch."""
     files = [file.path for rank in node.ranks() for file in rank.memory_maps()]
     return bool(files) and not any("libtorch" in file for file in files)
-
-
-def is_open(port: int) -> bool:
-    return any(
-        c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in psutil.net_connections()
-    )
 
 
 def test_without_the_meeting_place_a_run_stops_and_resumes(folder, stack):
