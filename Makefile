@@ -28,12 +28,13 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# What compiles kernels, apart from transformers: triton in one environment with fla breaks fla's layers on a CPU, and
-# PEFT imports a torchao that it finds, which prints lines in every process.
-$(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
+# What compiles kernels, on top of what .venv has and apart from it: triton in one environment with fla breaks fla's
+# layers on a CPU, and PEFT imports a torchao that it finds, which prints lines in every process.
+$(KERNELS)/.ok: $(VENV)/.ok
 	$(PYTHON) -m venv $(KERNELS)
-	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt $(TORCH)
-	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest pytest-xdist hypothesis $(NVCC)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(KERNELS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton $(NVCC)
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt --no-deps torchao
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@

@@ -31,6 +31,7 @@ from shardwise.planner.communication import of_data, step_of, within_layers
 from shardwise.planner.messages import Total, When, add_up, ranks_along
 from shardwise.planner.share import Share
 from shardwise.planner.shares import Shares
+from shardwise.planner.traffic import Direction, passes
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
 from shardwise.planner.update import moved_bytes, orthogonalising_flops
 from shardwise.planner.weights import shapes_of
@@ -169,22 +170,27 @@ def seconds_of_units(
             added = work.rest_backward.trained * share_added
             rest = work.rest_backward._replace(trained=added)
             of_step = replace(work, rest_backward=rest)
-            priced[id(work)] = _seconds(cfg, cluster, num_busy, of_step)
+            priced[id(work)] = _seconds(cfg, run.spec.family, cluster, num_busy, of_step)
         units.append(priced[id(work)])
     return units
 
 
-def _seconds(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -> UnitSeconds:
+def _seconds(
+    cfg: RunConfig, family: str, cluster: Cluster, num_busy: int, work: UnitWork
+) -> UnitSeconds:
     def products(of: Sequence[Product]) -> float:
         return sum(_product(cfg, cluster, num_busy, product) for product in of)
 
-    def rest(direction: str, amount: Rest) -> float:
+    def rest(direction: Direction, amount: Rest) -> float:
         if cluster.calibration is not None:
             speeds = cluster.calibration.of_busy(num_busy)
             return speeds.rest_seconds(work.key, direction, amount)
-        device, itemsize = cluster.device, product_dtype(cfg).itemsize
-        rate = cluster.device.rate(product_dtype(cfg)) * efficiency("core")
-        moved = 2 * amount.elements * itemsize + 2 * amount.trained * itemsize
+        device, dtype = cluster.device, product_dtype(cfg)
+        rate = cluster.device.rate(dtype) * efficiency("core")
+        # Compiled code reads and writes once what eager operators read and write one by one.
+        is_eager = cfg.training.compile == "none"
+        times = passes(family, work.key, direction, dtype) if is_eager else 1.0
+        moved = 2 * (times * amount.elements + amount.trained) * dtype.itemsize
         bandwidth = device.memory_bandwidth * efficiency("memory")
         return amount.core_flops / rate + moved / bandwidth
 

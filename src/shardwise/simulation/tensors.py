@@ -25,9 +25,10 @@ _aten, _c10d = torch.ops.aten, torch.ops.c10d
 WAY_OUT = "go by the formulas, or measure a run with measure.memory"
 MOST_VALUES = 2**22
 """A larger tensor has no values: this many whole numbers take 32 MiB."""
-FEW_VALUES = 2**12
-"""A larger tensor of floating point that is made of nothing has none. A module's buffers, such as
-the frequencies of rotary positions, are smaller; gradients and states of an optimizer are not."""
+FEW_VALUES = 2**15
+"""A larger tensor of floating point that is made of nothing has none. A module's buffers, which are
+read while a model is built, are smaller: frequencies of rotary positions, Falcon-H1's multipliers.
+Gradients and an optimizer's states of large weights are not."""
 
 _DEPENDS_ON_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
