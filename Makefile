@@ -29,8 +29,8 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	touch $@
 
 # What compiles kernels, on top of what .venv has and apart from it: triton in one environment with fla breaks fla's
-# layers on a CPU, and PEFT imports a torchao that it finds, which prints lines in every process.
-$(KERNELS)/.ok: $(VENV)/.ok
+# layers on a CPU, and PEFT imports a torchao that it finds, which prints lines in every process of a run.
+$(KERNELS)/.ok: $(VENV)/.ok Makefile
 	$(PYTHON) -m venv $(KERNELS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(KERNELS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
@@ -115,7 +115,8 @@ plan-grid: setup  ## memory peaks that the planner predicts beside measured ones
 budget-grid: setup  ## what budgets of memory choose to compute again, measured on 24 small models; resumable; writes results/plan/budgets.json
 	$(BIN)/python -m tools.budget_grid
 
-plan-pages: setup  ## the tables of "What do I need?" and "Published layouts", from the planner (some minutes)
+plan-pages: setup  ## what elementwise operators move, and the tables of "What do I need?" and "Published layouts" (15 minutes)
+	$(BIN)/python tools/elementwise_traffic.py
 	$(BIN)/python tools/plan_pages.py
 
 parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json and its page

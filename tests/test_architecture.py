@@ -106,7 +106,7 @@ MOST_LINES = {
     "parallel": 4_550,
     "data": 3_760,
     "kernels": 7_503,
-    "planner schedule metrics": 10_340,
+    "planner schedule metrics": 10_360,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_400,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 7_850
+    assert lines <= 7_870
 
 
 def every_source() -> list[Path]:

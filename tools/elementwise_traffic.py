@@ -40,6 +40,7 @@ from shardwise.kernels.selective_scan.chunked import _SelectiveScan
 from shardwise.kernels.short_conv import shifted
 from shardwise.kernels.state_space_duality.chunked import _Mamba2Scan
 from shardwise.metrics.dispatch import WITHOUT_LAUNCH
+from shardwise.models.dtypes import product_dtype
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.traffic import PATH
 from shardwise.planner.unit_work import work_of_units
@@ -58,15 +59,31 @@ SHAPES = (
     *("tiny-glm4_moe", "deepseek-v3", "jet-nemotron-2b"),
 )
 """A model of each family: a published shape where there is one."""
+ABOVE_THE_LOWEST: dict[str, dict[str, Any]] = {
+    "kimi-linear-48b-a3b": {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 25},
+    "tiny-glm4_moe": {"first_k_dense_replace": 2},
+    "tiny-lfm2_moe": {"num_dense_layers": 2},
+    "tiny-jamba": {"num_hidden_layers": 6},
+}
+"""Keys with which no kind of layer is the lowest alone, whose input needs no gradient."""
+DTYPES = {
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "float32": ("float32", "float32"),
+    "mixed": ("float32", "bfloat16"),
+}
+"""By name in the table, the dtypes of weights and of products."""
 ROWS, LENGTH = 16, 128
 """So many tokens that what is done once a step with weights, such as a cast of adapters, hardly
 counts, in rows so short that attention does not either where a CPU lacks a kernel for it."""
 CORES = (_GatedDeltaRule, _KimiDeltaAttention, _SelectiveScan, _Mamba2Scan)
 PRODUCTS = (
     *("mm", "addmm", "addmm_", "bmm", "baddbmm", "grouped_linear", "grouped_linear_gradients"),
+    "embedding_dense_backward",  # it follows the lowest layer's
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
     *("_scaled_dot_product_flash_attention_for_cpu_backward",),
 )
+ONLY_WRITTEN = ("copy_", "fill_", "zero_")
+"""Operators whose first argument is written and not read."""
 Place = tuple[int, str]
 
 
@@ -90,7 +107,8 @@ class Traffic(TorchDispatchMode):
         space, name = func._schema.name.split("::")
         is_left_out = space == "prim" or name in PRODUCTS or func in WITHOUT_LAUNCH
         if not (self.is_paused or is_left_out or func.is_view):
-            read = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            inputs = args[1:] if name in ONLY_WRITTEN else args
+            read = {id(x): x for x in tree_leaves((inputs, kwargs)) if isinstance(x, torch.Tensor)}
             written = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
             self.bytes[self.place] += sum(x.nbytes for x in [*read.values(), *written])
         return result
@@ -129,7 +147,7 @@ class Traffic(TorchDispatchMode):
 def main() -> None:
     logging.set_verbosity_error()
     table: dict[str, dict[str, dict[str, list[float]]]] = {}
-    cases = list(product(SHAPES, ("lora", "full"), ("bfloat16", "float32")))
+    cases = list(product(SHAPES, ("lora", "full"), DTYPES))
     with get_context("fork").Pool(maxtasksperchild=1) as pool:  # a process group for each
         for case, (family, rows) in zip(cases, pool.imap(passes_of, cases, 1), strict=True):
             for key, row in rows.items():
@@ -142,23 +160,24 @@ def main() -> None:
 
 def passes_of(case: tuple[str, str, str]) -> tuple[str, dict[str, list[float]]]:
     """Return the family of a model, and of each key how often forward and backward move it."""
-    name, mode, dtype = case
+    name, mode, dtypes = case
     with TemporaryDirectory() as folder:
         config = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
+        config |= ABOVE_THE_LOWEST.get(name, {})
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        cfg = run_config(folder, mode, dtype)
+        cfg = run_config(folder, mode, *DTYPES[dtypes])
         shortened(config, [f"{x.kind}, {x.feed_forward}" for x in describe(cfg, 1).spec.layers])
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         return counted(cfg)
 
 
-def run_config(folder: str, mode: str, dtype: str) -> RunConfig:
+def run_config(folder: str, mode: str, weights: str, products: str) -> RunConfig:
     return RunConfig(
-        model=Model(folder, init="random", dtype=dtype, slow_cores="allow"),
+        model=Model(folder, init="random", dtype=weights, slow_cores="allow"),
         lora=Lora(r=16, alpha=32) if mode == "lora" else None,
         data=Data(train="unused", sequence_length=LENGTH),
         training=Training(
-            output_dir="unused", precision=dtype, global_batch_size=ROWS, micro_batch_size=ROWS
+            output_dir="unused", precision=products, global_batch_size=ROWS, micro_batch_size=ROWS
         ),
     )
 
@@ -190,7 +209,7 @@ def counted(cfg: RunConfig) -> tuple[str, dict[str, list[float]]]:
         traffic.watch(layers)
         batches = full_batches(cfg, mesh, job)
         stack.enter_context(warnings.catch_warnings())
-        # The input of the lowest layer needs no gradient, and other layers stand for it.
+        # The input of the lowest layer needs no gradient; others of its kind stand for it.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
         with traffic:
             forward_backward(job.pm, batches, mesh)
@@ -198,7 +217,7 @@ def counted(cfg: RunConfig) -> tuple[str, dict[str, list[float]]]:
     rows = {}
     works = work_of_units(cfg, facts.hf, facts.spec)[1:-1]
     for number, work in enumerate(works):
-        moved = 2 * work.rest_forward.elements * getattr(torch, cfg.model.dtype).itemsize
+        moved = 2 * work.rest_forward.elements * product_dtype(cfg).itemsize
         passes = [traffic.bytes[number, direction] / moved for direction in ("forward", "backward")]
         rows[work.key] = [round(number, 2) for number in passes]
     return facts.spec.family, rows

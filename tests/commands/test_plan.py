@@ -266,6 +266,7 @@ def test_kinds_of_layers_may_be_recomputed(capsys):
         (["tiny-qwen3_5", *DEVICES[:1], "6xL40S", "--parallel.tp=4"], "a multiple of 4 devices"),
         (["tiny-qwen3_5", *DEVICES[:1], "8xL40S", "--explain=ddp:4"], "ddp:4 needs 4 devices"),
         (["tiny-qwen3_5", *DEVICES, "--explain=tp-tp"], "write a layout as"),
+        (["tiny-qwen3_5", *DEVICES, "--explain=hsdp:0x2"], "write a layout as"),
         (["folder", *DEVICES], "folder"),
         (["unknown", *DEVICES, "--full"], "qwen2 is not a family that shardwise knows"),
         (["quantised", *DEVICES], "the weights are quantised"),

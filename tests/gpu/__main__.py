@@ -20,7 +20,7 @@ from tests.gpu.timing import TRAINER, comparisons, in_words, with_figures  # noq
 SIDES = ("shardwise", "shardwise:peft", TRAINER)
 
 LIMITS = {
-    **{"draw": 60, "warm": 200, "tests torch": 200, "tests fla": 80},
+    **{"draw": 60, "warm": 200, "tests torch": 200, "tests fla": 220},
     **{"timing fla": 160, "profile fla": 60, "timing torch": 140},
 }
 """Seconds of each stage. fla's first step tunes its kernels."""
@@ -60,6 +60,7 @@ class Program:
         self.tests: dict[str, Any] = {}
         self.rows: dict[str, Rows] = {}
         self.profile: dict[str, Any] = {}
+        self.stages: list[str] = []
 
     def run(self, stages: tuple[tuple[str, str], ...]) -> int:
         """Draw the model and go through the stages; return the exit code."""
@@ -74,6 +75,7 @@ class Program:
                 if gdn == "fla" and warm is not None:
                     warm.result()
                 self.stage(kind, gdn)
+                self.stages.append(f"{kind} {gdn}")
                 self.save()
         self.save(complete=True)
         print(f"written: {self.suite.folder / self.name}.json")
@@ -114,7 +116,7 @@ class Program:
             for side in self.sides[:-1] if TRAINER in self.sides else ():
                 pair = comparisons(of_gdn, gate(self.tests, gdn), (side, TRAINER))
                 compared += [{"side": side, **entry} for entry in pair]
-        head = {"complete": complete, **facts, **self.more}
+        head = {"complete": complete, "stages": self.stages, **facts, **self.more}
         work = {"workload": vars(workload), "dtype": DTYPE}
         found = {"tests": self.tests, "rows": rows, "comparisons": compared}
         return {**head, **work, **found, "profile": self.profile}
@@ -149,7 +151,11 @@ def summary(result: dict[str, Any]) -> int:
         if isinstance(profile, dict):
             text = f"{1e3 * profile['device_seconds']:.1f} ms in {profile['launches']} launches"
             print(f"lora.kernel {kernel}: the device by itself takes {text}")
+    profile = result["profile"]
+    if profile.get("status", "ok") != "ok":
+        print(f"profile {profile['status']}: {profile['reason'][-200:]}")
     statuses = {entry["status"] for entry in [*tests.values(), *rows]}
+    statuses.add(profile.get("status", "ok"))
     return 0 if statuses <= {"ok", "skipped"} else 1
 
 

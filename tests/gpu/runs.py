@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise
 from shardwise.assembly.describe import describe  # noqa: E402
 from shardwise.benchmark.paired import table, write_json  # noqa: E402
 from shardwise.benchmark.worker import Deadline, Worker, WorkerError, run_limited  # noqa: E402
+from shardwise.layouts import torch_version  # noqa: E402
 from shardwise.planner.peak import memory_of_run  # noqa: E402
+from shardwise.rules.run_file import COMPILE_TORCH  # noqa: E402
 from shardwise.run_file import load_config  # noqa: E402
 from tests.gpu import suite  # noqa: E402
 from tests.gpu.draw import machine  # noqa: E402
@@ -65,14 +68,16 @@ class Lever:
     keys: Mapping[str, Any] = field(default_factory=dict)
     like: str = ""
     """The lever with which a run computes the same, on the CPU too; empty: this one itself."""
+    needs: tuple[int, int] = (0, 0)
+    """The first torch that does not refuse it."""
 
 
 FULL = {"lora": None}
 LEVERS: dict[str, Lever] = {
     "lora": Lever(),
     "full": Lever(FULL),
-    "compile, lora": Lever({"training.compile": "inductor", "lora.kernel": "peft"}, "lora"),
-    "compile, full": Lever({"training.compile": "inductor", **FULL}, "full"),
+    "compile, lora": Lever({"training.compile": "inductor"}, "lora", COMPILE_TORCH),
+    "compile, full": Lever({"training.compile": "inductor", **FULL}, "full", COMPILE_TORCH),
     "lora.kernel cuda": Lever({"lora.kernel": "cuda"}, "lora"),
     "lora.kernel torch": Lever({"lora.kernel": "torch"}, "lora"),
     "lora.kernel peft": Lever({"lora.kernel": "peft"}, "lora"),
@@ -171,6 +176,7 @@ class Runner:
         self.deadline = Deadline(TOTAL_SECONDS)
         self.of_thread = threading.local()
         self.workers: list[Worker] = []
+        self.numbers = count()
 
     @contextmanager
     def started(self) -> Iterator[Runner]:
@@ -188,7 +194,7 @@ class Runner:
             unseen = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
             gdn = fla_or_torch() if device == "cuda" else "torch"
             command = python("tests.gpu.trainer", gdn, **unseen, OMP_NUM_THREADS="1")
-            log = self.scratch / f"trainer-{len(self.workers)}.log"
+            log = self.scratch / f"trainer-{next(self.numbers)}.log"
             self.of_thread.worker = Worker(command, log)
             self.workers.append(self.of_thread.worker)
         return self.of_thread.worker
@@ -226,10 +232,8 @@ class Runner:
             outcome = self.worker(device).ask(request, self.deadline.left(RUN_SECONDS))
         except WorkerError as error:
             outcome = {"status": error.status, "reason": error.reason}
-        if outcome["status"] not in (
-            "ok",
-            "refused",
-        ):  # after some errors a process cannot use its device any more
+        # After some errors a process cannot use its device, and runs leave some memory.
+        if outcome["status"] not in ("ok", "refused") or base is SIZES_BASE:
             self.worker(device).end()
             del self.of_thread.worker
         record = folder / "record.json"
@@ -243,7 +247,9 @@ def lever_row(name: str, lever: Lever, own: Sides, like: Sides) -> dict[str, Any
     here, cpu, exact = (f.result() for f in (own["device"], like["cpu"], like["float32"]))
     for side in (here, cpu, exact):
         if side["status"] != "ok":
-            return {**row, "status": side["status"], "reason": side["reason"]}
+            is_expected = side["status"] == "refused" and torch_version() < lever.needs
+            status = "refused" if is_expected else "failed"
+            return {**row, "status": status, "reason": side["reason"]}
     losses = [side["record"]["losses"] for side in (here, cpu, exact)]
     row["off_by"], row["by_rounding"] = (farthest(losses[1], losses[i]) for i in (0, 2))
     row |= {"losses": losses[0], "peak_bytes": here["record"]["peak_memory_bytes"][0]}

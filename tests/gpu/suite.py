@@ -26,7 +26,7 @@ from tests.gpu.workload import Workload, workload_of
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "results" / "gpu"
-TOTAL_SECONDS = 460
+TOTAL_SECONDS = 600
 DTYPE = "weights bfloat16, adapters float32, autocast bfloat16"
 Rows = list[dict[str, Any]]
 

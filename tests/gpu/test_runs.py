@@ -37,6 +37,14 @@ def test_a_run_that_failed_has_its_reason() -> None:
     assert (row["status"], row["reason"]) == ("failed", "exit code 2")
 
 
+@pytest.mark.parametrize(("needs", "status"), [((9, 9), "refused"), ((2, 0), "failed")])
+def test_only_an_old_torch_may_refuse(needs: tuple[int, int], status: str) -> None:
+    of = sides(device=[4.0], cpu=[4.0], float32=[4.0])
+    of["device"] = Future()
+    of["device"].set_result({"status": "refused", "reason": "old", "record": None})
+    assert lever_row("lora", Lever(needs=needs), of, of)["status"] == status
+
+
 def test_each_lever_is_like_one_that_the_cpu_runs() -> None:
     for lever in LEVERS.values():
         assert not lever.like or not LEVERS[lever.like].like

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tools.elementwise_traffic import Traffic, passes_of
+from tools.elementwise_traffic import DTYPES, Traffic, passes_of
 
 from shardwise.assembly.describe import describe
-from shardwise.config import Data, Lora, Model, RunConfig, Training
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.models.families import FAMILIES
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.step_time import time_of_step
 from shardwise.planner.traffic import PATH, passes
+from tests.left_out import some_now
 
 TABLE = yaml.safe_load(PATH.read_text(encoding="utf-8"))
 MEASURED = Path(__file__).parents[2] / "results" / "gpu" / "lora_step.json"
@@ -29,8 +30,9 @@ def test_bytes_that_operators_read_and_write_are_counted():
         y = (x @ w).t()  # a product and a view: nothing
         z = y * x.t()  # two are read, one is written
         z.mul_(z)  # one is read, once, and one is written
+        z.copy_(y)  # the same
         torch.empty_like(z)
-    assert traffic.bytes == {None: 3 * 128 + 2 * 128}
+    assert traffic.bytes == {None: 3 * 128 + 2 * 128 + 2 * 128}
 
 
 def test_what_a_kernel_computes_is_left_out():
@@ -53,11 +55,22 @@ def test_what_a_kernel_computes_is_left_out():
     assert traffic.bytes[None] < 32 + 32
 
 
-@pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
-def test_the_table_is_what_is_counted(mode):
+@pytest.mark.parametrize(
+    ("name", "mode", "dtypes"),
+    some_now(
+        [
+            ("tiny-qwen3_moe", "lora", "bfloat16"),
+            ("tiny-jamba", "full", "mixed"),
+            ("falcon-h1-1.5b", "lora", "float32"),  # its multipliers are a large buffer
+            ("qwen3_5-2b", "full", "bfloat16"),
+        ],
+        now=[("tiny-qwen3_moe", "lora", "bfloat16")],
+    ),
+)
+def test_the_table_is_what_is_counted(name, mode, dtypes):
     with get_context("fork").Pool(1) as pool:  # its process group is no other test's
-        family, rows = pool.apply(passes_of, (("tiny-qwen3_moe", mode, "bfloat16"),))
-    assert {key: TABLE[family][key]["bfloat16"] for key in rows} == rows
+        family, rows = pool.apply(passes_of, ((name, mode, dtypes),))
+    assert {key: TABLE[family][key][dtypes] for key in rows} == rows
 
 
 def test_the_table_has_every_listed_family_and_way_to_train():
@@ -65,17 +78,21 @@ def test_the_table_has_every_listed_family_and_way_to_train():
     for of_family in TABLE.values():
         modes = [{key for key in of_family if key.endswith(mode)} for mode in ("lora", "full")]
         assert len(modes[0]) == len(modes[1]) == len(of_family) / 2
-        assert all(row.keys() == {"bfloat16", "float32"} for row in of_family.values())
+        assert all(row.keys() == DTYPES.keys() for row in of_family.values())
 
 
 def test_what_is_not_in_the_table_takes_means():
     key = "full_attention, dense, lora"
     rows = [of[key]["bfloat16"][0] for of in TABLE.values() if key in of]
-    assert passes("new", key, "forward", torch.bfloat16) == pytest.approx(sum(rows) / len(rows))
+    in_16 = (torch.bfloat16, torch.bfloat16)
+    assert passes("new", key, "forward", *in_16) == pytest.approx(sum(rows) / len(rows))
     every = [r["float32"][1] for of in TABLE.values() for k, r in of.items() if k.endswith("full")]
     mean = sum(every) / len(every)
-    assert passes("new", "new, dense, full", "backward", torch.float32) == pytest.approx(mean)
-    assert passes("qwen3", "head, full", "forward", torch.bfloat16) == 1.0
+    in_32 = (torch.float32, torch.float32)
+    assert passes("new", "new, dense, full", "backward", *in_32) == pytest.approx(mean)
+    assert passes("qwen3", "head, full", "forward", *in_16) == 1.0
+    mixed = passes("qwen3", key, "forward", torch.bfloat16, torch.float32)
+    assert mixed == TABLE["qwen3"][key]["mixed"][0] != TABLE["qwen3"][key]["bfloat16"][0]
 
 
 def lora_step(folder: Path) -> RunConfig:
@@ -96,18 +113,38 @@ def lora_step(folder: Path) -> RunConfig:
     )
 
 
-def test_a_gpu_takes_about_what_is_planned_for_the_device_by_itself(tmp_path):
+def test_the_device_takes_up_to_twice_what_is_planned(tmp_path):
     profile = json.loads(MEASURED.read_text(encoding="utf-8"))["profile"]["auto"]
     cfg = lora_step(tmp_path)
     planned = time_of_step(cfg, describe(cfg, 1), cluster_of("1xH200")).total
-    # Nothing is fitted: shares of a datasheet's figures are assumed. The page says 0.66.
-    assert round(planned / profile["device_seconds"], 2) == 0.66
+    # Nothing is fitted: shares of a datasheet's figures are assumed.
+    assert 0.5 < planned / profile["device_seconds"] < 1
+    page = (MEASURED.parents[2] / "docs/concepts/planning.md").read_text(encoding="utf-8")
+    assert f"while the plan predicts {1e3 * planned:.0f} ms" in page
 
 
 def test_compiled_layers_move_less(tmp_path):
     cfg = lora_step(tmp_path)
-    compiled = replace(cfg, training=replace(cfg.training, compile="inductor"))
-    seconds = [
-        time_of_step(run, describe(cfg, 1), cluster_of("1xH200")).layers for run in (cfg, compiled)
-    ]
-    assert seconds[1] < 0.6 * seconds[0]
+    eager, traced, compiled = (
+        time_of_step(
+            replace(cfg, training=replace(cfg.training, compile=backend)),
+            describe(cfg, 1),
+            cluster_of("1xH200"),
+        ).layers
+        for backend in ("none", "aot_eager", "inductor")
+    )
+    assert compiled < 0.6 * eager
+    assert traced == eager
+
+
+def test_sequence_parallel_ranks_share_what_lies_between_products(tmp_path):
+    cfg = lora_step(tmp_path)
+    single, tp, sp = (
+        time_of_step(
+            replace(cfg, parallel=Parallel(tp=num_ranks, sequence_parallel=is_sequence)),
+            describe(replace(cfg, parallel=Parallel(tp=num_ranks)), num_ranks),
+            cluster_of("2xH200"),
+        ).layers
+        for num_ranks, is_sequence in ((1, False), (2, False), (2, True))
+    )
+    assert 0.5 * single < sp < 0.55 * single < tp

@@ -143,7 +143,7 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
     """Return the parts of a layout such as `pp:4-hsdp:2x8-tp-sp`, with the sizes that it gives."""
     parts: dict[str, tuple[int, ...]] = {}
     for part in text.split("-"):
-        match = re.fullmatch(r"([a-z0-9]+)(?::(\d{1,7})(?:x(\d{1,7}))?)?", part)
+        match = re.fullmatch(r"([a-z0-9]+)(?::([1-9]\d{0,6})(?:x([1-9]\d{0,6}))?)?", part)
         if match is None or match[1] in parts:
             raise UserError(f"--explain {text[:80]}: write a layout as fsdp2:8-tp:8-sp")
         parts[match[1]] = tuple(int(size) for size in match.groups()[1:] if size)

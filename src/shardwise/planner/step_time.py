@@ -165,11 +165,21 @@ def seconds_of_units(
     share_added = 1 - 1 / num_microbatches(cfg, num_ranks)
     priced: dict[int, UnitSeconds] = {}
     units = []
-    for work in work_of_units(cfg, run.hf, run.spec, shapes):
+    works = work_of_units(cfg, run.hf, run.spec, shapes)
+    undivided, tp = works, 1
+    if cluster.calibration is None and cfg.parallel.sequence_parallel:
+        # Each rank of tp has its share of all that lies between products.
+        undivided, tp = work_of_units(cfg, run.hf, run.spec), cfg.parallel.tp
+    for work, whole in zip(works, undivided, strict=True):
         if id(work) not in priced:
-            added = work.rest_backward.trained * share_added
-            rest = work.rest_backward._replace(trained=added)
-            of_step = replace(work, rest_backward=rest)
+            elements = whole.rest_forward.elements / tp
+            backward = work.rest_backward
+            added = backward.trained * share_added
+            of_step = replace(
+                work,
+                rest_forward=work.rest_forward._replace(elements=elements),
+                rest_backward=backward._replace(elements=elements, trained=added),
+            )
             priced[id(work)] = _seconds(cfg, run.spec.family, cluster, num_busy, of_step)
         units.append(priced[id(work)])
     return units
@@ -188,8 +198,9 @@ def _seconds(
         device, dtype = cluster.device, product_dtype(cfg)
         rate = cluster.device.rate(dtype) * efficiency("core")
         # Compiled code reads and writes once what eager operators read and write one by one.
-        is_eager = cfg.training.compile == "none"
-        times = passes(family, work.key, direction, dtype) if is_eager else 1.0
+        times = passes(family, work.key, direction, dtype, hidden_dtype(cfg))
+        if cfg.training.compile == "inductor":
+            times = min(times, 1.0)
         moved = 2 * (times * amount.elements + amount.trained) * dtype.itemsize
         bandwidth = device.memory_bandwidth * efficiency("memory")
         return amount.core_flops / rate + moved / bandwidth

@@ -22,15 +22,20 @@ Table = dict[str, dict[str, dict[str, list[float]]]]
 
 
 @cache
-def passes(family: str, key: str, direction: Direction, dtype: torch.dtype) -> float:
-    """Return the passes over the inputs and outputs of a unit's products, `dtype`'s bytes each.
+def passes(
+    family: str, key: str, direction: Direction, products: torch.dtype, hidden: torch.dtype
+) -> float:
+    """Return the passes over the inputs and outputs of a unit's products.
+
+    An element has as many bytes as in products; `hidden` is the dtype of hidden states.
 
     A family that was not counted takes the mean of those that have such layers, and a kind of layer
-    that none has the mean of all. Embedding, head and loss: one, as their kernels are fused.
+    that none has the mean of all. Embedding, head and loss are not counted, and move each once.
     """
     if key.startswith(("embed,", "head,")):
         return 1.0
-    table, name = _table(), "bfloat16" if dtype.itemsize == 2 else "float32"
+    name = "bfloat16" if hidden.itemsize == 2 else "mixed"
+    name, table = "float32" if products.itemsize == 4 else name, _table()
     place = ("forward", "backward").index(direction)
     if key in table.get(family, {}):
         return table[family][key][name][place]

@@ -210,14 +210,13 @@ RULES = (
         "compile on an old torch",
         applies=lambda case: _is_compiled(case) and case.facts.torch_version < COMPILE_TORCH,
         problem=lambda case: (
-            "training.compile loses gradients in compiled layers with torch "
+            "training.compile may lose gradients in compiled layers with torch "
             f"{dotted(case.facts.torch_version)}"
         ),
         way_out=f"set compile to none, or install torch {dotted(COMPILE_TORCH)} or later",
         why=(
-            "with torch 2.11 losses are right, but what goes through an autograd.Function in a "
-            "compiled layer, such as a short convolution or a LoRA kernel, has the gradient 0: "
-            "tests/parallel/test_compile.py"
+            "with torch 2.11 the forward is right, but what goes through an autograd.Function in a "
+            "compiled layer, such as a short convolution or a LoRA kernel, has the gradient 0"
         ),
     ),
     Rule(
