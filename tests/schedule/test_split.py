@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import UserError
@@ -150,6 +150,7 @@ def test_the_memory_limit_is_met_or_the_smallest_one_named(case, seed):
 
 
 @settings(max_examples=60, deadline=None)
+@example(("gpipe", 3, 1), 406)  # two limits of three are equal
 @given(st.sampled_from(CASES), st.integers(0, 10**6))
 def test_ranks_of_other_speeds_and_memory(case, seed):
     schedule, p, v = case
@@ -174,7 +175,8 @@ def test_ranks_of_other_speeds_and_memory(case, seed):
             split("balanced", units, pipeline, limits)
         named = re.findall(r"[\d.]+", str(error.value).partition("memory_limit_gib to ")[2])
         least = min(excess(one) for one in all_splits)
-        for gib, limit in zip(named, sorted({*limits}, key=limits.index), strict=False):
+        given = limits if len({*limits}) > 1 else limits[:1]  # one number where all are equal
+        for gib, limit in zip(named, given, strict=True):
             assert 0 <= float(gib) * 2**30 - (limit + least) < 1074
 
 
