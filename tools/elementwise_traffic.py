@@ -3,9 +3,8 @@
 `python tools/elementwise_traffic.py` writes src/shardwise/planner/traffic.yaml: for each family,
 kind of layer and way to train, the bytes that norms, gates, convolutions, rotations and copies
 between dtypes read and write in a forward and in a backward, over the bytes of what enters and
-leaves the layer's products. Steps of published shapes are simulated: nothing is measured, and no
-GPU is needed. Left out are products, the cores that a GPU has kernels for, and what a LoRA kernel
-computes.
+leaves the layer's products. Steps are simulated: nothing is measured, and no GPU is needed. Left
+out are products, the cores that a GPU has kernels for, and what a LoRA kernel computes.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ SHAPES = (
     *("tiny-qwen3_5_moe", "tiny-lfm2_moe", "tiny-granitemoe", "tiny-mixtral", "tiny-bamba"),
     *("tiny-glm4_moe", "deepseek-v3", "jet-nemotron-2b"),
 )
-"""A model of each family: a published shape where there is one."""
+"""A model of each family: a published shape where configs/models has one."""
 ABOVE_THE_LOWEST: dict[str, dict[str, Any]] = {
     "kimi-linear-48b-a3b": {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 25},
     "tiny-glm4_moe": {"first_k_dense_replace": 2},
@@ -76,12 +75,13 @@ ROWS, LENGTH = 16, 128
 """So many tokens that what is done once a step with weights, such as a cast of adapters, hardly
 counts, in rows so short that attention does not either where a CPU lacks a kernel for it."""
 CORES = (_GatedDeltaRule, _KimiDeltaAttention, _SelectiveScan, _Mamba2Scan)
-PRODUCTS = (
+LEFT_OUT = (
     *("mm", "addmm", "addmm_", "bmm", "baddbmm", "grouped_linear", "grouped_linear_gradients"),
-    "embedding_dense_backward",  # it follows the lowest layer's
+    "embedding_dense_backward",
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
     *("_scaled_dot_product_flash_attention_for_cpu_backward",),
 )
+"""Operators that a plan prices as products or cores, beside the gradient of the embedding."""
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
 """Operators whose first argument is written and not read."""
 Place = tuple[int, str]
@@ -105,7 +105,7 @@ class Traffic(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         space, name = func._schema.name.split("::")
-        is_left_out = space == "prim" or name in PRODUCTS or func in WITHOUT_LAUNCH
+        is_left_out = space == "prim" or name in LEFT_OUT or func in WITHOUT_LAUNCH
         if not (self.is_paused or is_left_out or func.is_view):
             inputs = args[1:] if name in ONLY_WRITTEN else args
             read = {id(x): x for x in tree_leaves((inputs, kwargs)) if isinstance(x, torch.Tensor)}
