@@ -99,14 +99,14 @@ EVERYONE = {
 }
 MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety": 4_190,
-    "cli commands library __main__ __init__": 1_750,
+    "cli commands library __main__ __init__": 1_790,
     "presets": 300,
     "assembly training checkpoint process launch": 8_500,
     "models": 11_550,
     "parallel": 4_550,
     "data": 3_760,
     "kernels": 7_503,
-    "planner schedule metrics": 10_360,
+    "planner schedule metrics": 10_530,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_400,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 7_870
+    assert lines <= 7_930
 
 
 def every_source() -> list[Path]:

@@ -1,19 +1,23 @@
 """Count how often a layer's elementwise operators move the numbers of its products.
 
 `python tools/elementwise_traffic.py` writes src/shardwise/planner/traffic.yaml: for each family,
-kind of layer and way to train, the bytes that norms, gates, convolutions, rotations and copies
-between dtypes read and write in a forward and in a backward, over the bytes of what enters and
-leaves the layer's products. Steps are simulated: nothing is measured, and no GPU is needed. Left
-out are products, the cores that a GPU has kernels for, and what a LoRA kernel computes.
+kind of layer (and the embedding, and head and loss) and way to train, the bytes that norms, gates,
+convolutions, rotations and copies between dtypes read and write for a token in a forward and in a
+backward, over the bytes of what enters and leaves the layer's products. Steps are simulated:
+nothing is measured, and no GPU is needed. Left out are products, the cores that a GPU has kernels
+for, what a LoRA kernel computes, and what is done once a step with weights, however many tokens
+there are.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,6 +31,8 @@ import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from shardwise.assembly.build import build
@@ -34,6 +40,7 @@ from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, RunConfig, Training
 from shardwise.kernels.gated_delta_rule.chunked import _GatedDeltaRule
 from shardwise.kernels.kimi_delta_attention.chunked import _KimiDeltaAttention
+from shardwise.kernels.linear_cross_entropy import chunked
 from shardwise.kernels.lora_linear.fused import _LoraLinears
 from shardwise.kernels.selective_scan.chunked import _SelectiveScan
 from shardwise.kernels.short_conv import shifted
@@ -51,29 +58,37 @@ from shardwise.training.step import forward_backward
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 SHAPES = (
-    *("llama-3.1-8b", "tiny-qwen3", "tiny-qwen3_moe", "qwen3_5-2b", "qwen3-next-80b-a3b"),
-    *("olmo2-7b", "olmo-hybrid-7b", "nemotron-3-nano-30b-a3b", "lfm2-1.2b", "gpt2-large"),
-    *("granite-4.0-h-tiny", "falcon-h1-1.5b", "kimi-linear-48b-a3b", "tiny-jamba"),
-    *("tiny-qwen3_5_moe", "tiny-lfm2_moe", "tiny-granitemoe", "tiny-mixtral", "tiny-bamba"),
-    *("tiny-glm4_moe", "deepseek-v3", "jet-nemotron-2b"),
+    *("llama-3.1-8b", "qwen3", "qwen3_moe", "qwen3_5-2b", "qwen3-next-80b-a3b", "olmo2-7b"),
+    *("olmo-hybrid-7b", "nemotron_h", "nemotron-3-nano-30b-a3b", "lfm2-1.2b", "gpt2-large"),
+    *("granite-4.0-h-tiny", "falcon-h1-1.5b", "kimi-linear-48b-a3b", "jamba", "qwen3_5_moe_text"),
+    *("lfm2_moe", "granitemoe", "mixtral", "bamba", "glm4_moe", "deepseek-v3", "jet-nemotron-2b"),
 )
-"""A model of each family: a published shape where configs/models has one."""
-ABOVE_THE_LOWEST: dict[str, dict[str, Any]] = {
+"""A model of each family: of configs/models, or the one that transformers' defaults describe. Of
+two models of a family the later one counts where both have a kind of layer."""
+CHANGED: dict[str, dict[str, Any]] = {
     "kimi-linear-48b-a3b": {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 25},
-    "tiny-glm4_moe": {"first_k_dense_replace": 2},
-    "tiny-lfm2_moe": {"num_dense_layers": 2},
-    "tiny-jamba": {"num_hidden_layers": 6},
+    "glm4_moe": {"first_k_dense_replace": 2},
+    "lfm2_moe": {
+        "num_hidden_layers": 5,
+        "num_dense_layers": 3,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+    },
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
 }
-"""Keys with which no kind of layer is the lowest alone, whose input needs no gradient."""
+"""Keys with which each kind of layer is there, and none is the lowest alone, whose input needs no
+gradient."""
 DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16"),
     "float32": ("float32", "float32"),
     "mixed": ("float32", "bfloat16"),
 }
 """By name in the table, the dtypes of weights and of products."""
-ROWS, LENGTH = 16, 128
-"""So many tokens that what is done once a step with weights, such as a cast of adapters, hardly
-counts, in rows so short that attention does not either where a CPU lacks a kernel for it."""
+ROWS, LENGTH = (8, 16), 128
+"""What more rows take is what tokens take. They are so short that attention hardly counts where a
+CPU lacks a kernel for it."""
+OTHER_LOSSES = ("llama-3.1-8b", ("chunked", "plain"))
+"""A model whose head stands for those of all where the loss is not Triton's."""
 CORES = (_GatedDeltaRule, _KimiDeltaAttention, _SelectiveScan, _Mamba2Scan)
 LEFT_OUT = (
     *("mm", "addmm", "addmm_", "bmm", "baddbmm", "grouped_linear", "grouped_linear_gradients"),
@@ -84,6 +99,7 @@ LEFT_OUT = (
 """Operators that a plan prices as products or cores, beside the gradient of the embedding."""
 ONLY_WRITTEN = ("copy_", "fill_", "zero_")
 """Operators whose first argument is written and not read."""
+MODES = ("lora", "full")
 Place = tuple[int, str]
 
 
@@ -133,12 +149,17 @@ class Traffic(TorchDispatchMode):
                 stack.enter_context(mock.patch.object(function, name, method))
             yield
 
-    def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Note in which layer the next operators are."""
-        for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda *_, n=number: self.go((n, "forward")))
-            layer.register_forward_hook(lambda *_: self.go(None))
-            layer.register_full_backward_pre_hook(lambda *_, n=number: self.go((n, "backward")))
+    def watch(self, part: Any) -> None:
+        """Note in which unit the next operators are: what is in no layer belongs to the head."""
+        layers = [part.get_submodule(f"hf.{layer.name}") for layer in part.spec.layers]
+        head = len(layers) + 1
+        self.place = head, "forward"
+        for place, unit in enumerate([part.get_submodule(f"hf.{part.spec.embed}"), *layers]):
+            unit.register_forward_pre_hook(lambda *_, n=place: self.go((n, "forward")))
+            unit.register_forward_hook(lambda *_: self.go((head, "forward")))
+            # Gradients come to the head first, then to the layers from the top.
+            unit.register_full_backward_pre_hook(lambda *_, n=place: self.go((n, "backward")))
+        part.register_full_backward_pre_hook(lambda *_: self.go((head, "backward")))
 
     def go(self, place: Place | None) -> None:
         self.place = place
@@ -147,37 +168,51 @@ class Traffic(TorchDispatchMode):
 def main() -> None:
     logging.set_verbosity_error()
     table: dict[str, dict[str, dict[str, list[float]]]] = {}
-    cases = list(product(SHAPES, ("lora", "full"), DTYPES))
+    shapes = [*product(SHAPES, ("triton",)), *((OTHER_LOSSES[0], x) for x in OTHER_LOSSES[1])]
+    cases = [(*shape, mode, dtypes) for shape in shapes for mode in MODES for dtypes in DTYPES]
     with get_context("fork").Pool(maxtasksperchild=1) as pool:  # a process group for each
         for case, (family, rows) in zip(cases, pool.imap(passes_of, cases, 1), strict=True):
             for key, row in rows.items():
-                table.setdefault(family, {}).setdefault(key, {})[case[2]] = row
+                table.setdefault(family, {}).setdefault(key, {})[case[3]] = row
             print(*case, rows, flush=True)
     head = "# Written by tools/elementwise_traffic.py; planner/traffic.py says what it is.\n"
     text = yaml.dump(table, default_flow_style=None, width=100, sort_keys=True)
     PATH.write_text(head + text, encoding="utf-8")
 
 
-def passes_of(case: tuple[str, str, str]) -> tuple[str, dict[str, list[float]]]:
+def passes_of(case: tuple[str, str, str, str]) -> tuple[str, dict[str, list[float]]]:
     """Return the family of a model, and of each key how often forward and backward move it."""
-    name, mode, dtypes = case
+    name, loss, mode, dtypes = case
     with TemporaryDirectory() as folder:
-        config = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
-        config |= ABOVE_THE_LOWEST.get(name, {})
+        config = published(name) | CHANGED.get(name, {})
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        cfg = run_config(folder, mode, *DTYPES[dtypes])
+        cfg = run_config(folder, loss, mode, *DTYPES[dtypes])
         shortened(config, [f"{x.kind}, {x.feed_forward}" for x in describe(cfg, 1).spec.layers])
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return counted(cfg)
+        return counted(cfg, loss)
 
 
-def run_config(folder: str, mode: str, weights: str, products: str) -> RunConfig:
+def published(name: str) -> dict[str, Any]:
+    """Return the config of a model of configs/models or, by its type, of transformers."""
+    path = MODELS / name / "config.json"
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    config = AutoConfig.for_model(name)
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    return config.to_dict() | {"architectures": [architecture]}
+
+
+def run_config(folder: str, loss: Any, mode: str, weights: str, products: str) -> RunConfig:
     return RunConfig(
         model=Model(folder, init="random", dtype=weights, slow_cores="allow"),
         lora=Lora(r=16, alpha=32) if mode == "lora" else None,
         data=Data(train="unused", sequence_length=LENGTH),
         training=Training(
-            output_dir="unused", precision=products, global_batch_size=ROWS, micro_batch_size=ROWS
+            output_dir="unused",
+            precision=products,
+            loss="chunked" if loss == "triton" else loss,
+            global_batch_size=ROWS[0],
+            micro_batch_size=ROWS[0],
         ),
     )
 
@@ -192,35 +227,58 @@ def shortened(config: dict[str, Any], kinds: Sequence[str]) -> None:
             config[key] = number
 
 
-def counted(cfg: RunConfig) -> tuple[str, dict[str, list[float]]]:
-    """Count in a simulated step; of layers that are alike the topmost stands for all."""
+def counted(cfg: RunConfig, loss: str) -> tuple[str, dict[str, list[float]]]:
+    """Count in two simulated steps; of layers that are alike the topmost stands for all."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    recorder, traffic = StorageRecorder(Moments().latest), Traffic()
+    runs = [with_rows(cfg, number) for number in ROWS]
+    recorder, traffics = StorageRecorder(Moments().latest), []
     kernels = (*CORES, _LoraLinears)
     with ExitStack() as stack:
         stack.enter_context(recorder.watching_resizes())
         stack.enter_context(SimulatedTensors(recorder, copies_whole=False))
-        stack.enter_context(traffic.without(*kernels))
         stack.enter_context(mock.patch.object(shifted, "BLOCK", LENGTH))  # at once, as on a GPU
-        mesh = build_mesh(cfg, torch.device("cpu"))
-        job = build(cfg, mesh, AfterOneStep())
-        (part,) = job.pm.parts
-        layers = [part.get_submodule(f"hf.{layer.name}") for layer in part.spec.layers]
-        traffic.watch(layers)
-        batches = full_batches(cfg, mesh, job)
+        # As many logits at once as on a GPU, which Triton's kernel reads and writes once.
+        stack.enter_context(mock.patch.object(chunked, "CPU_ROWS", sys.maxsize))
+        stack.enter_context(mock.patch.object(chunked, "_add_product"))  # one product there
+        if loss == "triton":
+            kernel = (written_once, False)
+            stack.enter_context(mock.patch.object(chunked, "_softmax_of", return_value=kernel))
         stack.enter_context(warnings.catch_warnings())
         # The input of the lowest layer needs no gradient; others of its kind stand for it.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
-        with traffic:
-            forward_backward(job.pm, batches, mesh)
+        mesh = build_mesh(cfg, torch.device("cpu"))
+        for run in runs:
+            job = build(run, mesh, AfterOneStep())
+            (part,) = job.pm.parts
+            traffic = Traffic()
+            traffic.watch(part)
+            with traffic.without(*kernels), traffic:
+                forward_backward(job.pm, full_batches(run, mesh, job), mesh)
+            traffics.append(traffic.bytes)
     facts = describe(cfg, 1)
     rows = {}
-    works = work_of_units(cfg, facts.hf, facts.spec)[1:-1]
-    for number, work in enumerate(works):
-        moved = 2 * work.rest_forward.elements * product_dtype(cfg).itemsize
-        passes = [traffic.bytes[number, direction] / moved for direction in ("forward", "backward")]
-        rows[work.key] = [round(number, 2) for number in passes]
+    works = [work_of_units(run, facts.hf, facts.spec) for run in runs]
+    for place, (fewer, more) in enumerate(zip(*works, strict=True)):
+        elements = more.rest_forward.elements - fewer.rest_forward.elements
+        moved = 2 * elements * product_dtype(cfg).itemsize
+        key = more.key
+        if key.startswith("head, "):
+            key = f"{key}, {loss}"
+        rows[key] = [
+            round((traffics[1][place, way] - traffics[0][place, way]) / moved, 2)
+            for way in ("forward", "backward")
+        ]
     return facts.spec.family, rows
+
+
+def written_once(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Read and write a chunk of logits, as the softmax of Triton does."""
+    return logits.mul_(0.5).new_zeros(())
+
+
+def with_rows(cfg: RunConfig, number: int) -> RunConfig:
+    training = replace(cfg.training, global_batch_size=number, micro_batch_size=number)
+    return replace(cfg, training=training)
 
 
 if __name__ == "__main__":

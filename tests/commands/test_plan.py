@@ -70,6 +70,17 @@ def test_a_run_file_keeps_what_is_not_searched(folder):
     assert (after.training.global_batch_size, after.parallel.pp) == (4, 2)
 
 
+def test_it_says_what_it_does_not_take_from_a_run_file(folder, capsys):
+    assert cli.main(["init"]) == 0
+    run = ["plan", "run.yaml", "--devices", "2xRTX4090"]
+    assert cli.main([*run, "--parallel.pp=2"]) == 0
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "not taken from run.yaml" in x]
+    assert "training.micro_batch_size" in line
+    assert "parallel.pp" not in line
+    assert cli.main(["plan", "tiny-qwen3_5", *DEVICES]) == 0
+    assert "not taken" not in capsys.readouterr().out
+
+
 def test_a_budget_stays_in_the_run_file(folder, capsys):
     assert cli.main(["init"]) == 0
     run = ["plan", "run.yaml", "--devices", "2xRTX4090", "--parallel.data=ddp"]
@@ -129,6 +140,7 @@ def planned(capsys, *arguments: str) -> dict:
         (["--data.sequence_length=64", "--tokens-per-step=1K"], "16 rows of 64 tokens"),
         (["--sequence=128", "--training.global_batch_size=6"], "6 rows of 128 tokens"),
         (["--sequence=512", "--data.sequence_length=128"], "8192 rows of 128 tokens"),
+        (["--sequence=3000"], "256 rows of 3,000 tokens"),
     ],
 )
 def test_a_step_has_the_rows_that_are_asked_for(arguments, step, capsys):
@@ -201,7 +213,8 @@ def test_all_as_data(capsys):
     assert content["cluster"]["links"].keys() == {"inside", "between", "host"}
     parts = [num for part, num in best["memory"].items() if part not in ("total", "moment")]
     assert sum(parts) == best["memory"]["total"]
-    parts = [s for part, s in best["time"].items() if part not in ("total", "hidden_communication")]
+    beside = ("total", "hidden_communication", "elementwise")
+    parts = [s for part, s in best["time"].items() if part not in beside]
     assert sum(parts) == pytest.approx(best["time"]["total"])
 
 
@@ -243,12 +256,31 @@ def test_kinds_of_layers_may_be_recomputed(capsys):
     assert all("recompute full_attention" in choice["details"] for choice in choices)
 
 
+def test_layers_that_are_recomputed_are_named(folder, capsys):
+    assert cli.main(["init"]) == 0
+    run = ["train", "run.yaml", "--dry-run", "--devices", "1xRTX4090"]
+    assert cli.main([*run, "--training.checkpointing={full: [0, 1], operators: [3]}"]) == 0
+    assert "recompute full in layers 0-1, operators in layers 3" in capsys.readouterr().out
+
+
+def test_products_are_said_to_be_in_the_dtype_that_they_are_in(capsys):
+    for arguments, dtype in (
+        (["--precision=float32"], "weights in bfloat16, products in bfloat16"),
+        (["--precision=float32", "--model.dtype=float32"], "products in float32"),
+        ([], "products in bfloat16"),
+    ):
+        assert dtype in planned(capsys, *DEVICES[2:], *arguments)["heading"][0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
         (["tiny-qwen3_6", *DEVICES], "did you mean tiny-qwen3_5?"),
         (["tiny-qwen3_5", "--devices", "8xT1000"], "8xT1000"),
         (["tiny-qwen3_5", *DEVICES, "--tokens-per-step", "1000"], "give 896 or another multiple"),
+        (["tiny-qwen3_5", *DEVICES, "--tokens-per-step", "1G"], "and a step has at most"),
+        (["tiny-qwen3_5", *DEVICES, "--link", "400Gbps"], "joins nodes, and there is one"),
+        (["tiny-qwen3_5", *DEVICES, "--devices=here", "--link=PCIe4"], "leave --link out"),
         (["tiny-qwen3_5", *DEVICES, "--sequence", "long"], "--sequence long: write a number"),
         (["tiny-qwen3_5", *DEVICES, "--sequence", "0"], "--sequence is 0"),
         (["tiny-qwen3_5", *DEVICES, "--lora", "r=x"], "write the rank as r=16"),

@@ -8,14 +8,19 @@ from itertools import product
 import numpy as np
 import pytest
 
+from shardwise.assembly.costs import with_gradients
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
+from shardwise.metrics.flops import unit_flops_per_token
+from shardwise.models.counts import count_model
 from shardwise.planner.calibration import FACTORS, Calibration, Collective, Speeds
-from shardwise.planner.cluster import Cluster, Link, cluster_of
+from shardwise.planner.cluster import Cluster, Link, cluster_of, efficiency
 from shardwise.planner.communication import of_data, step_of
 from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, time_of_step
+from shardwise.planner.unit_time import seconds_of_units
 from shardwise.planner.unit_work import work_of_units
+from shardwise.planner.weights import shapes_of
 from tests.assembly.test_costs import build, config, tiny
 
 RATE = 1e9
@@ -77,6 +82,66 @@ def test_recomputing_costs_the_forwards_of_the_layers():
     assert again.recomputation > 2 * num_layers * 0.5
 
 
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_step_recomputes_the_flops_that_are_counted(mode):
+    """Products of `operators` are kept; attention's output is, and a recurrence is run again."""
+    lora = Lora(targets="auto") if mode == "lora" else None
+    for way, kept in (("none", ()), ("operators", ("full_attention",)), ("full", ())):
+        cfg = replace(single(checkpointing=way), lora=lora)
+        hf, spec = build(cfg)
+        length = cfg.data.sequence_length
+        tokens = cfg.training.micro_batch_size * length
+        units = with_gradients(count_model(hf, spec), "1f1b").units
+        for unit, work in zip(units, work_of_units(cfg, hf, spec), strict=True):
+            flops = sum(2 * p.rows * p.inner * p.columns * p.times for p in work.again)
+            convolutions = sum(2 * w.numel for w in unit.weights if w.by_elements) * (way != "none")
+            cores = sum(core.executed_forward(length) for core in unit.cores)
+            is_layer = unit.layer is not None
+            runs_again = is_layer and way != "none" and unit.kind not in kept
+            assert work.rest_again.core_flops == pytest.approx(tokens * cores * runs_again)
+            counted = unit_flops_per_token(unit, length, way).recomputed
+            counted -= cores * (is_layer and way == "full") + convolutions * is_layer
+            assert flops == pytest.approx(tokens * counted)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "share"),
+    [
+        (Parallel(data="ddp"), 1),
+        (Parallel(data="zero2"), 1 / 2),
+        (Parallel(data="fsdp2"), 1 / 2),
+        (Parallel(data="fsdp2", pp=2, schedule="1f1b"), 1),  # reduced after all of them
+    ],
+)
+def test_a_rank_adds_up_the_gradients_that_it_keeps(parallel, share):
+    """Each micro-batch but the first adds its own, in the dtype of weights, to the sum: of two a
+    half, and of four three quarters."""
+    cluster = cluster_of("4xH100-80GB")
+    num_ranks = 2 * parallel.pp
+    of = []
+    for number in (2, 4):  # micro-batches of a rank
+        cfg = single(global_batch_size=4 * number)
+        cfg = replace(cfg, parallel=parallel)
+        units = seconds_of_units(cfg, describe(cfg, num_ranks), cluster, num_ranks)
+        of.append(sum(unit.elementwise for unit in units[1:-1]))
+    trained = sum(unit.trainable_parameters for unit in count_model(*build(cfg)).units[1:-1])
+    bandwidth = cluster.device.memory_bandwidth * efficiency("memory")
+    assert of[1] - of[0] == pytest.approx(3 * 4 * trained * share / 4 / bandwidth)
+
+
+def test_experts_of_other_ranks_add_up_no_gradients_here():
+    cfg = config(tiny("qwen3_5_moe"), None, {"global_batch_size": 8})
+    whole, spread = (
+        work_of_units(cfg, run.hf, run.spec, shapes_of(cfg, run))
+        for cfg in (replace(cfg, parallel=Parallel(data="ddp", ep=ep)) for ep in (1, 2))
+        for run in [describe(cfg, 2)]
+    )
+    stacks = [p for n, p in build(cfg)[0].named_parameters() if ".experts." in n and p.ndim == 3]
+    all_of_it = sum(work.rest_backward.trained for work in whole[1:-1])
+    of_a_rank = sum(work.rest_backward.trained for work in spread[1:-1])
+    assert all_of_it - of_a_rank == sum(p.numel() for p in stacks) / 2 > 0
+
+
 def test_adapters_train_less_than_all_weights():
     full = single()
     adapters = replace(full, lora=Lora(targets="auto"))
@@ -118,8 +183,9 @@ def test_what_follows_the_last_backward_does_not_hide():
         {("all-gather", "layers"), ("reduce-scatter", "layers"), ("all-reduce", "last backward")},
     ]
     slow = replace(cluster, between=Link(1e3, 0.0), per_node=2, nodes=2)
-    step = step_time(runs[2], 4, slow)
-    assert step.hidden_communication < step.layers + step.head
+    long = replace(runs[2], data=replace(runs[2].data, sequence_length=8_192))
+    step = step_time(long, 4, slow)
+    assert 0 < step.hidden_communication < step.layers + step.head
 
 
 def test_stages_wait_for_what_others_send_within_their_layers():

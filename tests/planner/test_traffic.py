@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,43 +57,74 @@ def test_what_a_kernel_computes_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "dtypes"),
+    ("name", "loss", "mode", "dtypes"),
     some_now(
         [
-            ("tiny-qwen3_moe", "lora", "bfloat16"),
-            ("tiny-jamba", "full", "mixed"),
-            ("falcon-h1-1.5b", "lora", "float32"),  # its multipliers are a large buffer
-            ("qwen3_5-2b", "full", "bfloat16"),
+            ("qwen3_moe", "triton", "lora", "bfloat16"),
+            ("jamba", "triton", "full", "mixed"),
+            ("falcon-h1-1.5b", "triton", "lora", "float32"),  # its multipliers are a large buffer
+            ("qwen3_5-2b", "triton", "full", "bfloat16"),
+            ("llama-3.1-8b", "plain", "lora", "bfloat16"),
         ],
-        now=[("tiny-qwen3_moe", "lora", "bfloat16")],
+        now=[("qwen3_moe", "triton", "lora", "bfloat16")],
     ),
 )
-def test_the_table_is_what_is_counted(name, mode, dtypes):
+def test_the_table_is_what_is_counted(name, loss, mode, dtypes):
     with get_context("fork").Pool(1) as pool:  # its process group is no other test's
-        family, rows = pool.apply(passes_of, ((name, mode, dtypes),))
+        family, rows = pool.apply(passes_of, ((name, loss, mode, dtypes),))
     assert {key: TABLE[family][key][dtypes] for key in rows} == rows
 
 
 def test_the_table_has_every_listed_family_and_way_to_train():
     assert TABLE.keys() == FAMILIES.keys()
     for of_family in TABLE.values():
-        modes = [{key for key in of_family if key.endswith(mode)} for mode in ("lora", "full")]
+        modes = [[key for key in of_family if f", {mode}" in key] for mode in ("lora", "full")]
         assert len(modes[0]) == len(modes[1]) == len(of_family) / 2
+        assert all(f"{end}, lora" in " ".join(modes[0]) for end in ("embed", "head"))
         assert all(row.keys() == DTYPES.keys() for row in of_family.values())
 
 
 def test_what_is_not_in_the_table_takes_means():
     key = "full_attention, dense, lora"
     rows = [of[key]["bfloat16"][0] for of in TABLE.values() if key in of]
-    in_16 = (torch.bfloat16, torch.bfloat16)
-    assert passes("new", key, "forward", *in_16) == pytest.approx(sum(rows) / len(rows))
+    in_16 = run_in("bfloat16", "bfloat16")
+    assert passes(in_16, "new", key, "forward") == pytest.approx(sum(rows) / len(rows))
     every = [r["float32"][1] for of in TABLE.values() for k, r in of.items() if k.endswith("full")]
     mean = sum(every) / len(every)
-    in_32 = (torch.float32, torch.float32)
-    assert passes("new", "new, dense, full", "backward", *in_32) == pytest.approx(mean)
-    assert passes("qwen3", "head, full", "forward", *in_16) == 1.0
-    mixed = passes("qwen3", key, "forward", torch.bfloat16, torch.float32)
+    in_32 = run_in("float32", "float32")
+    assert passes(in_32, "new", "new, dense, full", "backward") == pytest.approx(mean)
+    mixed = passes(run_in("float32", "bfloat16"), "qwen3", key, "forward")
     assert mixed == TABLE["qwen3"][key]["mixed"][0] != TABLE["qwen3"][key]["bfloat16"][0]
+
+
+def test_a_head_has_the_traffic_of_its_loss():
+    auto, triton, chunked, plain = (
+        passes(run_in("bfloat16", "bfloat16", loss), "qwen3", "head, lora", "forward")
+        for loss in ("auto", "triton", "chunked", "plain")
+    )
+    assert 1 < auto == triton < plain < chunked
+    # The chunked loss knows the gradients when its forward ends; logits take part in no backward.
+    backwards = [
+        passes(run_in("bfloat16", "bfloat16", loss), "qwen3", "head, lora", "backward")
+        for loss in ("triton", "plain")
+    ]
+    assert backwards[0] < 1 < 4 < backwards[1]
+
+
+def test_compiled_layers_move_each_number_once_but_for_experts_and_the_head():
+    cfg = run_in("bfloat16", "bfloat16")
+    compiled = replace(cfg, training=replace(cfg.training, compile="inductor"))
+    spread = replace(compiled, parallel=Parallel(data="ddp", ep=2))
+    moe = ("qwen3_moe", "full_attention, moe, lora", "forward")
+    assert passes(compiled, *moe) == 1
+    assert passes(spread, *moe) == passes(cfg, *moe) > 1
+    head = ("qwen3_moe", "head, lora", "forward")
+    assert passes(compiled, *head) == passes(cfg, *head) > 1
+
+
+def run_in(weights: str, products: str, loss: Any = "auto") -> RunConfig:
+    training = Training(output_dir="unused", precision=products, loss=loss)
+    return RunConfig(Model("unused", dtype=weights), Data("unused"), training)
 
 
 def lora_step(folder: Path) -> RunConfig:

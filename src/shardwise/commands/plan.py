@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.command import OVERRIDE, Command
-from shardwise.commands.plan_request import question_of, sections_of, wanted_layout, write_run_file
+from shardwise.commands.plan_request import (
+    not_taken,
+    question_of,
+    sections_of,
+    wanted_layout,
+    write_run_file,
+)
 from shardwise.config import UserError, require
 
 if TYPE_CHECKING:
@@ -59,6 +65,15 @@ def plan(args: Namespace) -> int:
     answer = search(question, args.top)
     # With --json nothing else goes to standard output.
     console = Console(stderr=args.json)
+    if Path(args.run).is_file() and (keys := not_taken(sections, fixed)):
+        lines(
+            console,
+            [
+                f"searched, not taken from {args.run}: {', '.join(keys)}; give one as "
+                f"--{keys[0]}=VALUE to keep it, or plan the file as it stands with shardwise train "
+                f"{args.run} --dry-run"
+            ],
+        )
     if args.json:
         from shardwise.records.record import dumps
 
@@ -76,16 +91,17 @@ def plan(args: Namespace) -> int:
         least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)
         if least is None:  # the last refusal is of a whole run
             raise UserError(["no layout of this run was found", *answer.refused.values()][-1])
-        needs, limit = (x / 2**30 for x in (least.memory.total, usable_bytes(question)))
         advice = "give more --devices, a shorter --sequence, or --lora in place of --full"
+        if question.cfg.lora is not None:
+            advice = "give more --devices, or a shorter --sequence"
         if (smaller := with_smaller_base(question)) is not None:
             size = smaller.best.memory.total / 2**30
             option = f"--model.base={smaller.question.cfg.model.base}"
             advice = f"with {option} {smaller.best.title} fits in {size:.1f} GiB; or {advice}"
         raise UserError(
             f"nothing fits on {cluster.num_devices} x {cluster.device.name}: the least that was "
-            f"found is {least.title} ({least.details}), which needs {needs:.1f} of {limit:.1f} "
-            f"GiB; {advice}"
+            f"found is {least.title} ({least.details}), which "
+            f"{plan_page.needs(least.memory.total, usable_bytes(question))}; {advice}"
         )
     if args.write is not None:
         for path in write_run_file(Path(args.write), args.run, sections, answer):

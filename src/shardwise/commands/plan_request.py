@@ -97,7 +97,7 @@ def sections_of(args: Namespace) -> tuple[dict[str, Any], frozenset[str]]:
         "--tokens-per-step and --training.global_batch_size: give one of them",
     )
     if tokens is not None or not (is_run_file or has_rows):
-        number = TOKENS_PER_STEP if tokens is None else count(tokens, "--tokens-per-step")
+        number = None if tokens is None else count(tokens, "--tokens-per-step")
         _set_rows(sections, number)
     return sections, frozenset(key for key in keys if _is_searched(key))
 
@@ -120,16 +120,39 @@ def _is_searched(key: str) -> bool:
     return name in SEARCHED.get(section, ())
 
 
-def _set_rows(sections: dict[str, Any], num_tokens: int) -> None:
-    """Set the rows of a step so that they have so many tokens."""
+def not_taken(sections: Mapping[str, Any], fixed: frozenset[str]) -> list[str]:
+    """Return the keys of a run file that a search does not take from it."""
+    from shardwise.planner.candidates import SEARCHED
+
+    return [
+        f"{section}.{key}"
+        for section, keys in sections.items()
+        for key in (keys if isinstance(keys, dict) else ())
+        if key in SEARCHED.get(section, ()) and f"{section}.{key}" not in fixed
+    ]
+
+
+def _set_rows(sections: dict[str, Any], num_tokens: int | None) -> None:
+    """Set the rows of a step so that they have so many tokens.
+
+    None: as many as a power of two has without exceeding TOKENS_PER_STEP, but at least one row.
+    """
     if not all(isinstance(sections.get(key) or {}, dict) for key in ("data", "training")):
         return  # the parser of the run file says what is wrong
     length = (sections.get("data") or {}).get("sequence_length", 512)
     most = RANGES["training.global_batch_size"][1]
     if not isinstance(length, int) or length < 1:
         return  # the parser of the run file says what is wrong
+    if num_tokens is None:
+        rows = min(most, max(1, TOKENS_PER_STEP // length))
+        num_tokens = 2 ** (rows.bit_length() - 1) * length
     rows, rest = divmod(num_tokens, length)
-    if rest or not 1 <= rows <= most:
+    if rows > most:
+        raise UserError(
+            f"--tokens-per-step {num_tokens:,} are {rows:,} rows of {length:,} tokens, and a step "
+            f"has at most {most:,}; give fewer, or a longer --sequence"
+        )
+    if rest or rows < 1:
         below = max(1, rows) * length
         raise UserError(
             f"--tokens-per-step {num_tokens:,} is not a number of rows of {length:,} tokens; give "

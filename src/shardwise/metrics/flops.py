@@ -115,9 +115,8 @@ def unit_flops_per_token(
 ) -> UnitFlops:
     """Return the part of one unit in `hardware_flops_per_token`."""
     way = rerun_of(unit, checkpointing)
-    rerun, low_rank_rerun = way == "full", way != "none"
-    passes = [_executed(weight, rerun, low_rank_rerun) for weight in unit.weights]
-    passes += [_executed_core(core, unit, rerun, sequence_length) for core in unit.cores]
+    passes = [_executed(weight, way) for weight in unit.weights]
+    passes += [_executed_core(core, unit, way == "full", sequence_length) for core in unit.cores]
     return sum(passes, start=UnitFlops())
 
 
@@ -137,17 +136,25 @@ def _passes(weight: Weight) -> int:
     return 2 + 2 * weight.input_gradient + 2 * weight.trainable
 
 
-def _executed(weight: Weight, rerun: bool, low_rank_rerun: bool) -> UnitFlops:
-    """Return the FLOPs per token of a weight. `rerun`: its layer's forward runs again."""
+def is_rerun(weight: Weight, way: Way) -> bool:
+    """Return whether a backward runs the product of a weight again that has such recomputation."""
     is_never_kept = weight.by_elements or (".lora_B." in weight.name and not weight.on_stack)
-    is_rerun = weight.rerun and (low_rank_rerun if is_never_kept else rerun)
-    is_again = weight.on_stack and ".lora_A." in weight.name
+    return weight.rerun and (way != "none" if is_never_kept else way == "full")
+
+
+def is_again(weight: Weight) -> bool:
+    """Return whether a backward multiplies by a weight again, with recomputation or without."""
+    return weight.on_stack and ".lora_A." in weight.name
+
+
+def _executed(weight: Weight, way: Way) -> UnitFlops:
+    """Return the FLOPs per token of a weight of a layer with such recomputation."""
     product = 2 * weight.active * weight.numel
     return UnitFlops(
         forward=product,
         input_gradient=product * weight.input_gradient,
         weight_gradient=product * weight.trainable,
-        recomputed=product * (is_rerun + is_again),
+        recomputed=product * (is_rerun(weight, way) + is_again(weight)),
     )
 
 

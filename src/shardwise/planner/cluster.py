@@ -114,6 +114,7 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
     if link is not None and link not in table["links"]:
         raise UserError(f"--link {link[:80]} is not known; give one of {', '.join(table['links'])}")
     if devices == HERE:
+        require(link is None, f"--link {link}: the links of {HERE} are measured; leave --link out")
         return _here(nodes)
     match = re.fullmatch(r"(?:([1-9]\d{0,4})x)?([\w-]+)", devices)
     if match is None or match[2] not in table["devices"]:
@@ -129,6 +130,11 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
     row = table["devices"][match[2]]
     inside, between = row["inside"], "400Gbps"
     if link is not None and table["links"][link].get("network"):
+        require(
+            nodes > 1,
+            f"--link {link} joins nodes, and there is one; give --nodes, or a link within a node "
+            "such as PCIe4",
+        )
         between = link
     elif link is not None:
         inside = link

@@ -29,9 +29,12 @@ from shardwise.planner.recompute import as_way, within_budget
 from shardwise.planner.share import boundaries_of as boundaries_by_costs
 from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, alike_ranks, time_of_step
+from shardwise.words import runs
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
 """From the simplest."""
+NEARLY_FULL = 0.98
+"""A choice that takes more of what may be used comes after others that are as fast."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Choice:
     cfg: RunConfig
     memory: Memory
     """Of the fullest rank."""
-    fits: bool
+    usable_bytes: int
+    """Of a device."""
     price: Callable[[], StepTime] = field(repr=False)
     """Returns its time, which nobody asks of most candidates that do not fit."""
     flops_per_token: float
@@ -53,16 +57,24 @@ class Choice:
     recomputed: str = ""
     """These layers in words."""
 
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has room for it."""
+        return self.memory.total <= self.usable_bytes
+
     @cached_property
     def time(self) -> StepTime:
         """The time of a step."""
         return self.price()
 
-    def order(self) -> tuple[float, int, int, bool, int]:
-        """Return by what choices are ordered: time in three digits, then how simple they are."""
+    def order(self) -> tuple[float, bool, int, int, bool, int]:
+        """Return by what choices are ordered: time in three digits, then whether memory is nearly
+        full, then how simple they are.
+        """
         candidate, parts = self.candidate, layout_name(self.candidate.division).split("-")
         return (
             float(f"{self.time.total:.2e}"),
+            self.memory.total > NEARLY_FULL * self.usable_bytes,
             len(parts) + (candidate.offload != "none"),
             next((STRATEGIES.index(part) for part in parts if part in STRATEGIES), len(STRATEGIES)),
             candidate.recomputation != "none",
@@ -107,8 +119,10 @@ class Choice:
     def _recomputation(self) -> str:
         chosen = self.candidate.recomputation
         if isinstance(chosen, Recomputation):
-            budget = "" if chosen.budget_gib is None else f"within {chosen.budget_gib:.3g} GiB"
-            return " ".join(filter(None, (budget, self.recomputed))) or str(chosen)
+            if chosen.budget_gib is None:
+                ways = {"full": chosen.full, "operators": chosen.operators}
+                return ", ".join(f"{way} in layers {runs(x)}" for way, x in ways.items() if x)
+            return f"within {chosen.budget_gib:.3g} GiB {self.recomputed}".strip()
         return chosen if isinstance(chosen, str) else ", ".join(chosen)
 
 
@@ -187,7 +201,7 @@ class Exact:
             candidate,
             given,
             memory,
-            fits=memory.total <= usable_bytes(question),
+            usable_bytes=usable_bytes(question),
             price=partial(time_of_step, cfg, run, cluster, shares),
             flops_per_token=self.flops_per_token,
             peak_flops=num_ranks * cluster.device.rate(product_dtype(cfg)),

@@ -10,6 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from shardwise.metrics.flops import model_flops_per_token
+from shardwise.models.dtypes import product_dtype
 from shardwise.planner.candidates import Question, Subject
 from shardwise.planner.choices import written
 from shardwise.planner.cluster import efficiency
@@ -56,17 +57,17 @@ def time_parts(time: StepTime) -> dict[str, float]:
 def heading(question: Question, subject: Subject) -> Iterator[str]:
     """Yield lines on what is planned: the model, the step and the devices, with notes on them."""
     cfg, cluster = question.cfg, question.cluster
-    counts = subject.counts
+    counts, products = subject.counts, str(product_dtype(cfg)).removeprefix("torch.")
     trained = "in full"
     if cfg.lora:
         trained = f"LoRA of {cfg.lora.path}" if cfg.lora.path else f"LoRA r={cfg.lora.r}"
     active = ""
     if counts.active_parameters < counts.parameters:
-        active = f" ({counts.active_parameters / 1e9:.3g} B active)"
+        active = f" ({millions(counts.active_parameters)} active)"
     yield (
-        f"{subject.facts.family}, {counts.parameters / 1e9:.3g} B parameters{active}, {trained}: "
-        f"{counts.trainable_parameters / 1e6:,.4g} M trained; weights in {cfg.model.dtype}, "
-        f"products in {cfg.training.precision}"
+        f"{subject.facts.family}, {millions(counts.parameters)} parameters{active}, {trained}: "
+        f"{millions(counts.trainable_parameters)} trained; weights in {cfg.model.dtype}, "
+        f"products in {products}"
     )
     rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
     yield f"a step: {counted(rows, 'row')} of {length:,} tokens, {rows * length:,} in all"
@@ -119,7 +120,9 @@ def reasons(answer: Answer) -> Iterator[str]:
     lost = max(OVERHEADS, key=lambda part: seconds[part])
     share_lost = seconds[lost] / best.time.total
     if share_lost < 0.05:
-        yield "computation binds: no other part takes 5 % of a step"
+        moved = best.time.elementwise / best.time.total
+        of_it = f", {moved:.0%} in elementwise operators" if moved >= 0.1 else ""
+        yield f"computation binds{of_it}: no other part takes 5 % of a step"
     else:
         yield f"{lost} is the largest loss: {share_lost:.0%} of a step"
     yield from on_the_host(best, answer.question)
@@ -187,7 +190,7 @@ def verdict(choice: Choice, answer: Answer) -> str:
 def why_not_fitting(choice: Choice, question: Question) -> str:
     """Return why a choice does not fit, with the part that takes most."""
     limit, memory = usable_bytes(question), choice.memory
-    text = f"does not fit: needs {size(memory.total)} of {size(limit)}"
+    text = f"does not fit: {needs(memory.total, limit)}"
     states = memory.weights + memory.gradients + memory.optimizer
     if choice.candidate.division.data == "fsdp2" and memory.total - states > limit:
         parts = {part: getattr(memory, part) for part in ("activations", "buffers", "temporary")}
@@ -205,6 +208,18 @@ def why_not_fitting(choice: Choice, question: Question) -> str:
     parts = memory_parts(memory)
     largest = max(parts, key=lambda part: parts[part])
     return f"{text}; {largest} alone {size(parts[largest])}"
+
+
+def needs(num_bytes: int, limit: int) -> str:
+    """Return in words that a choice needs more than the limit."""
+    if size(num_bytes) == size(limit):
+        return f"needs {size(num_bytes - limit)} more than {size(limit)}"
+    return f"needs {size(num_bytes)} of {size(limit)}"
+
+
+def millions(count: int) -> str:
+    """Return a number of parameters in millions or billions: `9.44 M`, `70.6 B`."""
+    return f"{number(count / 1e9)} B" if count >= 1e9 else f"{number(count / 1e6)} M"
 
 
 def refusal_lines(answer: Answer, most: int = 3) -> Iterator[str]:
@@ -250,6 +265,9 @@ def time_table(choice: Choice) -> Table:
     for part, seconds in time_parts(choice.time).items():
         share = percent(seconds / choice.time.total)
         table.add_row(part, seconds_text(seconds), share, TIME_PARTS[part])
+    if moved := choice.time.elementwise:
+        share = percent(moved / choice.time.total)
+        table.add_row("", seconds_text(moved), share, "of the first three: elementwise operators")
     hidden = seconds_text(choice.time.hidden_communication)
     table.add_row("all", seconds_text(choice.time.total), "", f"{hidden} of communication hidden")
     return table

@@ -131,7 +131,7 @@ def _counted(cfg: RunConfig, run: Description, ways: Sequence[Way]) -> Prices:
     tokens = cfg.training.micro_batch_size * length
     for way in ways:
         works = work_of_units(as_way(cfg, way), run.hf, run.spec)
-        elements = [int(w.rest_forward.elements) if w.reruns != "nothing" else 0 for w in works]
+        elements = [int(work.rest_again.elements) for work in works]
         flops = [
             unit_flops_per_token(unit, length, way).recomputed
             - unit_flops_per_token(unit, length, "none").recomputed

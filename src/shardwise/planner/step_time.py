@@ -1,8 +1,7 @@
 """The seconds of a training step, by part, on a cluster: a preset or this machine as calibrated.
 
-A unit's products are looked up by shape; the rest of it is priced by its kind. On a preset both are
-rooflines with stated efficiencies (docs/guides/calibrating.md). Messages are those of
-`communication.py`, over the slowest link of their axis. A pipeline goes through the simulator.
+Units are priced by `unit_time.py`, and messages are those of `communication.py`, over the slowest
+link of their axis. A pipeline goes through the simulator.
 
 Overlap: on a GPU, the gradient sums of ddp and those over the replicas of hsdp overlap with the
 backward of the last micro-batch, and FSDP's gathers and scatters overlap with the layers. A rank
@@ -14,7 +13,7 @@ the one thread that computes, so nothing overlaps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple, get_args
@@ -23,7 +22,7 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import EXPERT_AXES, num_microbatches
 from shardwise.models.alike import first_alike
-from shardwise.models.dtypes import hidden_dtype, product_dtype
+from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.matrices import muon_dtype
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
@@ -31,10 +30,8 @@ from shardwise.planner.communication import of_data, step_of, within_layers
 from shardwise.planner.messages import Total, When, add_up, ranks_along
 from shardwise.planner.share import Share
 from shardwise.planner.shares import Shares
-from shardwise.planner.traffic import Direction, passes
-from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
+from shardwise.planner.unit_time import UnitSeconds, between, seconds_of_units
 from shardwise.planner.update import moved_bytes, orthogonalising_flops
-from shardwise.planner.weights import shapes_of
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.simulate import step_seconds
 
@@ -66,25 +63,15 @@ class StepTime:
     """0: rows are read ahead while a step runs."""
     hidden_communication: float = 0.0
     """Messages that run while a rank computes: no part of the total."""
+    elementwise: float = 0.0
+    """Of layers, head and recomputation: elementwise operators. A calibration does not tell them
+    from the rest."""
 
     @property
     def total(self) -> float:
         """The seconds of the step."""
         work = self.layers + self.head + self.recomputation + self.optimizer + self.data
         return work + self.communication + self.bubble
-
-
-class UnitSeconds(NamedTuple):
-    """The seconds of one micro-batch in a unit."""
-
-    forward: float
-    backward: float
-    recomputed: float
-
-
-def between(alone: UnitSeconds, together: UnitSeconds, share: float) -> UnitSeconds:
-    """Return the seconds while other ranks are busy for this share of the time."""
-    return UnitSeconds(*(a + share * (b - a) for a, b in zip(alone, together, strict=True)))
 
 
 def time_of_step(
@@ -132,6 +119,7 @@ def time_of_step(
         bubble=bubble,
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
         hidden_communication=hidden,
+        elementwise=m * sum(units[i].elementwise for i in busiest),
     )
 
 
@@ -147,87 +135,6 @@ def alike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) -> 
         of_rank = tuple(tuple(kinds[low:high]) for low, high in places)
         firsts.append(sorts.setdefault(of_rank, rank))
     return firsts
-
-
-def seconds_of_units(
-    cfg: RunConfig, run: Description, cluster: Cluster, num_busy: int
-) -> list[UnitSeconds]:
-    """Return the seconds of every unit while so many ranks are busy.
-
-    Layers that are alike are priced once.
-    """
-    # Products are those of the matrices, in whatever form `model.base` stores them.
-    shapes = shapes_of(replace(cfg, model=replace(cfg.model, base="none")), run)
-    if run.spec.tied:
-        shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
-    num_ranks = prod(run.sizes.values())
-    # The first micro-batch has no gradient yet to add its own to.
-    share_added = 1 - 1 / num_microbatches(cfg, num_ranks)
-    priced: dict[int, UnitSeconds] = {}
-    units = []
-    works = work_of_units(cfg, run.hf, run.spec, shapes)
-    undivided, tp = works, 1
-    if cluster.calibration is None and cfg.parallel.sequence_parallel:
-        # Each rank of tp has its share of all that lies between products.
-        undivided, tp = work_of_units(cfg, run.hf, run.spec), cfg.parallel.tp
-    for work, whole in zip(works, undivided, strict=True):
-        if id(work) not in priced:
-            elements = whole.rest_forward.elements / tp
-            backward = work.rest_backward
-            added = backward.trained * share_added
-            of_step = replace(
-                work,
-                rest_forward=work.rest_forward._replace(elements=elements),
-                rest_backward=backward._replace(elements=elements, trained=added),
-            )
-            priced[id(work)] = _seconds(cfg, run.spec.family, cluster, num_busy, of_step)
-        units.append(priced[id(work)])
-    return units
-
-
-def _seconds(
-    cfg: RunConfig, family: str, cluster: Cluster, num_busy: int, work: UnitWork
-) -> UnitSeconds:
-    def products(of: Sequence[Product]) -> float:
-        return sum(_product(cfg, cluster, num_busy, product) for product in of)
-
-    def rest(direction: Direction, amount: Rest) -> float:
-        if cluster.calibration is not None:
-            speeds = cluster.calibration.of_busy(num_busy)
-            return speeds.rest_seconds(work.key, direction, amount)
-        device, dtype = cluster.device, product_dtype(cfg)
-        rate = cluster.device.rate(dtype) * efficiency("core")
-        # Compiled code reads and writes once what eager operators read and write one by one.
-        times = passes(family, work.key, direction, dtype, hidden_dtype(cfg))
-        if cfg.training.compile == "inductor":
-            times = min(times, 1.0)
-        moved = 2 * (times * amount.elements + amount.trained) * dtype.itemsize
-        bandwidth = device.memory_bandwidth * efficiency("memory")
-        return amount.core_flops / rate + moved / bandwidth
-
-    # A stored matrix is read and written in the dtype of products before its product reads it.
-    form = 0.5 if cfg.model.base.startswith("nf4") else 1.0
-    moved = work.stored * (form + product_dtype(cfg).itemsize)
-    dequantised = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
-    around = rest("forward", work.rest_forward)
-    forward = products(work.forward) + dequantised + around
-    backward = 0.0
-    if work.has_backward:
-        backward = products(work.backward) + dequantised
-        backward += rest("backward", work.rest_backward)
-    again = {"nothing": 0.0, "rest": around, "all": forward}
-    return UnitSeconds(forward, backward, again[work.reruns])
-
-
-def _product(cfg: RunConfig, cluster: Cluster, num_busy: int, product: Product) -> float:
-    if cluster.calibration is not None:
-        return cluster.calibration.of_busy(num_busy).product_seconds(product)
-    rows, inner, columns = product.rows, product.inner, product.columns
-    rate = cluster.device.rate(product_dtype(cfg)) * efficiency("product")
-    flops = 2 * rows * inner * columns / rate
-    moved = product_dtype(cfg).itemsize * (rows * inner + inner * columns + rows * columns)
-    traffic = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
-    return product.times * max(flops, traffic)
 
 
 def _message(cluster: Cluster, kind: str, num_ranks: int, span: int, num_bytes: float) -> float:

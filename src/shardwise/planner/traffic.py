@@ -1,9 +1,9 @@
-"""How often elementwise operators move what enters and leaves the products of a layer.
+"""How often elementwise operators move what enters and leaves the products of a unit.
 
 A layer's norms, gates, convolutions, rotations and copies between dtypes each read and write whole
-tensors. traffic.yaml has, by family and by the key of a `UnitWork`, the bytes that they move in a
-forward and in a backward over those of its products' inputs and outputs, as
-tools/elementwise_traffic.py has counted them in eager code.
+tensors, and so does the loss. traffic.yaml has, by family and by the key of a `UnitWork` (of a head
+with its loss), the bytes that they move in a forward and in a backward over those of its products'
+inputs and outputs, as tools/elementwise_traffic.py has counted them in eager code.
 """
 
 from __future__ import annotations
@@ -13,38 +13,51 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import torch
 import yaml
+
+from shardwise.config import RunConfig
+from shardwise.models.dtypes import hidden_dtype, product_dtype
 
 PATH = Path(__file__).with_name("traffic.yaml")
 Direction = Literal["forward", "backward"]
 Table = dict[str, dict[str, dict[str, list[float]]]]
 
 
-@cache
-def passes(
-    family: str, key: str, direction: Direction, products: torch.dtype, hidden: torch.dtype
-) -> float:
+def passes(cfg: RunConfig, family: str, key: str, direction: Direction) -> float:
     """Return the passes over the inputs and outputs of a unit's products.
 
-    An element has as many bytes as in products; `hidden` is the dtype of hidden states.
-
-    A family that was not counted takes the mean of those that have such layers, and a kind of layer
-    that none has the mean of all. Embedding, head and loss are not counted, and move each once.
+    An element has as many bytes as in products. A family that was not counted takes the mean of
+    those that have such layers, and a kind of layer that none has the mean of all.
     """
-    if key.startswith(("embed,", "head,")):
-        return 1.0
+    if key.startswith("head, "):
+        loss = cfg.training.loss
+        key = f"{key}, {'triton' if loss == 'auto' else loss}"  # as a GPU's `auto`
+    products, hidden = product_dtype(cfg), hidden_dtype(cfg)
     name = "bfloat16" if hidden.itemsize == 2 else "mixed"
-    name, table = "float32" if products.itemsize == 4 else name, _table()
-    place = ("forward", "backward").index(direction)
+    times = _counted(family, key, "float32" if products.itemsize == 4 else name, direction)
+    if cfg.training.compile == "inductor" and _is_compiled(cfg, key):
+        # Compiled code reads and writes once what eager operators read and write one by one.
+        return min(times, 1.0)
+    return times
+
+
+def _is_compiled(cfg: RunConfig, key: str) -> bool:
+    """Return whether a unit is a layer without eager code: experts of `ep` run as they are."""
+    is_layer = not key.startswith(("embed, ", "head, "))
+    return is_layer and not (cfg.parallel.ep > 1 and ", moe, " in key)
+
+
+@cache
+def _counted(family: str, key: str, dtypes: str, direction: Direction) -> float:
+    place, table = ("forward", "backward").index(direction), _table()
     if key in table.get(family, {}):
-        return table[family][key][name][place]
-    mode = key.rpartition(", ")[2]
+        return table[family][key][dtypes][place]
     rows = [row for of_family in table.values() for k, row in of_family.items() if k == key]
-    rows = rows or [
-        row for of_family in table.values() for k, row in of_family.items() if k.endswith(mode)
-    ]
-    return statistics.mean(row[name][place] for row in rows)
+    if not rows:  # a key of a layer has its kind, its feed-forward and what is trained
+        mode = key.rpartition(", ")[2]
+        layers = (item for of_family in table.values() for item in of_family.items())
+        rows = [row for k, row in layers if k.endswith(mode) and not k.startswith("head, ")]
+    return statistics.mean(row[dtypes][place] for row in rows)
 
 
 @cache

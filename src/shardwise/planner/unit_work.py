@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedModel
 
 from shardwise.assembly.costs import with_gradients
-from shardwise.config import RunConfig
-from shardwise.metrics.flops import rerun_of
+from shardwise.config import RunConfig, Way
+from shardwise.metrics.flops import is_again, is_rerun, rerun_of
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import Unit, Weight
 from shardwise.models.families import family_of
@@ -48,6 +48,9 @@ class Rest(NamedTuple):
     """Elements of trained weights, whose gradients are added up."""
 
 
+NOTHING = Rest(0.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class UnitWork:
     """One micro-batch in a unit (the embedding, a layer, head and loss) on one rank."""
@@ -59,8 +62,15 @@ class UnitWork:
     rest_forward: Rest
     rest_backward: Rest
     has_backward: bool
-    reruns: Literal["nothing", "rest", "all"]
-    """What the backward runs again of the forward: `rest` has no products."""
+    way: Way
+    """What the backward runs again of the forward, in short."""
+    again: tuple[Product, ...]
+    """The products that it runs again,"""
+    rest_again: Rest
+    """and the rest."""
+    matrices: float
+    """Elements of the matrices that multiply tokens in it, which autocast casts each time; it casts
+    no stacks of experts."""
     stored: float = 0.0
     """Elements of matrices in a form of `model.base`, which each pass reads back."""
 
@@ -111,9 +121,11 @@ def _work(
     tokens: int,
     has_neighbours: bool,
 ) -> UnitWork:
+    way = rerun_of(unit, cfg.training.checkpointing)
     forward: list[Product] = []
     backward: list[Product] = []
-    elements = 0.0
+    again: list[Product] = []
+    elements = matrices = 0.0
     for weight in unit.weights:
         shape = shapes[weight.name]
         of_b = ".lora_B." in weight.name
@@ -122,32 +134,30 @@ def _work(
             columns = shapes[weight.name.replace(".lora_B.", ".lora_A.")][-1]
             forward.append(Product("forward", float(shape[0]), shape[1], columns))
         times, rows = 1.0, float(tokens)
-        if len(shape) == 3 and not weight.by_elements:  # a stack of experts
+        is_stack = len(shape) == 3 and not weight.by_elements
+        if is_stack:
             # Ranks of `ep` send each other's experts as many rows as a rank has.
             times = float(shape[0])
             rows = max(1.0, tokens * weight.active * cfg.parallel.ep)
         if ".lora_" not in weight.name:
             elements += times * rows * (shape[0] if weight.by_elements else sum(shape[-2:]))
         if not weight.by_elements:
-            forward.append(Product("forward", rows, shape[-1], shape[-2], times))
-            backward += _backward(weight, shape, rows, times)
+            product = Product("forward", rows, shape[-1], shape[-2], times)
+            forward.append(product)
+            again += [product] * is_rerun(weight, way)
+            backward += [*_backward(weight, shape, rows, times), *[product] * is_again(weight)]
+            matrices += 0.0 if is_stack else prod(shape)
     if unit.kind == "embed":
         elements = float(
             tokens * min(shape[-1] for name, shape in shapes.items() if unit.name in name)
         )
     # A token's core is on its complete row, and each rank of `tp` has its share of the heads.
-    length = cfg.data.sequence_length
+    length, with_maps = cfg.data.sequence_length, has_neighbours or cfg.parallel.cp > 1
     share = tokens / cfg.parallel.tp
-    trained = float(unit.trainable_parameters) / cfg.parallel.tp
-    core_forward = share * sum(core.executed_forward(length) for core in unit.cores)
-    core_backward = 0.0
-    if unit.core_gradient:
-        core_backward = share * sum(core.executed_backward(length) for core in unit.cores)
-    if has_neighbours or cfg.parallel.cp > 1:
-        core_forward += share * sum(core.map_forward(length) for core in unit.cores)
-        if unit.core_gradient:
-            core_backward += share * sum(core.map_backward(length) for core in unit.cores)
-    trained_forward = 0.0
+    core_forward, core_backward, core_again = (
+        share * flops for flops in _core_flops(unit, length, way, with_maps)
+    )
+    trained, trained_forward = _trained(cfg, unit, shapes), 0.0
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, backward, trained_forward = forward + backward, [], trained
@@ -158,13 +168,36 @@ def _work(
         rest_forward=Rest(1.0, elements, core_forward, trained_forward),
         rest_backward=Rest(1.0, elements, core_backward, trained),
         has_backward=unit.backward,
-        reruns=_reruns(cfg, unit),
+        way=way,
+        again=tuple(again),
+        rest_again=NOTHING if way == "none" else Rest(1.0, elements, core_again, 0.0),
+        matrices=matrices,
     )
 
 
-def _reruns(cfg: RunConfig, unit: Unit) -> Literal["nothing", "rest", "all"]:
-    way = rerun_of(unit, cfg.training.checkpointing)
-    return "all" if way == "full" else "rest" if way == "operators" else "nothing"
+def _core_flops(unit: Unit, length: int, way: Way, with_maps: bool) -> tuple[float, float, float]:
+    """Return the FLOPs per token of a unit's cores in its forward and backward, and of those that
+    the backward runs again.
+
+    `with_maps`: those of `cp` too, which pass on a state.
+    """
+    forward = backward = again = 0.0
+    for core in unit.cores:
+        runs = core.executed_forward(length) + with_maps * core.map_forward(length)
+        forward += runs
+        if unit.core_gradient:
+            backward += core.executed_backward(length) + with_maps * core.map_backward(length)
+        again += runs * (way == "full" or (way == "operators" and not core.is_one_operator))
+    return forward, backward, again
+
+
+def _trained(cfg: RunConfig, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Return the elements of a unit's trained weights on a rank: `tp` shards them, and `ep` the
+    experts.
+    """
+    stacks = [w for w in unit.weights if w.trainable and len(shapes[w.name]) == 3]
+    others = unit.trainable_parameters - sum(weight.numel for weight in stacks)
+    return others / cfg.parallel.tp + sum(prod(shapes[weight.name]) for weight in stacks)
 
 
 def _backward(weight: Weight, shape: tuple[int, ...], rows: float, times: float) -> list[Product]:

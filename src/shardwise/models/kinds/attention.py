@@ -45,6 +45,7 @@ class Attention(Core):
     num_heads: int
     key_dim: int
     value_dim: int
+    is_one_operator = True
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
@@ -67,6 +68,7 @@ class SlidingAttention(Core):
     num_heads: int
     head_dim: int
     window: int
+    is_one_operator = True
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""

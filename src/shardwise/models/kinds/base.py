@@ -29,6 +29,9 @@ class Core:
     multiply-add is 2, and only products count.
     """
 
+    is_one_operator = False
+    """One operator of torch computes it, whose output `training.checkpointing: operators` keeps."""
+
     def model_forward(self, sequence_length: int) -> float:
         """Return what the definition asks of a forward; a backward is twice that."""
         raise NotImplementedError

@@ -1,0 +1,163 @@
+"""The seconds of one micro-batch in each unit of a model.
+
+On this machine a unit's products are looked up by shape, and the rest of it is priced by its kind,
+as calibrated. On a preset both are rooflines with stated efficiencies (docs/guides/calibrating.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from shardwise.assembly.describe import Description
+from shardwise.config import RunConfig
+from shardwise.layouts import num_microbatches, num_strategy_ranks
+from shardwise.models.dtypes import hidden_dtype, product_dtype
+from shardwise.planner.cluster import Cluster, efficiency
+from shardwise.planner.traffic import Direction, passes
+from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
+from shardwise.planner.weights import shapes_of
+
+
+class UnitSeconds(NamedTuple):
+    """The seconds of one micro-batch in a unit."""
+
+    forward: float
+    backward: float
+    recomputed: float
+    elementwise: float
+    """Of these three."""
+
+
+def between(alone: UnitSeconds, together: UnitSeconds, share: float) -> UnitSeconds:
+    """Return the seconds while other ranks are busy for this share of the time."""
+    return UnitSeconds(*(a + share * (b - a) for a, b in zip(alone, together, strict=True)))
+
+
+class Work(NamedTuple):
+    """The seconds of a pass."""
+
+    computed: float
+    """Products and cores."""
+    elementwise: float
+
+
+def seconds_of_units(
+    cfg: RunConfig, run: Description, cluster: Cluster, num_busy: int
+) -> list[UnitSeconds]:
+    """Return the seconds of every unit while so many ranks are busy.
+
+    Layers that are alike are priced once.
+    """
+    # Products are those of the matrices, in whatever form `model.base` stores them.
+    shapes = shapes_of(replace(cfg, model=replace(cfg.model, base="none")), run)
+    if run.spec.tied:
+        shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
+    # The first micro-batch has no gradient yet to add its own to.
+    share_added = 1 - 1 / num_microbatches(cfg, prod(run.sizes.values()))
+    share_added /= _shards_added(cfg, run)
+    price = _roofline if cluster.calibration is None else _measured
+    priced: dict[int, UnitSeconds] = {}
+    units = []
+    works = work_of_units(cfg, run.hf, run.spec, shapes)
+    undivided, tp = works, 1
+    if cluster.calibration is None and cfg.parallel.sequence_parallel:
+        # Each rank of tp has its share of all that lies between products.
+        undivided, tp = work_of_units(cfg, run.hf, run.spec), cfg.parallel.tp
+    for work, whole in zip(works, undivided, strict=True):
+        if id(work) not in priced:
+            elements = whole.rest_forward.elements / tp
+            again, backward = work.rest_again, work.rest_backward
+            of_step = replace(
+                work,
+                rest_forward=work.rest_forward._replace(elements=elements),
+                rest_backward=backward._replace(
+                    elements=elements, trained=backward.trained * share_added
+                ),
+                rest_again=again._replace(elements=min(elements, again.elements)),
+            )
+            priced[id(work)] = price(cfg, run.spec.family, cluster, num_busy, of_step)
+        units.append(priced[id(work)])
+    return units
+
+
+def _shards_added(cfg: RunConfig, run: Description) -> int:
+    """Return of how many shards a rank adds up one, where gradients are reduced after each
+    backward.
+    """
+    parallel = cfg.parallel
+    is_fsdp = parallel.data in ("fsdp1", "fsdp2") and parallel.pp == 1
+    return num_strategy_ranks(cfg, run.sizes) if is_fsdp or parallel.data == "zero2" else 1
+
+
+def _measured(
+    cfg: RunConfig, family: str, cluster: Cluster, num_busy: int, work: UnitWork
+) -> UnitSeconds:
+    """Return the seconds of a unit on a machine as it is calibrated."""
+    assert cluster.calibration is not None
+    speeds = cluster.calibration.of_busy(num_busy)
+
+    def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> float:
+        in_products = sum(map(speeds.product_seconds, products))
+        return in_products + speeds.rest_seconds(work.key, direction, rest)
+
+    read_back = _read_back(cfg, cluster, work)
+    return UnitSeconds(
+        forward=seconds(work.forward, "forward", work.rest_forward) + read_back,
+        backward=work.has_backward
+        * (seconds(work.backward, "backward", work.rest_backward) + read_back),
+        recomputed=seconds(work.again, "forward", work.rest_again)
+        + (work.way == "full") * read_back,
+        elementwise=0.0,
+    )
+
+
+def _roofline(
+    cfg: RunConfig, family: str, cluster: Cluster, num_busy: int, work: UnitWork
+) -> UnitSeconds:
+    """Return the seconds of a unit by a datasheet's figures; `num_busy` does not matter."""
+    device, dtype, hidden = cluster.device, product_dtype(cfg), hidden_dtype(cfg)
+    bandwidth = device.memory_bandwidth * efficiency("memory")
+    rate = device.rate(dtype) * efficiency("core")
+    # Autocast reads each matrix and writes it in the dtype of products; gradients go back.
+    cast = (hidden.itemsize + dtype.itemsize) * work.matrices * (hidden != dtype)
+
+    def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> Work:
+        in_products = sum(_product_seconds(cfg, cluster, product) for product in products)
+        times = passes(cfg, family, work.key, direction)
+        moved = 2 * times * rest.elements * dtype.itemsize + cast * (rest.calls > 0)
+        # A gradient is read, added to a sum, and the sum is written.
+        moved += 3 * rest.trained * hidden.itemsize
+        return Work(in_products + rest.core_flops / rate, moved / bandwidth)
+
+    read_back = _read_back(cfg, cluster, work)
+    none = Work(0.0, 0.0)
+    forward = seconds(work.forward, "forward", work.rest_forward)
+    backward = again = none
+    if work.has_backward:
+        backward = seconds(work.backward, "backward", work.rest_backward)
+        again = seconds(work.again, "forward", work.rest_again)
+    return UnitSeconds(
+        forward=sum(forward) + read_back,
+        backward=sum(backward) + read_back * work.has_backward,
+        recomputed=sum(again) + read_back * (work.way == "full"),
+        elementwise=forward.elementwise + backward.elementwise + again.elementwise,
+    )
+
+
+def _read_back(cfg: RunConfig, cluster: Cluster, work: UnitWork) -> float:
+    """Return the seconds in which stored matrices are read and written in the dtype of products."""
+    form = 0.5 if cfg.model.base.startswith("nf4") else 1.0
+    moved = work.stored * (form + product_dtype(cfg).itemsize)
+    return moved / (cluster.device.memory_bandwidth * efficiency("memory"))
+
+
+def _product_seconds(cfg: RunConfig, cluster: Cluster, product: Product) -> float:
+    rows, inner, columns = product.rows, product.inner, product.columns
+    rate = cluster.device.rate(product_dtype(cfg)) * efficiency("product")
+    flops = 2 * rows * inner * columns / rate
+    moved = product_dtype(cfg).itemsize * (rows * inner + inner * columns + rows * columns)
+    traffic = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
+    return product.times * max(flops, traffic)
