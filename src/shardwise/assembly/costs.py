@@ -145,14 +145,7 @@ def with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:
     Under one that halves backwards, the gradient goes down to the embedding's output, whatever is
     trained.
     """
-    if schedule not in HALVING:
-        return counts
-    embedding, *above = counts.units
-    units = [replace(embedding, backward=True)]
-    for unit in above:
-        weights = tuple(replace(weight, input_gradient=True) for weight in unit.weights)
-        units.append(replace(unit, weights=weights, core_gradient=True, backward=True))
-    return ModelCounts(tuple(units))
+    return counts.with_all_input_gradients if schedule in HALVING else counts
 
 
 def _cost(

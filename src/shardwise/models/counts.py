@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
@@ -63,6 +64,16 @@ class ModelCounts:
     """A model as its units, from the embedding to the head."""
 
     units: tuple[Unit, ...]
+
+    @cached_property
+    def with_all_input_gradients(self) -> ModelCounts:
+        """The same where gradients go down to the embedding's output, whatever is trained."""
+        embedding, *above = self.units
+        units = [replace(embedding, backward=True)]
+        for unit in above:
+            weights = tuple(replace(weight, input_gradient=True) for weight in unit.weights)
+            units.append(replace(unit, weights=weights, core_gradient=True, backward=True))
+        return ModelCounts(tuple(units))
 
     @property
     def parameters(self) -> int:

@@ -84,7 +84,7 @@ class Estimates:
         training = replace(question.cfg.training, micro_batch_size=1, checkpointing=checkpointing)
         one = replace(question.cfg, parallel=Parallel(), training=training)
         units = seconds_of_units(one, run, question.cluster, question.cluster.num_devices)
-        *layers, head = (sum(unit) for unit in units)
+        *layers, head = (unit.total for unit in units)
         return sum(layers), head
 
     def ring(self, num_ranks: int, inside: int = 1) -> Link:

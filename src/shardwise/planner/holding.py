@@ -218,12 +218,12 @@ class Zero2(Zero1):
 
 def buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
     """Yield the buckets of at most BUCKET_BYTES that zero makes of weights."""
-    bucket: list[Weight] = []
+    bucket, size = list[Weight](), 0
     for weight in weights:
-        size = sum(w.numel * w.itemsize for w in (*bucket, weight))
+        size += weight.numel * weight.itemsize
         if bucket and size > BUCKET_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], weight.numel * weight.itemsize
         bucket.append(weight)
     if bucket:
         yield bucket

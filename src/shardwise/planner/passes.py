@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import compress
 from typing import NamedTuple
+
+import numpy as np
 
 from shardwise.models.activations import UnitMemory
 from shardwise.planner.holding import Held
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.simulate import kept_messages
 
 FORWARD, BACKWARD = UnitMemory._fields.index("forward"), UnitMemory._fields.index("backward")
 
@@ -40,30 +46,72 @@ class Pass(NamedTuple):
     """Bytes of hidden states that are received or sent."""
 
 
-class Progress:
-    """How far a rank of a pipeline is in its step: numbers of micro-batches by chunk."""
+class Action(NamedTuple):
+    """An action of a rank of a pipeline, of those that hold the same the first."""
 
-    def __init__(self) -> None:
-        self.forwards, self.backwards = Counter[int](), Counter[int]()
-        """Forwards and backwards that have ended."""
-        self.in_flight = Counter[int]()
-        """Forwards whose backward has not begun."""
-        self.halved = Counter[int]()
-        """Backwards of which only the first half has ended."""
+    is_forward: bool
+    place: int
+    """Of its chunk among those of the rank."""
+    is_first: bool
+    """The chunk has no gradients yet."""
 
-    def begin(self, kind: str, chunk: int) -> None:
-        """Count an action that begins: a backward takes its micro-batch out of flight."""
+
+class Progress(NamedTuple):
+    """How far a rank of a pipeline is as an action runs: numbers of micro-batches by chunk."""
+
+    in_flight: tuple[int, ...]
+    """Forwards whose backward has not begun, or of whose backward half is left."""
+    halved: tuple[int, ...]
+    """Backwards of which only the first half has ended."""
+    has_gradients: tuple[bool, ...]
+    forwards: tuple[int, ...]
+    """Forwards and backwards that have ended; where no more is kept the more there are, at most
+    one."""
+    backwards: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def progress_of(pipeline: Pipeline, rank: int) -> Mapping[Action, tuple[Progress, ...]]:
+    """Return how far a rank is at each of its actions, in the order of its schedule.
+
+    Left out is what holds no more than another one of the same action. In the middle of a long
+    step, which repeats itself, only the numbers of messages grow.
+    """
+    short, chunks = pipeline.shortened(), pipeline.chunks_of(rank)
+    left_out = pipeline.num_microbatches - short.num_microbatches
+    most = pipeline.num_microbatches if kept_messages(pipeline) else 1
+    order, number = short.order(rank), len(chunks)
+    in_flight, halved = [0] * number, [0] * number
+    has_gradients, ended = [False] * number, {kind: [0] * number for kind in "FB"}
+    found: dict[Action, dict[Progress, None]] = {}
+    for index, (chunk, kind, _, _) in enumerate(order):
+        if index == len(order) // 2:
+            for numbers in ended.values():
+                numbers[:] = [count + left_out for count in numbers]
+        place = chunks.index(chunk)
         if kind in "BI":
-            self.in_flight[chunk] -= 1
-
-    def end(self, kind: str, chunk: int) -> None:
-        """Count an action that has ended. After half of a backward its micro-batch is in flight."""
+            in_flight[place] -= 1
+        if kind != "W":
+            action = Action(kind == "F", place, not has_gradients[place])
+            counts = (tuple(min(count, most) for count in ended[of]) for of in "FB")
+            now = Progress(tuple(in_flight), tuple(halved), tuple(has_gradients), *counts)
+            found.setdefault(action, {})[now] = None
         if kind == "F":
-            self.forwards[chunk] += 1
-            self.in_flight[chunk] += 1
+            ended["F"][place] += 1
+            in_flight[place] += 1
         if kind in "BI":
-            self.backwards[chunk] += 1
+            ended["B"][place] += 1
         if kind in "IW":
             step = 1 if kind == "I" else -1
-            self.in_flight[chunk] += step
-            self.halved[chunk] += step
+            in_flight[place] += step
+            halved[place] += step
+        if kind in "BW":
+            has_gradients[place] = True
+    return {action: tuple(_largest([*of_action])) for action, of_action in found.items()}
+
+
+def _largest(of_action: Sequence[Progress]) -> Iterator[Progress]:
+    """Yield those of which something is more than in each other one."""
+    numbers = np.array([[number for part in one for number in part] for one in of_action])
+    is_within = (numbers[:, None] <= numbers[None]).all(axis=2)  # in itself too
+    yield from compress(of_action, is_within.sum(axis=1) == 1)

@@ -26,7 +26,7 @@ from shardwise.models.dtypes import hidden_dtype
 from shardwise.planner.holding import Ddp, Unit, Whole, Zero1, Zero2, buckets
 from shardwise.planner.holding_fsdp import Fsdp1, Fsdp2, Fsdp2Stage
 from shardwise.planner.memory import Memory, state_bytes
-from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass, Progress
+from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass, Progress, progress_of
 from shardwise.planner.share import Chunk, Share, boundaries_of, share_of
 from shardwise.planner.units import left_whole
 from shardwise.planner.update import summed_bytes, update_bytes
@@ -299,43 +299,26 @@ class Rank:
         return next(self._memories(units, [max(moments, key=num_bytes)]))
 
     def _pipeline(self) -> Iterator[Pass]:
-        """Yield a rank's actions in the order of its schedule.
+        """Yield the actions of a rank that may hold most.
 
         A micro-batch in flight keeps the activations of a chunk, and its output until its backward.
-        In the middle of a long step, which repeats itself, only the numbers of messages grow.
         """
         assert self.run.pipeline is not None
-        rank, pipeline = self.coordinates["pp"], self.run.pipeline.shortened()
-        left_out = self.run.pipeline.num_microbatches - pipeline.num_microbatches
-        order, chunks, holdings = pipeline.order(rank), pipeline.chunks_of(rank), self.holdings
         late = [sum(unit.memory.late for unit in units) for units in self.chunks]
-        now = Progress()
-        moments: dict[object, tuple[Moment, ...]] = {}
-        seen: set[object] = set()
-        for number, action in enumerate(order):
-            if number == len(order) // 2:
-                for ended in (now.forwards, now.backwards):
-                    ended.update(dict.fromkeys(range(len(chunks)), left_out))
-            place = chunks.index(action.chunk)
-            units, holding = self.chunks[place], holdings[place]
-            now.begin(action.kind, place)
-            messages = self._messages(action.kind, now)
-            numbers = tuple(now.in_flight[chunk] for chunk in range(len(chunks)))
-            left = sum(number * late[chunk] for chunk, number in now.halved.items())
-            others = sum(h.total for h in holdings if h is not holding and not h.is_first)
-            key = action.kind == "F", place, holding.is_first
-            state = action.kind, key, messages, numbers, left, others
-            if action.kind != "W" and state not in seen:
-                seen.add(state)
-                if key not in moments:
-                    run = self._forward if action.kind == "F" else self._backward
-                    moments[key] = tuple(run(units, holding))
-                yield Pass(place, moments[key], numbers, left, others, messages)
-            now.end(action.kind, place)
-            if action.kind in "BW":
-                holding.is_first = False
+        actions = progress_of(self.run.pipeline, self.coordinates["pp"])
+        for (is_forward, place, is_first), progress in actions.items():
+            holding = self.holdings[place]
+            holding.is_first = is_first
+            run = self._forward if is_forward else self._backward
+            moments = tuple(run(self.chunks[place], holding))
+            for now in progress:
+                left = sum(map(prod, zip(now.halved, late)))
+                has_gradients = zip(self.holdings, now.has_gradients)
+                others = sum(h.total for h, has in has_gradients if has and h is not holding)
+                messages = self._messages(is_forward, now)
+                yield Pass(place, moments, now.in_flight, left, others, messages)
 
-    def _messages(self, kind: str, now: Progress) -> int:
+    def _messages(self, is_forward: bool, now: Progress) -> int:
         """Return the bytes of hidden states and their gradients that torch keeps around an action.
 
         A chunk's output stays until its backward. gpipe and 1f1b drop what they have sent with the
@@ -348,9 +331,9 @@ class Rank:
                 is_kept = keeps_all and chunk.sends_to is not None
                 number += now.forwards[place] if is_kept else now.in_flight[place]
             if chunk.receives_from is not None and chunk.needs_input_gradient:
-                number += now.backwards[place] if keeps_all else min(1, now.backwards[place])
-            if kind == "F" and chunk.sends_to is not None and not keeps_all:
-                number += min(1, now.backwards[place])
+                number += now.backwards[place]
+            if is_forward and chunk.sends_to is not None and not keeps_all:
+                number += now.backwards[place]
         return number * self.passed_on
 
     def _after(self) -> Iterator[Memory]:

@@ -30,6 +30,11 @@ class UnitSeconds(NamedTuple):
     elementwise: float
     """Of these three."""
 
+    @property
+    def total(self) -> float:
+        """The seconds of a micro-batch."""
+        return self.forward + self.backward + self.recomputed
+
 
 def between(alone: UnitSeconds, together: UnitSeconds, share: float) -> UnitSeconds:
     """Return the seconds while other ranks are busy for this share of the time."""

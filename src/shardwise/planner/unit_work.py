@@ -87,8 +87,7 @@ def work_of_units(
     `shapes`: of weights as a rank of `tp` and `ep` has them; by default those of `hf`.
     `has_neighbours`: other ranks have tokens of the same rows; always so under `cp`.
     """
-    if shapes is None:
-        shapes = {name: tuple(p.shape) for name, p in hf.named_parameters(remove_duplicate=False)}
+    shapes = _shapes(hf) if shapes is None else shapes
     units = with_gradients(counts_of(hf, spec), cfg.parallel.schedule).units
     feed_forwards = ["", *(f", {layer.feed_forward}" for layer in spec.layers), ""]
     mode = "lora" if cfg.lora else "full"
@@ -106,6 +105,11 @@ def work_of_units(
             numels = [prod(shapes[w.name]) for w in unit.weights if w.name in stored]
             works.append(replace(work, stored=float(sum(numels))))
     return tuple(works)
+
+
+@lru_cache(maxsize=1)
+def _shapes(hf: PreTrainedModel) -> Mapping[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in hf.named_parameters(remove_duplicate=False)}
 
 
 @lru_cache(maxsize=1)

@@ -114,4 +114,7 @@ def _odd_dtype(weights: Sequence[Weight]) -> set[Weight]:
     numels = Counter[int]()
     for weight in weights:
         numels[weight.itemsize] += weight.numel
-    return {w for w in weights if w.itemsize != numels.most_common(1)[0][0]}
+    if len(numels) < 2:
+        return set()
+    most = numels.most_common(1)[0][0]
+    return {weight for weight in weights if weight.itemsize != most}

@@ -96,7 +96,7 @@ def shapes_of(cfg: RunConfig, run: Description) -> dict[str, tuple[int, ...]]:
     return {w.name: w.shape for ws in cut_weights(cfg, run, 0).values() for w in ws}
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2**14)
 def sharded(
     weights: tuple[Weight, ...], num_shards: int, num_expert_ranks: int
 ) -> tuple[Weight, ...]:

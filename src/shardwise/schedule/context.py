@@ -9,6 +9,7 @@ all ranks do the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import lcm
 from typing import Literal
 
@@ -115,6 +116,7 @@ def sent_by_attention(
     return exchanged, exchanged
 
 
+@lru_cache(maxsize=256)  # many layers and layouts send the same
 def _sent_by_ring(chunk_bytes: int, cut: Cut, rank: int, reach: int | None) -> tuple[Sent, Sent]:
     """Return what a rank sends point to point: to each other rank the chunks that it reads.
 

@@ -86,7 +86,7 @@ def simulate(pipeline: Pipeline, chunks: Sequence[Cost]) -> Timeline:
     assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs, {pipeline.num_chunks} chunks"
     starts, ends = times(pipeline, Work.of(pipeline, chunks, np.arange(len(chunks) + 1)[None]))
     events = []
-    for (action, _, _), start, end in zip(_plan(pipeline), starts[:, 0], ends[:, 0], strict=True):
+    for (action, *_), start, end in zip(_plan(pipeline), starts[:, 0], ends[:, 0], strict=True):
         chunk, kind, microbatch, _ = action
         if kind == "F" or chunks[chunk].backward:
             rank = pipeline.rank_of(chunk)
@@ -104,7 +104,7 @@ def times(pipeline: Pipeline, work: Work) -> tuple[Floats, Floats]:
     starts = np.zeros((len(plan), num_splits))
     # The last row, which has index -1, is the start of the step.
     ends = np.zeros((len(plan) + 1, num_splits))
-    for index, (action, before, source) in enumerate(plan):
+    for index, (action, _, before, source) in enumerate(plan):
         start = ends[before]
         if source >= 0:
             start = np.maximum(start, ends[source] + delay[action.kind][action.chunk])
@@ -167,7 +167,7 @@ def _step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, li
     delays = {kind: column[:, 0].tolist() for kind, column in _delays(pipeline, work).items()}
     ends: list[float] = []
     busy, free = [0.0] * pipeline.num_ranks, [0.0] * pipeline.num_ranks
-    for (chunk, kind, _, _), rank, _, source in _in_order(pipeline):
+    for (chunk, kind, _, _), rank, _, source in _plan(pipeline):
         start = free[rank]
         if source >= 0:
             start = max(start, ends[source] + delays[kind][chunk])
@@ -177,18 +177,18 @@ def _step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, li
     return max(free), busy
 
 
-@lru_cache(maxsize=64)
-def _plan(pipeline: Pipeline) -> tuple[tuple[Action, int, int], ...]:
+# Few are kept, since a long pipeline has many actions: a search asks for one several times in turn.
+@lru_cache(maxsize=8)
+def _plan(pipeline: Pipeline) -> tuple[tuple[Action, int, int, int], ...]:
     """Return every action of every rank, each after the actions that it depends on.
 
-    Beside an action stand two indices into the plan, -1 for none: the rank's previous action, and
-    the action whose message it waits for.
+    Beside an action stand its rank and two indices into the plan, -1 for none: the rank's previous
+    action, and the action whose message it waits for.
     """
-    return tuple((action, before, source) for action, _, before, source in _in_order(pipeline))
+    return tuple(_in_order(pipeline))
 
 
 def _in_order(pipeline: Pipeline) -> Iterator[tuple[Action, int, int, int]]:
-    """Yield the actions of `_plan`, each with its rank before its two indices."""
     orders = [pipeline.order(rank) for rank in range(pipeline.num_ranks)]
     num_chunks, m = pipeline.num_chunks, pipeline.num_microbatches
     # The index of the action after which a result is sent, -1 before: those of forwards, by chunk

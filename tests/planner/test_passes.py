@@ -1,0 +1,67 @@
+"""How far a rank of a pipeline is at its actions: what is left out holds no more than others."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from shardwise.planner.passes import progress_of
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.simulate import kept_messages
+
+PLACES = [
+    ("gpipe", 1, 4),
+    ("1f1b", 1, 16),
+    ("interleaved-1f1b", 2, 8),
+    ("looped-bfs", 2, 4),
+    ("interleaved-zero-bubble", 2, 8),
+    ("zbv", 2, 8),
+    ("dualpipe-v", 2, 16),
+]
+
+
+def every_progress(pipeline: Pipeline, rank: int):
+    """Yield each action with all that has begun and ended before it, one number after the other."""
+    chunks, done = pipeline.chunks_of(rank), Counter[tuple[int, str]]()
+    for chunk, kind, _, _ in pipeline.order(rank):
+        runs = Counter({(chunk, kind): kind in "BI"})
+        numbers = []
+        for c in chunks:
+            forwards, whole, halves, rests = (done[c, of] for of in "FBIW")
+            begun = whole + halves + runs[c, "B"] + runs[c, "I"]
+            unfinished = halves - rests
+            backwards, most = whole + halves, None if kept_messages(pipeline) else 1
+            shown = (min(forwards, most or forwards), min(backwards, most or backwards))
+            numbers.append((forwards - begun + unfinished, unfinished, whole + rests > 0, *shown))
+        if kind != "W":
+            is_first = not done[chunk, "B"] + done[chunk, "W"]
+            yield (kind == "F", chunks.index(chunk), is_first), tuple(zip(*numbers, strict=True))
+        done[chunk, kind] += 1
+
+
+@pytest.mark.parametrize(("schedule", "each", "number"), PLACES)
+def test_the_most_of_any_sum_is_the_most_of_all_actions(schedule, each, number):
+    num_ranks = 4
+    pipeline = Pipeline(schedule, num_ranks, number, each)
+    assert pipeline.shortened() == pipeline
+    for rank in range(num_ranks):
+        every: dict[object, list[object]] = {}
+        for action, progress in every_progress(pipeline, rank):
+            every.setdefault(action, []).append(progress)
+        kept = progress_of(pipeline, rank)
+        assert [tuple(action) for action in kept] == [*every]
+        assert sum(map(len, kept.values())) <= sum(map(len, map(set, every.values())))
+        rng = random.Random(rank)
+        for _ in range(20):
+            prices = [[rng.random() ** 4 for _ in range(each)] for _ in range(5)]
+
+            def most(of_action, prices=prices) -> float:
+                return max(
+                    sum(p * n for of, row in zip(prices, one) for p, n in zip(of, row))
+                    for one in of_action
+                )
+
+            for action, left in kept.items():
+                assert most(left) == most(every[tuple(action)])
