@@ -73,6 +73,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         "num_dense_layers": 3,
         "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
     },
+    "qwen3": {
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": {"mlp_only_layers": [1]},
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
 }

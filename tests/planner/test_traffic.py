@@ -22,7 +22,8 @@ from shardwise.planner.traffic import PATH, passes
 from tests.left_out import some_now
 
 TABLE = yaml.safe_load(PATH.read_text(encoding="utf-8"))
-MEASURED = Path(__file__).parents[2] / "results" / "gpu" / "lora_step.json"
+ROOT = Path(__file__).parents[2]
+MEASURED, MODELS = ROOT / "results" / "gpu" / "lora_step.json", ROOT / "configs" / "models"
 
 
 def test_bytes_that_operators_read_and_write_are_counted():
@@ -82,6 +83,13 @@ def test_the_table_has_every_listed_family_and_way_to_train():
         assert len(modes[0]) == len(modes[1]) == len(of_family) / 2
         assert all(f"{end}, lora" in " ".join(modes[0]) for end in ("embed", "head"))
         assert all(row.keys() == DTYPES.keys() for row in of_family.values())
+
+
+@pytest.mark.parametrize("config", sorted(MODELS.glob("tiny-*")), ids=lambda path: path.name)
+def test_some_family_in_the_table_has_such_layers_as_a_tiny_model(config):
+    run = describe(RunConfig(Model(str(config)), Data("unused"), Training("unused")), 1)
+    keys = {f"{x.kind}, {x.feed_forward}, lora" for x in run.spec.layers}
+    assert keys <= {key for of_family in TABLE.values() for key in of_family}
 
 
 def test_what_is_not_in_the_table_takes_means():
