@@ -19,7 +19,7 @@ from shardwise.layouts import Facts, layout_of
 from shardwise.planner.calibration import Speeds
 from shardwise.planner.candidates import Question, Space, subject_of
 from shardwise.planner.cluster import cluster_of
-from shardwise.planner.divisions import division_of, layout_name, title
+from shardwise.planner.divisions import Division, division_of, layout_name, title
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import USABLE, Choice, Exact, explain
 from shardwise.planner.peak import memory_of_rank
@@ -70,6 +70,18 @@ def test_what_the_rules_refuse_is_refused_in_their_words():
     answer = small()
     assert answer.refused["zero2-tp"].startswith("zero2-tp is not offered")
     assert not any(layout.startswith("ep") for layout in answer.refused)
+
+
+def test_estimates_know_that_experts_of_ep_have_the_tokens_of_several_devices():
+    asked = question("qwen3-next-80b-a3b", "8xH100-80GB", rows=64)
+    estimates = Estimates(asked, subject_of(asked))
+    alone, spread = (
+        sum(estimates.work(division, "none"))
+        for ep in (1, 8)
+        for division in [Division(1, "ddp", 8, 1, 1, ep, 1, False)]
+    )
+    # Of 512 experts each has 40 tokens of one device, fewer than it takes to hide its weights.
+    assert spread < 0.9 * alone
 
 
 def test_a_fixed_key_is_kept():

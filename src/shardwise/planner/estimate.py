@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shardwise.config import Parallel
+from shardwise.layouts import axis_sizes
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.expert_plan import experts_of
 from shardwise.models.quantise import as_stored
@@ -34,11 +35,8 @@ class Estimates:
     def __post_init__(self) -> None:
         cfg, run = self.question.cfg, self.subject.run
         self.num_layers = len(self.subject.units) - 2
-        self.seconds_of_a_row = {
-            str(choice): self._of_a_row(choice)
-            for choice in ("none", *recomputations(self.question))
-        }
-        """Seconds of a row in the layers and in the head, by the choice of recomputation."""
+        self.choices = {str(c): c for c in ("none", *recomputations(self.question))}
+        """The choices of recomputation by their texts."""
         self.rows = cfg.training.global_batch_size
         self.weight_bytes = self.subject.total("weight_bytes")
         self.gradient_bytes = self.subject.total("gradient_bytes")
@@ -74,15 +72,27 @@ class Estimates:
         self.least_errors: dict[tuple[str, bool], float] = {}
         """The least time that was computed of a candidate over its estimate, by `_sort_of`."""
         # Hundreds of candidates of a division ask for the same.
-        self._states, self._work = cache(self._states_of), cache(self._seconds_of_work)
+        self._states, self.work = cache(self._states_of), cache(self._seconds_of_work)
+        self._row = cache(self._seconds_of_a_row)
 
-    def _of_a_row(self, choice: Recomputed) -> tuple[float, float]:
-        """Return the seconds of a row in all layers, and in the head, on one device."""
+    def _seconds_of_a_row(self, choice: Recomputed, ep: int) -> tuple[float, float]:
+        """Return the seconds of a row in all layers, and in the head, on one device.
+
+        `ep`: it has so many devices' tokens for its share of the experts, whose weights it reads as
+        often as those of all experts for its own.
+        """
         question, run = self.question, self.subject.run
         # A budget chooses layers that take as long as if nothing was computed again, or longer.
         checkpointing = "none" if is_budget(choice) else as_checkpointing(choice)
-        training = replace(question.cfg.training, micro_batch_size=1, checkpointing=checkpointing)
-        one = replace(question.cfg, parallel=Parallel(), training=training)
+        training = replace(
+            question.cfg.training,
+            micro_batch_size=1,
+            checkpointing=checkpointing,
+            global_batch_size=ep * min(self.rows, 16),  # of many, a few are enough
+        )
+        parallel = Parallel(data="ddp", ep=ep) if ep > 1 else Parallel()
+        one = replace(question.cfg, parallel=parallel, training=training)
+        run = replace(run, sizes=axis_sizes(one, ep))
         units = seconds_of_units(one, run, question.cluster, question.cluster.num_devices)
         *layers, head = (unit.total for unit in units)
         return sum(layers), head
@@ -181,13 +191,13 @@ class Estimates:
 
     def least_seconds(self, division: Division) -> float:
         """Return a lower bound of the estimates of a division's candidates."""
-        return min(sum(self._work(division, choice)) for choice in self.seconds_of_a_row)
+        return min(sum(self.work(division, choice)) for choice in self.choices)
 
     def seconds(self, candidate: Candidate) -> float:
         """Return roughly how long a step takes."""
         division, size = candidate.division, candidate.micro_batch_size
         num_micro = max(1, self.rows // (division.num_data * size))
-        computed, within = self._work(division, str(candidate.recomputation))
+        computed, within = self.work(division, str(candidate.recomputation))
         halves = 3 if candidate.schedule == "zbv" else 1
         idle = (division.pp - 1) / (num_micro * candidate.num_virtual * halves)
         sent = self._data(candidate, num_micro)
@@ -215,7 +225,7 @@ class Estimates:
 
     def _seconds_of_work(self, division: Division, recomputation: str) -> tuple[float, float]:
         """Return the seconds of a rank in its layers, and in messages that it waits for there."""
-        layers, head = self.seconds_of_a_row[recomputation]
+        layers, head = self._row(self.choices[recomputation], division.ep)
         if division.pp > 1:  # the last stage has a layer less, in place of the head
             head = max(0.0, head - layers / self.num_layers)
         seconds = (layers / division.pp + head) / division.tp / division.cp

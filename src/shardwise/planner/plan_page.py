@@ -267,7 +267,8 @@ def time_table(choice: Choice) -> Table:
         table.add_row(part, seconds_text(seconds), share, TIME_PARTS[part])
     if moved := choice.time.elementwise:
         share = percent(moved / choice.time.total)
-        table.add_row("", seconds_text(moved), share, "of the first three: elementwise operators")
+        what = "of the first three: what reads and writes whole tensors"
+        table.add_row("elementwise", seconds_text(moved), share, what)
     hidden = seconds_text(choice.time.hidden_communication)
     table.add_row("all", seconds_text(choice.time.total), "", f"{hidden} of communication hidden")
     return table
@@ -286,10 +287,11 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
     cfg = choice.cfg
     tokens = cfg.training.global_batch_size * cfg.data.sequence_length
     length = cfg.data.sequence_length
-    flops = tokens * model_flops_per_token(counts, length)
+    flops, number_of = tokens * model_flops_per_token(counts, length), cluster.num_devices
+    devices = f"{number_of:,} devices" if number_of > 1 else "1 device"
     yield (
         f"computation: {flops / tokens / 1e9:.3g} GFLOPs a token x {tokens:,} tokens = "
-        f"{flops:.3g} FLOPs; over {cluster.num_devices:,} devices in "
+        f"{flops:.3g} FLOPs; over {devices} in "
         f"{seconds_text(choice.time.total)} that is {percent(choice.mfu, 1)} of their peak (MFU)"
     )
     yield (

@@ -18,12 +18,16 @@ PER_GROUP = 2
 """The fastest divisions of a group that are kept."""
 PER_DIVISION = 2
 """The fastest candidates of a division that are computed."""
+THRIFTIER = 0.8
+"""Where none of them fits, the next fastest that needs so much of their memory is."""
 
 
 class Prospect(NamedTuple):
     """The candidates of a division that are computed first."""
 
     fastest: list[Candidate]
+    thriftier: list[Candidate]
+    """The next ones, each of which needs clearly less memory than those before."""
     smallest: Candidate
     """The one with the lowest bound of memory."""
     seconds: float
@@ -71,8 +75,14 @@ def prospect_of(
     sizes = {c: estimates.order_of_size(c) for c in space.candidates(division)}
     may_fit = [candidate for candidate, (least, *_) in sizes.items() if least <= limit]
     may_fit.sort(key=estimates.seconds)
-    fastest = [*islice(filter(space.is_allowed, may_fit), effort * PER_DIVISION)]
+    in_order = filter(space.is_allowed, may_fit)
+    fastest = [*islice(in_order, effort * PER_DIVISION)]
     if not fastest:
         return None
     smallest = next(filter(space.is_allowed, sorted(may_fit, key=sizes.__getitem__)))
-    return Prospect(fastest, smallest, estimates.seconds(fastest[0]))
+    thriftier, least = list[Candidate](), min(sizes[candidate][0] for candidate in fastest)
+    for candidate in in_order:
+        if sizes[candidate][0] < THRIFTIER * least:
+            thriftier.append(candidate)
+            least = sizes[candidate][0]
+    return Prospect(fastest, thriftier, smallest, estimates.seconds(fastest[0]))

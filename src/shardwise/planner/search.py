@@ -213,12 +213,14 @@ class _Start:
                 computed.add(sharded)
 
     def _of(self, prospect: Prospect, num_fastest: int) -> bool:
-        """Compute the fastest candidates and, if none fits, the smallest; return whether the rules
-        allow any.
+        """Compute the fastest candidates and, if none fits, thriftier ones until one does; return
+        whether the rules allow any.
         """
         choices = [*map(self.exact.of, prospect.fastest[:num_fastest])]
-        if not any(choice is not None and choice.fits for choice in choices):
-            choices.append(self.exact.of(prospect.smallest))
+        for candidate in (*prospect.thriftier, prospect.smallest):
+            if any(choice is not None and choice.fits for choice in choices):
+                break
+            choices.append(self.exact.of(candidate))
         for choice in choices:
             if choice is not None and choice.fits:
                 self.fitting.add(self._sharded(prospect))
