@@ -260,7 +260,7 @@ def test_layers_that_are_recomputed_are_named(folder, capsys):
     assert cli.main(["init"]) == 0
     run = ["train", "run.yaml", "--dry-run", "--devices", "1xRTX4090"]
     assert cli.main([*run, "--training.checkpointing={full: [0, 1], operators: [3]}"]) == 0
-    assert "recompute full in layers 0-1, operators in layers 3" in capsys.readouterr().out
+    assert "recompute full in layers 0-1, operators in layer 3" in capsys.readouterr().out
 
 
 def test_products_are_said_to_be_in_the_dtype_that_they_are_in(capsys):

@@ -11,7 +11,7 @@ import pytest
 from shardwise.assembly.costs import with_gradients
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
-from shardwise.metrics.flops import unit_flops_per_token
+from shardwise.metrics.flops import is_again, unit_flops_per_token
 from shardwise.models.counts import count_model
 from shardwise.planner.calibration import FACTORS, Calibration, Collective, Speeds
 from shardwise.planner.cluster import Cluster, Link, cluster_of, efficiency
@@ -83,24 +83,27 @@ def test_recomputing_costs_the_forwards_of_the_layers():
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_step_recomputes_the_flops_that_are_counted(mode):
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_step_recomputes_the_flops_that_are_counted(family, mode):
     """Products of `operators` are kept; attention's output is, and a recurrence is run again."""
-    lora = Lora(targets="auto") if mode == "lora" else None
+    lora = Lora(targets="all-linear") if mode == "lora" else None
     for way, kept in (("none", ()), ("operators", ("full_attention",)), ("full", ())):
-        cfg = replace(single(checkpointing=way), lora=lora)
+        training = {"global_batch_size": 4, "checkpointing": way}
+        cfg = replace(config(tiny(family), None, training), lora=lora, parallel=Parallel())
         hf, spec = build(cfg)
         length = cfg.data.sequence_length
         tokens = cfg.training.micro_batch_size * length
         units = with_gradients(count_model(hf, spec), "1f1b").units
         for unit, work in zip(units, work_of_units(cfg, hf, spec), strict=True):
             flops = sum(2 * p.rows * p.inner * p.columns * p.times for p in work.again)
+            a_again = sum(2 * w.active * w.numel for w in unit.weights if is_again(w))
             convolutions = sum(2 * w.numel for w in unit.weights if w.by_elements) * (way != "none")
             cores = sum(core.executed_forward(length) for core in unit.cores)
             is_layer = unit.layer is not None
             runs_again = is_layer and way != "none" and unit.kind not in kept
             assert work.rest_again.core_flops == pytest.approx(tokens * cores * runs_again)
             counted = unit_flops_per_token(unit, length, way).recomputed
-            counted -= cores * (is_layer and way == "full") + convolutions * is_layer
+            counted -= cores * (is_layer and way == "full") + convolutions * is_layer + a_again
             assert flops == pytest.approx(tokens * counted)
 
 
@@ -129,17 +132,37 @@ def test_a_rank_adds_up_the_gradients_that_it_keeps(parallel, share):
     assert of[1] - of[0] == pytest.approx(3 * 4 * trained * share / 4 / bandwidth)
 
 
-def test_experts_of_other_ranks_add_up_no_gradients_here():
-    cfg = config(tiny("qwen3_5_moe"), None, {"global_batch_size": 8})
+@pytest.mark.parametrize("lora", [None, Lora(targets="all-linear")], ids=["full", "lora"])
+def test_experts_of_other_ranks_add_up_no_gradients_here(lora):
+    cfg = replace(config(tiny("qwen3_5_moe"), None, {"global_batch_size": 8}), lora=lora)
     whole, spread = (
         work_of_units(cfg, run.hf, run.spec, shapes_of(cfg, run))
         for cfg in (replace(cfg, parallel=Parallel(data="ddp", ep=ep)) for ep in (1, 2))
         for run in [describe(cfg, 2)]
     )
-    stacks = [p for n, p in build(cfg)[0].named_parameters() if ".experts." in n and p.ndim == 3]
+    of_experts = [
+        weight.numel
+        for unit in count_model(*build(cfg)).units
+        for weight in unit.weights
+        if weight.trainable and ".experts." in weight.name
+    ]
     all_of_it = sum(work.rest_backward.trained for work in whole[1:-1])
     of_a_rank = sum(work.rest_backward.trained for work in spread[1:-1])
-    assert all_of_it - of_a_rank == sum(p.numel() for p in stacks) / 2 > 0
+    assert all_of_it - of_a_rank == sum(of_experts) / 2 > 0
+
+
+def test_a_rank_adds_up_as_much_of_its_own_experts_as_of_shards_of_all():
+    cluster = cluster_of("4xH100-80GB")
+    added = []
+    for ep in (1, 2, 4):
+        of = []
+        for number in (2, 4):  # micro-batches of a rank
+            cfg = config(tiny("qwen3_5_moe"), None, {"global_batch_size": 8 * number})
+            cfg = replace(cfg, parallel=Parallel(data="fsdp2", ep=ep))
+            units = seconds_of_units(cfg, describe(cfg, 4), cluster, 4)
+            of.append(sum(unit.elementwise for unit in units))
+        added.append(of[1] - of[0])
+    assert added == pytest.approx([added[0]] * 3)
 
 
 def test_adapters_train_less_than_all_weights():

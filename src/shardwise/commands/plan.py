@@ -65,13 +65,16 @@ def plan(args: Namespace) -> int:
     answer = search(question, args.top)
     # With --json nothing else goes to standard output.
     console = Console(stderr=args.json)
+    if args.explain is not None:
+        fixed |= {f"parallel.{key}" for key in sections.get("parallel") or {}}
     if Path(args.run).is_file() and (keys := not_taken(sections, fixed)):
+        devices = f"--devices {args.devices}" + f" --nodes {args.nodes}" * (args.nodes > 1)
         lines(
             console,
             [
                 f"searched, not taken from {args.run}: {', '.join(keys)}; give one as "
                 f"--{keys[0]}=VALUE to keep it, or plan the file as it stands with shardwise train "
-                f"{args.run} --dry-run"
+                f"{args.run} --dry-run {devices}"
             ],
         )
     if args.json:

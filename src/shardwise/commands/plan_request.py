@@ -135,7 +135,8 @@ def not_taken(sections: Mapping[str, Any], fixed: frozenset[str]) -> list[str]:
 def _set_rows(sections: dict[str, Any], num_tokens: int | None) -> None:
     """Set the rows of a step so that they have so many tokens.
 
-    None: as many as a power of two has without exceeding TOKENS_PER_STEP, but at least one row.
+    None: as many rows as the largest power of two that gives at most TOKENS_PER_STEP, but one at
+    least.
     """
     if not all(isinstance(sections.get(key) or {}, dict) for key in ("data", "training")):
         return  # the parser of the run file says what is wrong

@@ -16,9 +16,9 @@ from shardwise.models.expert_plan import experts_of
 from shardwise.models.quantise import as_stored
 from shardwise.planner.candidates import Candidate, Question, Subject, recomputations
 from shardwise.planner.choices import Recomputed, as_checkpointing, is_budget
-from shardwise.planner.cluster import Link
+from shardwise.planner.cluster import Link, efficiency
 from shardwise.planner.divisions import Division, layout_name, most_sharded
-from shardwise.planner.step_time import seconds_of_units
+from shardwise.planner.unit_time import seconds_of_units
 
 ALIKE = 0.9
 """The least error of a layout's estimates over that of the few that were compared. It was chosen
@@ -35,6 +35,9 @@ class Estimates:
     def __post_init__(self) -> None:
         cfg, run = self.question.cfg, self.subject.run
         self.num_layers = len(self.subject.units) - 2
+        bandwidth = self.question.cluster.device.memory_bandwidth * efficiency("memory")
+        self.adding_seconds = 3 * self.subject.total("gradient_bytes") / bandwidth
+        """Seconds of adding the gradients of a micro-batch to a sum."""
         self.choices = {str(c): c for c in ("none", *recomputations(self.question))}
         """The choices of recomputation by their texts."""
         self.rows = cfg.training.global_batch_size
@@ -88,7 +91,7 @@ class Estimates:
             question.cfg.training,
             micro_batch_size=1,
             checkpointing=checkpointing,
-            global_batch_size=ep * min(self.rows, 16),  # of many, a few are enough
+            global_batch_size=ep,  # one micro-batch, which is added to nothing
         )
         parallel = Parallel(data="ddp", ep=ep) if ep > 1 else Parallel()
         one = replace(question.cfg, parallel=parallel, training=training)
@@ -177,9 +180,7 @@ class Estimates:
             weights /= shards
         else:
             weights -= self.expert_bytes * (1 - 1 / division.ep)
-        # A stage of a pipeline reduces them after the last micro-batch only.
-        are_reduced = division.data == "zero2" or (division.data == "fsdp2" and division.pp == 1)
-        gradients /= shards if are_reduced else division.ep
+        gradients /= _shards_of_gradients(division)
         states /= shards if division.data in ("fsdp2", "zero1", "zero2") else division.ep
         if offload != "none":
             states = 0.0
@@ -206,7 +207,9 @@ class Estimates:
             shards = division.shards * division.cp if division.data == "fsdp2" else 1
             copied = self.optimizer_bytes / (division.pp * division.tp * shards)
             sent += copied / self.question.cluster.host.bandwidth
-        return (computed + within) * (1 + idle) + max(0.0, sent - covering)
+        added = (num_micro - 1) * self.adding_seconds / division.pp / division.tp
+        added /= _shards_of_gradients(division)
+        return (computed + within) * (1 + idle) + added + max(0.0, sent - covering)
 
     def compare(self, candidate: Candidate, seconds: float) -> None:
         """Take note of a time that was computed exactly."""
@@ -301,6 +304,16 @@ class Estimates:
         num_messages = (gathers + times) * len(self.subject.units) / division.pp
         latency = self.question.cluster.latency("all-gather", shards, shards * division.tp)
         return inside + across + num_messages * latency
+
+
+def _shards_of_gradients(division: Division) -> int:
+    """Return among how many ranks gradients are divided as they are added up.
+
+    A stage of a pipeline reduces them after the last micro-batch only.
+    """
+    if division.data == "fsdp2" and division.pp == 1:
+        return division.shards * division.cp
+    return division.num_data * division.cp if division.data == "zero2" else division.ep
 
 
 def _sort_of(candidate: Candidate) -> tuple[str, bool]:

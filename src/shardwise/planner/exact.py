@@ -62,6 +62,11 @@ class Choice:
         """Whether the fullest rank has room for it."""
         return self.memory.total <= self.usable_bytes
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it leaves hardly any memory."""
+        return self.memory.total > NEARLY_FULL * self.usable_bytes
+
     @cached_property
     def time(self) -> StepTime:
         """The time of a step."""
@@ -74,7 +79,7 @@ class Choice:
         candidate, parts = self.candidate, layout_name(self.candidate.division).split("-")
         return (
             float(f"{self.time.total:.2e}"),
-            self.memory.total > NEARLY_FULL * self.usable_bytes,
+            self.is_tight,
             len(parts) + (candidate.offload != "none"),
             next((STRATEGIES.index(part) for part in parts if part in STRATEGIES), len(STRATEGIES)),
             candidate.recomputation != "none",
@@ -121,7 +126,9 @@ class Choice:
         if isinstance(chosen, Recomputation):
             if chosen.budget_gib is None:
                 ways = {"full": chosen.full, "operators": chosen.operators}
-                return ", ".join(f"{way} in layers {runs(x)}" for way, x in ways.items() if x)
+                return ", ".join(
+                    f"{way} in layer{'s' * (len(x) > 1)} {runs(x)}" for way, x in ways.items() if x
+                )
             return f"within {chosen.budget_gib:.3g} GiB {self.recomputed}".strip()
         return chosen if isinstance(chosen, str) else ", ".join(chosen)
 

@@ -111,7 +111,7 @@ def progress_of(pipeline: Pipeline, rank: int) -> Mapping[Action, tuple[Progress
 
 
 def _largest(of_action: Sequence[Progress]) -> Iterator[Progress]:
-    """Yield those of which something is more than in each other one."""
+    """Yield those that no other one reaches in every number."""
     numbers = np.array([[number for part in one for number in part] for one in of_action])
     is_within = (numbers[:, None] <= numbers[None]).all(axis=2)  # in itself too
     yield from compress(of_action, is_within.sum(axis=1) == 1)

@@ -63,10 +63,10 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
         trained = f"LoRA of {cfg.lora.path}" if cfg.lora.path else f"LoRA r={cfg.lora.r}"
     active = ""
     if counts.active_parameters < counts.parameters:
-        active = f" ({millions(counts.active_parameters)} active)"
+        active = f" ({in_words(counts.active_parameters)} active)"
     yield (
-        f"{subject.facts.family}, {millions(counts.parameters)} parameters{active}, {trained}: "
-        f"{millions(counts.trainable_parameters)} trained; weights in {cfg.model.dtype}, "
+        f"{subject.facts.family}, {in_words(counts.parameters)} parameters{active}, {trained}: "
+        f"{in_words(counts.trainable_parameters)} trained; weights in {cfg.model.dtype}, "
         f"products in {products}"
     )
     rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
@@ -120,11 +120,11 @@ def reasons(answer: Answer) -> Iterator[str]:
     lost = max(OVERHEADS, key=lambda part: seconds[part])
     share_lost = seconds[lost] / best.time.total
     if share_lost < 0.05:
-        moved = best.time.elementwise / best.time.total
-        of_it = f", {moved:.0%} in elementwise operators" if moved >= 0.1 else ""
-        yield f"computation binds{of_it}: no other part takes 5 % of a step"
+        yield "computation binds: no other part takes 5 % of a step"
     else:
         yield f"{lost} is the largest loss: {share_lost:.0%} of a step"
+    if (moved := best.time.elementwise / best.time.total) >= 0.1:
+        yield f"elementwise operators take {moved:.0%} of a step"
     yield from on_the_host(best, answer.question)
 
 
@@ -175,7 +175,8 @@ def verdict(choice: Choice, answer: Answer) -> str:
         is_other = choice.cfg.training.precision != best.cfg.training.precision
         return f"{ratio:.2f} times as long{', with other losses' if is_other else ''}"
     if ratio < 1.005:
-        return "as fast"
+        share = choice.memory.total / answer.limit_bytes
+        return f"as fast, but takes {share:.0%} of the memory" if choice.is_tight else "as fast"
     mine, others = time_parts(choice.time), time_parts(best.time)
     worst = max(mine, key=lambda part: mine[part] - others[part])
     text = f"{ratio:.2f} times as long: {worst} +{seconds_text(mine[worst] - others[worst])}"
@@ -217,7 +218,7 @@ def needs(num_bytes: int, limit: int) -> str:
     return f"needs {size(num_bytes)} of {size(limit)}"
 
 
-def millions(count: int) -> str:
+def in_words(count: int) -> str:
     """Return a number of parameters in millions or billions: `9.44 M`, `70.6 B`."""
     return f"{number(count / 1e9)} B" if count >= 1e9 else f"{number(count / 1e6)} M"
 
@@ -280,7 +281,7 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
     shards = division.shards * division.cp if division.data == "fsdp2" else 1
     weights = subject.weight_bytes
     yield (
-        f"weights: {counts.parameters / 1e9:.3g} B parameters are {size(weights)}; over tp "
+        f"weights: {in_words(counts.parameters)} parameters are {size(weights)}; over tp "
         f"{division.tp} x pp {division.pp} x {shards} shards about "
         f"{size(weights / (division.tp * division.pp * shards))} a rank"
     )

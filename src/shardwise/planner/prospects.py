@@ -19,7 +19,8 @@ PER_GROUP = 2
 PER_DIVISION = 2
 """The fastest candidates of a division that are computed."""
 THRIFTIER = 0.8
-"""Where none of them fits, the next fastest that needs so much of their memory is."""
+"""If none of them fits, the next fastest is computed whose lower bound of memory is below this
+share of the least one before it."""
 
 
 class Prospect(NamedTuple):

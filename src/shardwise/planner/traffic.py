@@ -42,9 +42,13 @@ def passes(cfg: RunConfig, family: str, key: str, direction: Direction) -> float
 
 
 def _is_compiled(cfg: RunConfig, key: str) -> bool:
-    """Return whether a unit is a layer without eager code: experts of `ep` run as they are."""
+    """Return whether a unit is a layer without eager code.
+
+    Experts run as they are where tokens are sent or dropped; all of their layer is priced so.
+    """
     is_layer = not key.startswith(("embed, ", "head, "))
-    return is_layer and not (cfg.parallel.ep > 1 and ", moe, " in key)
+    are_eager = cfg.parallel.ep > 1 or cfg.model.expert_capacity is not None
+    return is_layer and not (are_eager and ", moe, " in key)
 
 
 @cache
@@ -55,8 +59,8 @@ def _counted(family: str, key: str, dtypes: str, direction: Direction) -> float:
     rows = [row for of_family in table.values() for k, row in of_family.items() if k == key]
     if not rows:  # a key of a layer has its kind, its feed-forward and what is trained
         mode = key.rpartition(", ")[2]
-        layers = (item for of_family in table.values() for item in of_family.items())
-        rows = [row for k, row in layers if k.endswith(mode) and not k.startswith("head, ")]
+        units = (item for of_family in table.values() for item in of_family.items())
+        rows = [row for k, row in units if k.endswith(mode) and not k.startswith("embed, ")]
     return statistics.mean(row[dtypes][place] for row in rows)
 
 

@@ -56,45 +56,58 @@ def seconds_of_units(
 
     Layers that are alike are priced once.
     """
-    # Products are those of the matrices, in whatever form `model.base` stores them.
-    shapes = shapes_of(replace(cfg, model=replace(cfg.model, base="none")), run)
-    if run.spec.tied:
-        shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
     # The first micro-batch has no gradient yet to add its own to.
     share_added = 1 - 1 / num_microbatches(cfg, prod(run.sizes.values()))
-    share_added /= _shards_added(cfg, run)
+    shards, expert_shards = _shards_added(cfg, run)
     price = _roofline if cluster.calibration is None else _measured
     priced: dict[int, UnitSeconds] = {}
     units = []
-    works = work_of_units(cfg, run.hf, run.spec, shapes)
+    works = work_of_units(cfg, run.hf, run.spec, _shapes(cfg, run))
     undivided, tp = works, 1
     if cluster.calibration is None and cfg.parallel.sequence_parallel:
         # Each rank of tp has its share of all that lies between products.
-        undivided, tp = work_of_units(cfg, run.hf, run.spec), cfg.parallel.tp
+        tp = cfg.parallel.tp
+        without = replace(cfg, parallel=replace(cfg.parallel, tp=1, sequence_parallel=False))
+        undivided = work_of_units(without, run.hf, run.spec, _shapes(without, run))
     for work, whole in zip(works, undivided, strict=True):
         if id(work) not in priced:
             elements = whole.rest_forward.elements / tp
             again, backward = work.rest_again, work.rest_backward
+            others = backward.trained - work.trained_experts
+            added = share_added * (others / shards + work.trained_experts / expert_shards)
             of_step = replace(
                 work,
                 rest_forward=work.rest_forward._replace(elements=elements),
-                rest_backward=backward._replace(
-                    elements=elements, trained=backward.trained * share_added
-                ),
-                rest_again=again._replace(elements=min(elements, again.elements)),
+                rest_backward=backward._replace(elements=elements, trained=added),
+                rest_again=again._replace(elements=elements) if again.calls else again,
             )
             priced[id(work)] = price(cfg, run.spec.family, cluster, num_busy, of_step)
         units.append(priced[id(work)])
     return units
 
 
-def _shards_added(cfg: RunConfig, run: Description) -> int:
-    """Return of how many shards a rank adds up one, where gradients are reduced after each
-    backward.
+def _shapes(cfg: RunConfig, run: Description) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the matrices of a rank's products.
+
+    They are the same in whatever form `model.base` stores them, and a tied one is there twice.
+    """
+    shapes = shapes_of(replace(cfg, model=replace(cfg.model, base="none")), run)
+    if run.spec.tied:
+        shapes[f"{run.spec.head}.weight"] = shapes[f"{run.spec.embed}.weight"]
+    return shapes
+
+
+def _shards_added(cfg: RunConfig, run: Description) -> tuple[int, int]:
+    """Return among how many ranks a gradient is divided that is added up, and one of an expert.
+
+    It is added up whole where it is not reduced after each backward.
     """
     parallel = cfg.parallel
     is_fsdp = parallel.data in ("fsdp1", "fsdp2") and parallel.pp == 1
-    return num_strategy_ranks(cfg, run.sizes) if is_fsdp or parallel.data == "zero2" else 1
+    if not is_fsdp and parallel.data != "zero2":
+        return 1, 1
+    number = num_strategy_ranks(cfg, run.sizes)
+    return number, number // parallel.ep
 
 
 def _measured(
@@ -126,13 +139,16 @@ def _roofline(
     device, dtype, hidden = cluster.device, product_dtype(cfg), hidden_dtype(cfg)
     bandwidth = device.memory_bandwidth * efficiency("memory")
     rate = device.rate(dtype) * efficiency("core")
-    # Autocast reads each matrix and writes it in the dtype of products; gradients go back.
+    # Autocast reads each matrix and writes it in the dtype of products. In a backward LoRA's
+    # kernels do so again, and gradients of trained matrices go back.
     cast = (hidden.itemsize + dtype.itemsize) * work.matrices * (hidden != dtype)
 
     def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> Work:
         in_products = sum(_product_seconds(cfg, cluster, product) for product in products)
         times = passes(cfg, family, work.key, direction)
-        moved = 2 * times * rest.elements * dtype.itemsize + cast * (rest.calls > 0)
+        moved = 2 * times * rest.elements * dtype.itemsize
+        # A chunked loss has no products, and no casts, in its backward.
+        moved += cast * (bool(products) or (rest.calls > 0 and work.way == "operators"))
         # A gradient is read, added to a sum, and the sum is written.
         moved += 3 * rest.trained * hidden.itemsize
         return Work(in_products + rest.core_flops / rate, moved / bandwidth)

@@ -63,11 +63,13 @@ class UnitWork:
     rest_backward: Rest
     has_backward: bool
     way: Way
-    """What the backward runs again of the forward, in short."""
+    """How the layer is recomputed."""
     again: tuple[Product, ...]
-    """The products that it runs again,"""
+    """The products of the forward that the backward runs again."""
     rest_again: Rest
-    """and the rest."""
+    """The rest of the forward that the backward runs again."""
+    trained_experts: float
+    """Of the trained elements of `rest_backward`, those of experts."""
     matrices: float
     """Elements of the matrices that multiply tokens in it, which autocast casts each time; it casts
     no stacks of experts."""
@@ -136,12 +138,15 @@ def _work(
         if of_b and weight.name.replace(".lora_B.", ".lora_magnitude_vector.") in shapes:
             # DoRA makes B A, of which it takes the lengths of rows together with W's.
             columns = shapes[weight.name.replace(".lora_B.", ".lora_A.")][-1]
-            forward.append(Product("forward", float(shape[0]), shape[1], columns))
+            product = Product("forward", float(shape[0]), shape[1], columns)
+            forward.append(product)
+            again += [product] * (way != "none")
         times, rows = 1.0, float(tokens)
-        is_stack = len(shape) == 3 and not weight.by_elements
+        is_stack = _is_of_experts(weight, shape)
         if is_stack:
-            # Ranks of `ep` send each other's experts as many rows as a rank has.
-            times = float(shape[0])
+            # Ranks of `ep` send each other's experts as many rows as a rank has. A factor of their
+            # adapters has the rows of all experts in one matrix.
+            times = float(shape[0]) if len(shape) == 3 else 1.0
             rows = max(1.0, tokens * weight.active * cfg.parallel.ep)
         if ".lora_" not in weight.name:
             elements += times * rows * (shape[0] if weight.by_elements else sum(shape[-2:]))
@@ -161,7 +166,8 @@ def _work(
     core_forward, core_backward, core_again = (
         share * flops for flops in _core_flops(unit, length, way, with_maps)
     )
-    trained, trained_forward = _trained(cfg, unit, shapes), 0.0
+    trained_experts = _trained_experts(unit, shapes)
+    trained, trained_forward = trained_experts + _trained_others(cfg, unit, shapes), 0.0
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, backward, trained_forward = forward + backward, [], trained
@@ -175,6 +181,7 @@ def _work(
         way=way,
         again=tuple(again),
         rest_again=NOTHING if way == "none" else Rest(1.0, elements, core_again, 0.0),
+        trained_experts=trained_experts,
         matrices=matrices,
     )
 
@@ -195,13 +202,23 @@ def _core_flops(unit: Unit, length: int, way: Way, with_maps: bool) -> tuple[flo
     return forward, backward, again
 
 
-def _trained(cfg: RunConfig, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Return the elements of a unit's trained weights on a rank: `tp` shards them, and `ep` the
-    experts.
-    """
-    stacks = [w for w in unit.weights if w.trainable and len(shapes[w.name]) == 3]
-    others = unit.trainable_parameters - sum(weight.numel for weight in stacks)
-    return others / cfg.parallel.tp + sum(prod(shapes[weight.name]) for weight in stacks)
+def _is_of_experts(weight: Weight, shape: tuple[int, ...]) -> bool:
+    """Return whether a weight stacks those of all experts, or is a factor of their adapters."""
+    return weight.on_stack or (len(shape) == 3 and not weight.by_elements)
+
+
+def _trained_experts(unit: Unit, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Return the elements of a unit's trained weights of experts that a rank of `ep` has."""
+    trained = [weight for weight in unit.weights if weight.trainable]
+    of_experts = [w for w in trained if _is_of_experts(w, shapes[w.name])]
+    return float(sum(prod(shapes[weight.name]) for weight in of_experts))
+
+
+def _trained_others(cfg: RunConfig, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Return the elements of a unit's other trained weights, which `tp` shards."""
+    trained = [weight for weight in unit.weights if weight.trainable]
+    of_experts = sum(w.numel for w in trained if _is_of_experts(w, shapes[w.name]))
+    return (unit.trainable_parameters - of_experts) / cfg.parallel.tp
 
 
 def _backward(weight: Weight, shape: tuple[int, ...], rows: float, times: float) -> list[Product]:
