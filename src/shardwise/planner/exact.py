@@ -46,7 +46,7 @@ class Choice:
     memory: Memory
     """Of the fullest rank."""
     usable_bytes: int
-    """Of a device."""
+    """The memory of a device that may be used."""
     price: Callable[[], StepTime] = field(repr=False)
     """Returns its time, which nobody asks of most candidates that do not fit."""
     flops_per_token: float

@@ -51,7 +51,7 @@ class Action(NamedTuple):
 
     is_forward: bool
     place: int
-    """Of its chunk among those of the rank."""
+    """The place of its chunk among those of the rank."""
     is_first: bool
     """The chunk has no gradients yet."""
 

@@ -64,8 +64,8 @@ class StepTime:
     hidden_communication: float = 0.0
     """Messages that run while a rank computes: no part of the total."""
     elementwise: float = 0.0
-    """Of layers, head and recomputation: elementwise operators. A calibration does not tell them
-    from the rest."""
+    """Elementwise operators, which layers, head and recomputation count too. A calibration does not
+    tell them from the rest."""
 
     @property
     def total(self) -> float:

@@ -28,7 +28,7 @@ class UnitSeconds(NamedTuple):
     backward: float
     recomputed: float
     elementwise: float
-    """Of these three."""
+    """Elementwise operators, which these three count too."""
 
     @property
     def total(self) -> float:

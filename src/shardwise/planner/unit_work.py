@@ -69,7 +69,7 @@ class UnitWork:
     rest_again: Rest
     """The rest of the forward that the backward runs again."""
     trained_experts: float
-    """Of the trained elements of `rest_backward`, those of experts."""
+    """Trained elements of experts, which `rest_backward` counts too."""
     matrices: float
     """Elements of the matrices that multiply tokens in it, which autocast casts each time; it casts
     no stacks of experts."""
