@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from shardwise.planner.passes import progress_of
-from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.orders import ORDERS, Pipeline
 from shardwise.schedule.simulate import kept_messages
 
 PLACES = [
@@ -39,6 +39,10 @@ def every_progress(pipeline: Pipeline, rank: int):
             is_first = not done[chunk, "B"] + done[chunk, "W"]
             yield (kind == "F", chunks.index(chunk), is_first), tuple(zip(*numbers, strict=True))
         done[chunk, kind] += 1
+
+
+def test_every_schedule_is_looked_at():
+    assert {schedule for schedule, *_ in PLACES} == ORDERS.keys()
 
 
 @pytest.mark.parametrize(("schedule", "each", "number"), PLACES)
