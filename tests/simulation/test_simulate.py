@@ -33,7 +33,11 @@ def config(cell: Cell) -> RunConfig:
 
 
 def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
-    """The real peak of this rank's second step, and its parts."""
+    """The real peak of this rank's step, and its parts: the least of three steps after the first.
+
+    gloo frees its buffers in threads of its own, on a busy machine so late that a step holds one
+    buffer more (see PeakMemory). It never makes a peak smaller.
+    """
     with PeakMemory(torch.device("cpu")) as inherited:
         pass
     assert inherited.entry_bytes is not None
@@ -41,14 +45,17 @@ def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
     job = build(cfg, mesh)
     batches = full_batches(cfg, mesh, job)
     training_step(job, [batch.to(mesh.device) for batch in batches], mesh, 1.0)
-    memory, rank = measure_memory(job, batches, mesh, cfg), dist.get_rank()
-    return memory.peak_bytes[rank] - inherited.entry_bytes, memory.parts[rank]
+    rank, measured = dist.get_rank(), []
+    for _ in range(3):
+        memory = measure_memory(job, batches, mesh, cfg)
+        measured.append((memory.peak_bytes[rank], memory.parts[rank]))
+    peak_bytes, parts = min(measured, key=lambda one: one[0])
+    return peak_bytes - inherited.entry_bytes, parts
 
 
 PEAKS = (
     (Cell("llama", "single", "lora", 1, variant="checkpointing"), 1e-4),
-    # gloo's buffers come and go in threads of its own: see PeakMemory.
-    (Cell("llama", "fsdp2", "lora", 2), 0.03),
+    (Cell("llama", "fsdp2", "lora", 2), 1e-3),
     # Messages of a few numbers stay in gloo's threads: two real steps differ by 512 bytes.
     (Cell("llama", "tp", "lora", 2), 1e-3),
 )
