@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -187,6 +187,12 @@ class Part(nn.Module):
     hf: nn.Module
     """This rank's share of the model under its own names: a transformers model, or a module of the
     caller."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all modules where it changes: the walk over them takes milliseconds."""
+        if mode != self.training or mode != self.hf.training:
+            super().train(mode)
+        return self
 
 
 class Run(Protocol):
