@@ -25,7 +25,7 @@ def test_a_step_is_that_of_torch(shape):
     matrix = torch.optim.Muon(
         theirs[:1], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", momentum=0.95
     )
-    vector = torch.optim.AdamW(theirs[1:], lr=0.1, weight_decay=0.0)
+    vector = torch.optim.AdamW(theirs[1:], lr=0.1, weight_decay=0.0, fused=True)
     for _ in range(3):
         for mine, other in zip(ours, theirs):
             mine.grad = torch.randn(mine.shape, generator=generator)

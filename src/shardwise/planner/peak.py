@@ -1,7 +1,7 @@
 """The most memory that a rank needs in a step, as a sum of parts, by formulas.
 
 A step is a list of moments: each unit's forward and backward, each reduction of gradients, the
-clipping, and the update of the largest weight. The peak is the moment with the most bytes alive.
+clipping, and the update. The peak is the moment with the most bytes alive.
 What a unit keeps and computes is in `models/activations.py`, what data parallelism holds beside it
 in `holding.py`, and the weights, gradients and optimizer states between steps in `memory.py`.
 `tools/plan_grid.py` compares the peaks with measured ones.
@@ -356,7 +356,7 @@ class Rank:
         squares = min(NORM_ELEMENTS, max(numels.values()))
         yield base.plus(temporary=4 * squares)._replace(moment="clipping")
         update = update_bytes(self.cfg, numels, is_gloo=self.is_gloo)
-        yield base.plus(temporary=update)._replace(moment="update of the largest weight")
+        yield base.plus(temporary=update)._replace(moment="update")
         if self.cfg.parallel.data in ("zero1", "zero2"):
             for bucket in buckets(trained[::-1]):
                 size = sum(w.padded_numel * w.itemsize for w in bucket)

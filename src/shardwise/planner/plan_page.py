@@ -197,7 +197,7 @@ def why_not_fitting(choice: Choice, question: Question) -> str:
         parts = {part: getattr(memory, part) for part in ("activations", "buffers", "temporary")}
         largest = max(parts, key=lambda part: parts[part])
         if memory.moment.startswith("update"):
-            return f"{text}; the update of the largest weight alone {size(parts[largest])}"
+            return f"{text}; the update alone {size(parts[largest])}"
         # A stage of a pipeline keeps what it has gathered too.
         is_freed = choice.candidate.is_resharded and choice.candidate.division.pp == 1
         what = {

@@ -16,20 +16,19 @@ from shardwise.planner.weights import Weight
 def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) -> int:
     """Return the most bytes that the update needs, beside weights, gradients and states.
 
-    `numels`: the elements that this rank updates of each trained weight. torch updates one weight
-    after the other on a CPU, and all together on a GPU.
+    `numels`: the elements that this rank updates of each trained weight. AdamW's kernel needs none.
+    torch's SGD updates one weight after the other on a CPU, and all together on a GPU.
     """
     name = cfg.optimizer.name
+    if name == "adamw":
+        return 0
     if name == "adamw8bit":
-        of_adamw = [n * w.itemsize for w, n in numels.items() if not w.is_selected]
-        by_itself = max(_in_8_bits(weight, numel) for weight, numel in numels.items())
-        update = 2 * max(of_adamw, default=0) if is_gloo else sum(of_adamw)
-        return max(update, by_itself)
-    sizes = [numel * weight.itemsize for weight, numel in numels.items()]
+        return max(_in_8_bits(weight, numel) for weight, numel in numels.items())
     if name == "muon":
-        return max(*sizes, *(_of_muon(cfg, weight, numel) for weight, numel in numels.items()))
+        return max(_of_muon(cfg, weight, numel) for weight, numel in numels.items())
+    sizes = [numel * weight.itemsize for weight, numel in numels.items()]
     if is_gloo:
-        return (2 if name == "adamw" else 1) * max(sizes)
+        return max(sizes)
     return sum(sizes) if cfg.parallel.offload == "none" else 0
 
 
