@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.assembly.build import build
 from shardwise.assembly.optimizer import lr_factor
+from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint.folder import folder_of, take_over
 from shardwise.checkpoint.resume import find_start, may_have_steps
 from shardwise.config import Launch, Optimizer, RunConfig, UserError
@@ -223,6 +224,26 @@ def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypat
     cfg = config(tmp_path, resume=resume)
     assert launch.start_processes(restarting(cfg), 2) == 0
     assert given == [resume, resume, "auto", "auto"]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_restart_with_copies_in_memory_loses_no_checkpoint_that_was_named(
+    is_named, tmp_path, monkeypatch
+):
+    """The name in memory is there before a copy is: the run may have died before its first one."""
+    make_checkpoints(tmp_path / "other", "step-2")
+    resume, given = str(folder_of(tmp_path / "other", 2)) if is_named else None, []
+
+    def run(_: Group, main: partial[None], *__: Any) -> Ending | None:
+        given.append(main.args[0].training.resume)
+        memory_folder.draw_name(tmp_path / "run")
+        return None if len(given) == 2 else Ending(1, "died", "error: died")
+
+    monkeypatch.setattr(Group, "run", run)
+    cfg = config(tmp_path / "run", resume=resume, memory_checkpoint_every=1)
+    Path(cfg.training.output_dir).mkdir()
+    assert launch.start_processes(restarting(cfg), 2) == 0
+    assert given == [resume, resume if is_named else "auto"]
 
 
 @pytest.mark.parametrize("save_every", [0, 2])

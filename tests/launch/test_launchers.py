@@ -48,3 +48,23 @@ def test_the_same_run_file_goes_everywhere(launcher, tmp_path, monkeypatch, caps
         assert found == {launcher} & others.keys()
     unused = [f"launch.{key}" for key in UNUSED[launcher]]
     assert printed.err == (f"note: --on {launcher} does not use {', '.join(unused)}\n")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_checkpoint_that_a_cluster_would_not_read_is_refused(
+    launcher, tmp_path, monkeypatch, capsys
+):
+    """Each start there has `--resume auto`, which knows the checkpoints of the folder alone."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    capsys.readouterr()
+    command = ["launch", "run.yaml", f"--on={launcher}", "--dry-run"]
+    command += ["--training.resume=runs/a/checkpoints/step-5", "--training.output_dir=/data/run"]
+    command += ["--launch.mounts={/data: kept}"]
+    if launcher == "local":
+        assert cli.main(command) == 0
+        return
+    assert cli.main(command) == 2
+    told = capsys.readouterr().err
+    assert "copy that into /data/run/checkpoints" in told
+    assert len(told.splitlines()) == 1

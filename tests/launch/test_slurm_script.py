@@ -87,6 +87,7 @@ exit "$code"
 
 def test_an_elastic_job_takes_the_nodes_that_there_are():
     text = slurm.script(config(nodes=4, min_nodes=2), "run.yaml", ["--launch.min_nodes=2"])
+    assert "#SBATCH --signal=USR1@300\n" in text  # the partition has a limit, too
     assert "#SBATCH --nodes=2-4\n#SBATCH --exclusive\n" in text
     assert "#SBATCH --ntasks" not in text  # it would be that of two nodes, and bound them
     assert "\nsrun --ntasks-per-node=1 --kill-on-bad-exit=1 " in text

@@ -29,6 +29,8 @@ from shardwise.run_file import parse_config, without_removed
 
 FORMAT = 3
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
+BY_AGE = ("latest", "latest-good", "auto")
+"""Values of `training.resume` that name no checkpoint."""
 MEMORY_NAME = ".memory"
 """The file in an output folder that names the run's folders in the memory of nodes."""
 UNFINISHED = ".tmp"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardwise.checkpoint import memory_folder, output_lock
 from shardwise.checkpoint.folder import (
+    BY_AGE,
     CHECKPOINTS,
     MANIFEST,
     MEMORY_NAME,
@@ -163,7 +164,7 @@ def _make(cfg: RunConfig) -> Path:
 
 
 def _check_is_checkpoint(resume: str | None) -> None:
-    if resume in (None, "latest", "latest-good", "auto") or Path(resume, MANIFEST).exists():
+    if resume in (None, *BY_AGE) or Path(resume, MANIFEST).exists():
         return
     way_out = "they are checkpoints/step-N in the output_dir of a run"
     if checkpoints := complete(resume):

@@ -15,6 +15,7 @@ from shardwise.assembly.state import FRESH
 from shardwise.checkpoint import memory_folder, output_dir
 from shardwise.checkpoint.folder import (
     ABANDONED,
+    BY_AGE,
     Manifest,
     complete,
     damage,
@@ -71,10 +72,6 @@ MAY_DIFFER = frozenset(
 """Sections and keys that a resumed run may change: what is computed does not depend on them."""
 
 
-_BY_AGE = ("latest", "latest-good", "auto")
-"""Values of `training.resume` that name no checkpoint."""
-
-
 @dataclass(frozen=True)
 class Start:
     """Step 0 of a new run, or the checkpoint that a run resumes from."""
@@ -118,7 +115,7 @@ def find_start(cfg: RunConfig) -> Start:
     resume = cfg.training.resume
     if resume is None:
         return Start()
-    by_name = resume not in _BY_AGE
+    by_name = resume not in BY_AGE
     candidates = of_every_rank(_candidates(cfg, resume))[0]
     passed_over: list[str] = []
     in_memory = None
@@ -172,7 +169,7 @@ def with_saved_adapter(cfg: RunConfig) -> RunConfig:
 
 def _candidates(cfg: RunConfig, resume: str) -> list[Path]:
     """Return the checkpoint that `training.resume` names, or those of the run, newest first."""
-    return complete(cfg.training.output_dir) if resume in _BY_AGE else [Path(resume)]
+    return complete(cfg.training.output_dir) if resume in BY_AGE else [Path(resume)]
 
 
 def _set_aside(output_dir: str, step: int) -> list[str]:

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from importlib import import_module
 
 from shardwise import layouts
+from shardwise.checkpoint.folder import CHECKPOINTS
 from shardwise.commands.command import Command, add_run_file
 from shardwise.config import Launch, UserError, require
 from shardwise.launch import elastic
@@ -56,6 +57,12 @@ def run(args: Namespace) -> int:
                 "nodes, because its rows or axes cannot be divided among more",
                 file=sys.stderr,
             )
+    require(
+        args.on == "local" or cfg.training.resume in (None, "auto"),
+        f"training.resume is {cfg.training.resume}, but on {args.on} each start resumes from the "
+        "last checkpoint in training.output_dir; leave it out, and to begin with another run's "
+        f"copy that into {cfg.training.output_dir}/{CHECKPOINTS}",
+    )
     launcher = import_module(f"shardwise.launch.{args.on}")
     script = launcher.script(cfg, args.run, args.overrides)
     # Before a job waits in a queue: what each rank would find when it starts.

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoint import memory_folder, output_dir
-from shardwise.checkpoint.folder import complete
+from shardwise.checkpoint.folder import BY_AGE, complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError, require
 from shardwise.launch import elastic
@@ -149,7 +149,11 @@ def start_processes(
                 record(cfg, ending)
                 memory_folder.forget(cfg.training.output_dir)
                 return ending.exit_code
-            has_copy = memory_folder.has_name(cfg.training.output_dir)
+            # A named checkpoint is older than any in memory, but no loss of these leaves the run
+            # without it.
+            has_copy = cfg.training.resume in (None, *BY_AGE) and memory_folder.has_name(
+                cfg.training.output_dir
+            )
             cfg = _for_restart(cfg, has_checkpoint=bool(published) or has_copy)
 
 

@@ -183,7 +183,7 @@ def _options(launch: Launch, folder: Path, size: Sequence[str], log: str) -> Ite
     yield "requeue"
     if launch.time is not None:
         yield f"time={launch.time}"
-        yield f"signal=USR1@{launch.ahead_seconds}"
+    yield f"signal=USR1@{launch.ahead_seconds}"  # of the partition's limit, if there is no other
     for name, value in launch.slurm.items():
         if name != "job-name":
             yield name if value is None else f"{name}={_quoted(value)}"
