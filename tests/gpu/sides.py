@@ -179,7 +179,7 @@ def transformers(cfg: RunConfig, workload: Workload, device: torch.device, round
             per_device_train_batch_size=workload.batch,
             train_sampling_strategy="sequential",
             bf16=True,
-            optim="adamw_torch",
+            optim="adamw_torch_fused",
             learning_rate=cfg.optimizer.lr,
             lr_scheduler_type="constant",
             adam_beta1=cfg.optimizer.betas[0],
