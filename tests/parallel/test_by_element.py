@@ -66,9 +66,11 @@ def compare(number: int) -> None:
     plain, no_dtensors, _ = trained(torchs, options, is_sharded=False)
     by_torch, of_torch, of_torch_states = trained(torchs, options, is_sharded=True)
     sharded, of_ours, of_our_states = trained(ours, options, is_sharded=True)
-    # The fused kernel of AdamW rounds otherwise, and every kernel the end of a tensor.
-    torch.testing.assert_close(sharded, by_torch)
-    torch.testing.assert_close(sharded, plain)
+    if ours is SGD:
+        assert all(map(torch.equal, by_torch, sharded))
+    else:  # the fused kernel rounds otherwise, and takes no DTensors beside tensors
+        torch.testing.assert_close(sharded, by_torch)
+    torch.testing.assert_close(sharded, plain)  # a kernel may round the end of a tensor otherwise
     assert (no_dtensors, of_ours) == (0, 0)
     assert of_torch > 0, "torch has learned it: by_element.py can go"
     assert of_our_states == of_torch_states
