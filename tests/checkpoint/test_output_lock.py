@@ -22,6 +22,7 @@ from shardwise.checkpoint.output_lock import LOCK, Lock, locked
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.launch import local as launch
+from shardwise.process.ending import RunError
 from shardwise.process.world import World
 from shardwise.records.record import MetricsFile
 from tests.distributed import PATIENCE
@@ -162,6 +163,20 @@ def test_the_locks_of_a_host_that_died_are_waited_for_longer(tmp_path, monkeypat
     FORK.Process(target=lambda: (time.sleep(0.5), os.kill(process.pid, signal.SIGKILL))).start()
     with locked(tmp_path, None, {}):
         process.join()
+
+
+def test_a_host_that_died_may_keep_its_lock_and_a_later_start_gets_it(tmp_path, monkeypatch):
+    """NFS 3 keeps it until that host is up again, so a cluster has to start the run once more."""
+    monkeypatch.setattr(output_lock, "WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr(output_lock, "LEASE_SECONDS", 0.0)
+    process = held_by("fork", tmp_path, None)
+    monkeypatch.setattr(output_lock.socket, "gethostname", lambda: "another host")
+    for world in (None, OTHER):
+        with pytest.raises(RunError, match="has died, the file server still keeps its locks"):
+            locked(tmp_path, world, at(1)).__enter__()
+    end(process)
+    with locked(tmp_path, None, {}):
+        pass
 
 
 FIRST, OTHER = (World(rank, 2, rank, "env://") for rank in (0, 1))

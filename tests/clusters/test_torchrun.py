@@ -172,6 +172,19 @@ def test_nodes_listen_where_they_were_told_to(folder, stack):
     check_losses(folder, "where")
 
 
+def test_a_node_that_is_broken_leaves_the_others_alone(folder, stack):
+    """It cannot train, such as without its GPU, and the run goes on without it."""
+    name, (port,) = "broken", free_ports(1)
+    elastic = ("--parallel.data=ddp", "--launch.min_nodes=1", "--launch.timeout_seconds=30")
+    first = start(stack, folder, name, "127.0.0.1", port, *elastic)
+    wait_for(lambda: is_open(port), "the meeting place")
+    broken = start(stack, folder, name, "127.0.0.2", port, *elastic, "--training.device=cuda")
+    assert broken.agent.wait(300) == 2
+    assert broken.says("training.device is cuda but torch finds no GPU")
+    assert first.agent.wait(300) == 0, first.log.read_text()
+    check_losses(folder, name)
+
+
 def test_a_signal_to_one_node_stops_a_run_that_needs_all(folder, stack):
     name, (port,) = "stopped", free_ports(1)
     nodes = [

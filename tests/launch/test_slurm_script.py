@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise import cli
+from shardwise.checkpoint.folder import CHECKPOINTS, MANIFEST
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
 from shardwise.launch import slurm
 
@@ -70,16 +71,21 @@ trap ended=1 TERM
 # With one process dead, all end by SIGTERM: none could go on. srun ends with the highest
 # code, at least 143; a rank whose run would end alike again adds 200 to its own.
 rank='trap : USR1 TERM; "$@"; code=$?; case $code in 2|3) exit $((code + 200)) ;; esac; exit $code'
+in_vain={tmp_path}/runs/first/"slurm-$SLURM_JOB_ID.failed"
+saved() {{ ls -d {tmp_path}/runs/first/checkpoints/step-*[0-9]/checkpoint.json 2>/dev/null; }}
+saved_before=$(saved)
 srun --kill-on-bad-exit=1 bash -c "$rank" rank \
 /opt/python -m shardwise train run.yaml --lora.r=4 --resume auto
 code=$?
 [ -z "${{ended:-}}" ] || exit "$code"
 [ "$code" -lt 200 ] || exit $((code - 200))
 [ "$code" -ne 0 ] || exit 0
-if [ "${{SLURM_RESTART_COUNT:-0}}" -lt 3 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-  exit "$code"
+# Starts that saved no new checkpoint are counted; without room to count them, it ends.
+if [ "$(saved)" = "$saved_before" ]; then
+  echo "exit code $code" >> "$in_vain" || exit "$code"
+  [ "$(wc -l < "$in_vain")" -le 3 ] || exit "$code"
 fi
+scontrol requeue "$SLURM_JOB_ID"
 exit "$code"
 """
     )
@@ -95,14 +101,23 @@ def test_an_elastic_job_takes_the_nodes_that_there_are():
 
 
 def script_with(
-    monkeypatch, tmp_path: Path, code: int, restart: str = "", **training: Any
+    monkeypatch, tmp_path: Path, code: int, saves: str = "", says: str = "", **training: Any
 ) -> list[str]:
-    """Run a script whose ranks end with a code; return what it has called."""
+    """Run a script whose ranks end with a code and may save a checkpoint, the next start of a job.
+
+    Return what it has called.
+    """
+    monkeypatch.chdir(tmp_path)
+    output_dir = tmp_path / "runs" / HOSTILE
+    output_dir.mkdir(parents=True, exist_ok=True)
+    save, folder = "", shlex.quote(str(output_dir / CHECKPOINTS / saves))
+    if saves:
+        save = f"mkdir -p {folder}; touch {folder}/{MANIFEST}; "
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     ends = {
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
         "scontrol": "exit 0",
-        "python": f"exit {code}",
+        "python": f"{save}exit {code}",
     }
     for name, end in ends.items():
         program = tmp_path / name
@@ -114,26 +129,27 @@ def script_with(
     file.write_text(slurm.script(cfg, HOSTILE, [f"--data.train={HOSTILE}"]))
     done = subprocess.run(
         ["/bin/bash", str(file)],
-        env={"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
-        | ({"SLURM_RESTART_COUNT": restart} if restart else {}),
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"},
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
     )
     assert done.returncode == code
-    assert not done.stderr
+    assert says in done.stderr if says else not done.stderr
     return done.stdout.split("\n")
 
 
-@pytest.mark.parametrize(("code", "restart"), [(2, ""), (1, "10"), (1, "9"), (0, "")])
+@pytest.mark.parametrize(("code", "starts"), [(2, 0), (1, 10), (1, 9), (0, 0)])
 def test_what_is_in_memory_is_removed_where_a_run_fails_for_good(
-    code, restart, monkeypatch, tmp_path
+    code, starts, monkeypatch, tmp_path
 ):
-    called = script_with(monkeypatch, tmp_path, code, restart, memory_checkpoint_every=1)
-    fails = code == 2 or restart == "10"
+    for _ in range(starts):
+        script_with(monkeypatch, tmp_path, 1)
+    called = script_with(monkeypatch, tmp_path, code, memory_checkpoint_every=1)
+    fails = code == 2 or starts == 10
     assert any("memory_folder" in word for word in called) == fails
-    assert ("requeue" in called) == (restart == "9")
+    assert ("requeue" in called) == (starts == 9)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 137, 138, 143])
@@ -142,9 +158,26 @@ def test_what_would_change_nothing_is_not_started_again(code, monkeypatch, tmp_p
     assert ("requeue" in called) == (code not in (0, 2, 3))
 
 
-def test_restarts_end(monkeypatch, tmp_path):
-    assert "requeue" in script_with(monkeypatch, tmp_path, 1, "9")
-    assert "requeue" not in script_with(monkeypatch, tmp_path, 1, "10")
+def test_starts_in_vain_end(monkeypatch, tmp_path):
+    for _ in range(10):
+        assert "requeue" in script_with(monkeypatch, tmp_path, 1)
+    assert "requeue" not in script_with(monkeypatch, tmp_path, 1)
+
+
+def test_starts_that_save_do_not_end(monkeypatch, tmp_path):
+    """A stop at the time limit saves; a job has as many of them as its run needs."""
+    for step in range(12):
+        checkpoint = f"step-{step}"
+        assert "requeue" in script_with(monkeypatch, tmp_path, 138, checkpoint)
+    for _ in range(10):  # one that had begun to save is no checkpoint
+        assert "requeue" in script_with(monkeypatch, tmp_path, 1, "step-99.tmp")
+    assert "requeue" not in script_with(monkeypatch, tmp_path, 1)
+
+
+def test_where_starts_cannot_be_counted_a_job_ends(monkeypatch, tmp_path):
+    (tmp_path / "runs" / HOSTILE / "slurm-7.failed").mkdir(parents=True)
+    called = script_with(monkeypatch, tmp_path, 1, says="Is a directory")
+    assert "requeue" not in called
 
 
 def test_hostile_names_are_only_names(monkeypatch, tmp_path):

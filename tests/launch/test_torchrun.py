@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -32,11 +33,12 @@ RANK = f"""#!{sys.executable}
 import json, os, psutil, signal, sys, time
 from pathlib import Path
 agent = psutil.Process(os.getppid())
+store = os.environ.get("SHARDWISE_STORE", "")
 listening = [c.laddr.ip for c in agent.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 start = {{
     "arguments": sys.argv[1:],
-    "store": os.environ["SHARDWISE_STORE"] + "-" + os.environ["TORCHELASTIC_RESTART_COUNT"],
-    "folder": oct(os.stat(os.path.dirname(os.environ["SHARDWISE_STORE"])).st_mode),
+    "store": store + "-" + os.environ["TORCHELASTIC_RESTART_COUNT"],
+    "folder": oct(os.stat(os.path.dirname(store) or ".").st_mode),
     "listening": listening,
 }}
 with Path("starts.jsonl").open("a") as file:
@@ -60,12 +62,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(folder: Path, code: int = 0, number: int = 0, restarts: int = 2):
+def run(folder: Path, code: int = 0, number: int = 0, restarts: int = 2, *overrides: str):
     environment = {"PYTHON_EXEC": str(folder / "rank"), "CODE": str(code), "SIGNAL": str(number)}
     done = run_command(
         [
             *("launch", "run.yaml", "--on=torchrun", f"--launch.restarts={restarts}"),
             f"--launch.environment={json.dumps(environment)}",
+            *overrides,
         ]
     )
     return done, [json.loads(line) for line in Path("starts.jsonl").read_text().splitlines()]
@@ -93,6 +96,26 @@ def test_one_node_listens_nowhere_and_leaves_nothing(folder):
     assert not Path(starts[0]["store"]).parent.exists()
     assert starts[0]["arguments"][:5] == ["-u", "-m", "shardwise", "train", "run.yaml"]
     assert starts[0]["arguments"][-2:] == ["--resume", "auto"]
+
+
+def test_the_agents_meet_at_an_address_alone(folder):
+    """torch's own store listens on every interface, and runs code that a key of it holds."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = f"{{rdzv-endpoint: 'localhost:{port}', rdzv-conf: last_call_timeout=1}}"
+    done, (start,) = run(
+        folder,
+        0,
+        0,
+        0,
+        "--launch.nodes=2",
+        "--launch.min_nodes=1",
+        "--parallel.data=ddp",
+        "--training.micro_batch_size=1",
+        f"--launch.torchrun={options}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert start["listening"] == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.process.world import ALONE, World, find_world, first_host, pick_device
+from shardwise.process.world import ALONE, World, find_world, first_host, listener, pick_device
 
 TORCHRUN = {
     "RANK": "3",
@@ -50,7 +52,34 @@ def test_an_srun_environment_is_joined():
     on_one_node = find_world({**SRUN, "SLURM_STEP_NUM_NODES": "1"})
     assert on_one_node.init_method == "tcp://127.0.0.1:17001"
     assert on_one_node.meets_at == ("127.0.0.1", 17001)
-    assert find_world({**SRUN, "SLURM_STEP_NUM_NODES": "2"}).meets_at is None
+    assert find_world({**SRUN, "SLURM_STEP_NUM_NODES": "2"}).meets_at == ("gpu07", 17001)
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "listens_on"),
+    [
+        ("127.0.0.2", "127.0.0.2", "127.0.0.2"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("node1", "127.0.1.1", None),  # Debian's own name
+        ("node1", "203.0.113.9", OSError),  # none of this machine
+        ("no such name.invalid", None, None),
+    ],
+)
+def test_a_store_listens_where_its_name_says(monkeypatch, host, address, listens_on):
+    def look_up(*_: object) -> list[object]:
+        if address is None:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    if listens_on is OSError:
+        with pytest.raises(OSError, match="Cannot assign"):
+            listener(host, 0)
+        return
+    server = listener(host, 0)
+    assert (server and server.getsockname()[0]) == listens_on
+    if server is not None:
+        server.close()
 
 
 @pytest.mark.parametrize(

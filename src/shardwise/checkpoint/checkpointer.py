@@ -232,6 +232,7 @@ class Checkpointer:
         rank, folder = dist.get_rank(), folder_of(self._output_dir, manifest.step)
         unfinished = folder.with_name(folder.name + UNFINISHED)
 
+        names: list[str] = []
         files: dict[str, File] = {}
 
         @paused()
@@ -241,7 +242,6 @@ class Checkpointer:
 
         @paused()
         def check() -> dict[str, File]:
-            names = sorted(path.name for path in unfinished.iterdir())
             return folders.checksums(unfinished, names[rank :: dist.get_world_size()])
 
         @paused()
@@ -257,7 +257,8 @@ class Checkpointer:
             # What each rank holds, some 100 bytes per shard, goes from every rank to all.
             ranks = self._together(lambda: checkpoint_tensors.held(tensors, rank), folder)
             write = partial(checkpoint_tensors.write, tensors, unfinished, ranks, rank)
-            self._together(write, folder)
+            # Not what a rank sees in the folder: over NFS it may look there as it did a minute ago.
+            names += sorted({METRICS}.union(*self._together(write, folder)))
             for checksums in self._together(check, folder):
                 files |= checksums
             self._on_main(finish, folder)

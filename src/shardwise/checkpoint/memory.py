@@ -26,7 +26,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.folder import MANIFEST, METRICS, UNFINISHED, File, Manifest, step_of
-from shardwise.checkpoint.index import INDEX, DamagedError
+from shardwise.checkpoint.index import DamagedError
 from shardwise.checkpoint.tensors import Tensors, file_of
 from shardwise.checkpoint.together import together
 from shardwise.config import RunConfig
@@ -86,7 +86,6 @@ class MemoryCheckpoints:
         """
         nodes, folder = self.nodes, self.folder / f"step-{manifest.step}"
         unfinished = folder.with_name(folder.name + UNFINISHED)
-        own = unfinished / file_of(nodes.rank)
 
         def read() -> tuple[Manifest, bytes] | None:
             if nodes.rank > 0:
@@ -102,12 +101,11 @@ class MemoryCheckpoints:
         def held() -> Mapping[str, Any]:
             return checkpoint_tensors.held(tensors, nodes.rank)
 
-        def write() -> None:
-            checkpoint_tensors.write(tensors, unfinished, ranks, nodes.rank, nodes.is_first)
-
-        def checksums() -> dict[str, File]:
-            names = [own.name] if own.exists() else []
-            return folders.checksums(unfinished, names + [METRICS, INDEX] * nodes.is_first)
+        def write() -> dict[str, File]:
+            names = checkpoint_tensors.write(
+                tensors, unfinished, ranks, nodes.rank, writes_index=nodes.is_first
+            )
+            return folders.checksums(unfinished, [*names, *[METRICS] * nodes.is_first])
 
         def finish() -> None:
             folders.write_manifest(unfinished, replace(common, files=files))
@@ -122,9 +120,8 @@ class MemoryCheckpoints:
         common, metrics = self._together(read, folder)[0]
         self._on_nodes(begin, folder)
         ranks = self._together(held, folder)
-        self._together(write, folder)
         files: dict[str, File] = {}
-        for known in self._together(checksums, folder):
+        for known in self._together(write, folder):
             files |= known
         pairs = [(file_of(rank), rank, keeper) for rank, keeper in nodes.keepers().items()]
         self._send([pair for pair in pairs if pair[0] in files], files, unfinished)

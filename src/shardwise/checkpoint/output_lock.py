@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import UserError
-from shardwise.process.ending import is_full
+from shardwise.process.ending import RunError, is_full
 from shardwise.process.world import World
 
 LOCK = ".lock"
@@ -57,6 +57,7 @@ class Lock:
 def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generator[Lock | None]:
     """Keep other runs out of a folder that exists; UserError names a run that holds the lock.
 
+    RunError names one on another host, which may have died: a later start may get the lock.
     `world`: this process's place among ranks, where a launcher gave it one. The first rank holds
     the lock, or the launcher and with it the ranks that it starts. The other ranks of torchrun or
     srun yield None after they have seen that no other run holds it.
@@ -96,7 +97,7 @@ def _open(folder: Path) -> int:
 
 
 def _acquire(descriptor: int, folder: Path) -> None:
-    """Lock an open file, which others may hold for a while; UserError after that.
+    """Lock an open file, which others may hold for a while; the error of `_in_use` after that.
 
     Where the file system has no locks, the run continues without one and prints a line.
     """
@@ -123,7 +124,7 @@ def _acquire(descriptor: int, folder: Path) -> None:
 
 
 def _check_is_ours(folder: Path, group: str) -> None:
-    """Raise UserError if another run holds the lock.
+    """Raise the error of `_in_use` if another run holds the lock.
 
     If this run's first rank has not come yet, nobody holds it.
     """
@@ -155,15 +156,18 @@ def _holder(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _in_use(folder: Path) -> UserError:
+def _in_use(folder: Path) -> UserError | RunError:
     holder = _holder(folder)
+    host = holder.get("host")
     who = ""
     if holder:
-        place = f"process {holder.get('pid')} on {holder.get('host')}"
-        who = f" ({place}, since {holder.get('started')})"
-    return UserError(
-        f"training.output_dir {folder}: another run is writing there{who}; wait for its end, or "
-        "choose another folder"
+        who = f" (process {holder.get('pid')} on {host}, since {holder.get('started')})"
+    reason = f"training.output_dir {folder}: another run is writing there{who}"
+    if host in (None, socket.gethostname()):
+        return UserError(f"{reason}; wait for its end, or choose another folder")
+    return RunError(
+        f"{reason}; wait for its end, or choose another folder. If {host} has died, the file "
+        "server still keeps its locks: NFS 3 does until that host is up again"
     )
 
 

@@ -70,18 +70,23 @@ def write(
     ranks: Sequence[Mapping[str, Entry]],
     rank: int,
     writes_index: bool | None = None,
-) -> None:
+) -> list[str]:
     """Write this rank's share into a folder that exists, and on one rank `index.json`.
+
+    Return the names of the files that this rank has written.
 
     `ranks` is what each rank has `held`. `writes_index`: whether this rank writes the index; None:
     rank 0 does. Of what several ranks hold, one writes it. One tensor at a time is copied to the
     CPU. No rank waits for another one, which may have failed.
     """
-    index = _index_of(ranks)
+    index, file = _index_of(ranks), file_of(rank)
+    content = index.content_of(file)
     with paused():
-        _write(folder / file_of(rank), index.content_of(file_of(rank)), tensors)
+        _write(folder / file, content, tensors)
         if rank == 0 if writes_index is None else writes_index:
             write_synced(folder / INDEX, encode_index(index))
+            return [file, INDEX] if content else [INDEX]
+    return [file] if content else []
 
 
 def _index_of(ranks: Sequence[Mapping[str, Entry]]) -> Index:

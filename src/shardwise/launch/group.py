@@ -185,19 +185,26 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 def leave_ending(folder: str, rank: int, ending: Ending) -> None:
     """Leave a file for the launcher that says how this rank ends."""
     try:
-        write_atomically(_path_of_ending(folder, rank), json.dumps(asdict(ending)))
+        # The same clock in every process, and nobody sets it.
+        content = {"seconds": time.monotonic(), "ending": asdict(ending)}
+        write_atomically(_path_of_ending(folder, rank), json.dumps(content))
     except OSError:  # no room there either
         print(ending.text, file=sys.stderr, flush=True)
 
 
 def _read_ending(folder: str, rank: int) -> Ending | None:
-    path = _path_of_ending(folder, rank)
-    return Ending(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    content = _left(folder, rank)
+    return Ending(**content["ending"]) if content else None
 
 
 def _seconds_of_ending(folder: str, rank: int) -> float:
+    content = _left(folder, rank)
+    return content["seconds"] if content else 0.0
+
+
+def _left(folder: str, rank: int) -> dict[str, Any] | None:
     path = _path_of_ending(folder, rank)
-    return path.stat().st_mtime if path.exists() else 0.0
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _path_of_ending(folder: str, rank: int) -> Path:

@@ -7,7 +7,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from shardwise.process.ending import (
     explain,
     report_ending,
 )
-from shardwise.process.world import STORE, World, on_loopback, pick_device, threads_each
+from shardwise.process.world import STORE, World, listener, on_loopback, pick_device, threads_each
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 if TYPE_CHECKING:
@@ -185,7 +184,8 @@ def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> N
 
 
 def _store_at(host: str, port: int, world: World, timeout: timedelta) -> dist.Store:
-    """Return the store that rank 0 holds at this address alone; torch's own listens everywhere.
+    """Return the store that rank 0 holds at a host's address alone, and on every interface only
+    where it knows none; a line says so.
 
     RunError where the address is none of this machine, or the port is taken.
     """
@@ -194,7 +194,17 @@ def _store_at(host: str, port: int, world: World, timeout: timedelta) -> dist.St
     options: dict[str, Any] = {"timeout": timeout}
     if world.rank == 0:
         try:
-            options["master_listen_fd"] = socket.create_server((host, port)).detach()
+            server = listener(host, port)
+            if server is not None:
+                options["master_listen_fd"] = server.detach()
+            else:
+                print(
+                    f"note: {host} is no name of an address that other nodes reach, so the ranks "
+                    "meet on every interface of this one; to listen on one alone give its address: "
+                    "MASTER_ADDR under srun, local-addr in launch.torchrun",
+                    file=sys.stderr,
+                    flush=True,
+                )
         except OSError as error:
             raise RunError(
                 f"the first rank cannot listen on {host}:{port} ({error.strerror}); set "

@@ -3,7 +3,7 @@
 A job may end before its run: at its time limit, when it is preempted, or when a node dies. Slurm
 queues it again after the latter two. Before the time limit it sends SIGUSR1 to the processes, which
 finish their step, save and end; the script then queues the job again, as it does after a failure.
-Each start resumes from the last whole checkpoint.
+Each start resumes from the last whole checkpoint. `launch.restarts` bounds starts that saved none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from shardwise.checkpoint.folder import CHECKPOINTS, MANIFEST
 from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.process.ending import OUT_OF_MEMORY, USER_ERROR
 from shardwise.records.record import write_atomically
@@ -103,7 +104,8 @@ def job(
     """Return a batch script that runs Python with these arguments as one task or many.
 
     `size` are the options of sbatch for nodes and tasks, and `of_srun` further ones of srun. The
-    job is queued again after every exit code but 0 and `final`. With `array` it is one job for each
+    job is queued again after every exit code but 0 and `final`, until `launch.restarts` of its
+    starts have saved no new checkpoint. With `array` it is one job for each
     of its words, which the command gets as its last argument. When it fails for good, every node
     runs `at_end` in Python, with the folder as argument.
     """
@@ -120,6 +122,7 @@ def job(
     if array:
         command += ' "${words[SLURM_ARRAY_TASK_ID]}"'
         number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    checkpoints = shlex.quote(str(folder / CHECKPOINTS))
     leave, at_last = "exit", []
     if at_end is not None:
         python = shlex.join([*before_python, "-c", at_end, str(folder)])
@@ -145,17 +148,22 @@ def job(
         f"# code, at least 143; a rank whose run would end alike again adds {RAISED} to its own.",
         f"rank={shlex.quote(_rank(final))}",
         *([f"words=({shlex.join(array)})"] if array else []),
+        f'in_vain={shlex.quote(str(folder))}/"slurm-{number}.failed"',
+        f"saved() {{ ls -d {checkpoints}/step-*[0-9]/{MANIFEST} 2>/dev/null; }}",
+        "saved_before=$(saved)",
         f'srun {shlex.join([*of_srun, *of_container])} bash -c "$rank" rank {command}',
         "code=$?",
         *at_last,
         '[ -z "${ended:-}" ] || exit "$code"',
         f'[ "$code" -lt {RAISED} ] || {leave} $((code - {RAISED}))',
         '[ "$code" -ne 0 ] || exit 0',
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launch.restarts_on_cluster} ]; then',
-        f'  scontrol requeue "{number}"',
-        '  exit "$code"',
+        "# Starts that saved no new checkpoint are counted; without room to count them, it ends.",
+        'if [ "$(saved)" = "$saved_before" ]; then',
+        f'  echo "exit code $code" >> "$in_vain" || {leave} "$code"',
+        f'  [ "$(wc -l < "$in_vain")" -le {launch.restarts_on_cluster} ] || {leave} "$code"',
         "fi",
-        f'{leave} "$code"',
+        f'scontrol requeue "{number}"',
+        'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 

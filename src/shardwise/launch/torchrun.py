@@ -27,7 +27,7 @@ from shardwise.config import RunConfig, UserError, require
 from shardwise.launch.manifest import name_of
 from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.process.stop import SIGNALS
-from shardwise.process.world import AT_RANK_0, STORE, threads_each, variables
+from shardwise.process.world import AT_RANK_0, STORE, listener, threads_each, variables
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 
@@ -36,16 +36,20 @@ _STOPPED = tuple(128 + number for number in SIGNALS)
 DEFAULT_PORT = 29400
 """Where torchrun's agents meet if an endpoint names no port."""
 _SIGNALS = ",".join(signal.Signals(number).name for number in SIGNALS)
+_NEARLY = (
+    "# launch runs the agent of this command itself, and reads the exit codes of ranks: it does not "
+    "start a mistake again."
+)
 _WAY_OUT = "start this command again on every node: the run resumes from its last checkpoint"
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
-    """Return the command of a node, for a shell."""
+    """Return the command of a node, for a shell: torchrun's, which is nearly what `run` does."""
     words = ["torchrun", *_arguments(cfg, run_file, overrides)]
     prefix = [f"{name}={shlex.quote(value)}" for name, value in _variables(cfg).items()]
     if cfg.launch.nodes == 1:
         prefix.append(f'{STORE}="$(mktemp -d)/store"')
-    return " ".join([*prefix, shlex.join(words)]) + "\n"
+    return f"{_NEARLY}\n" + " ".join([*prefix, shlex.join(words)]) + "\n"
 
 
 def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
@@ -96,7 +100,7 @@ def _variables(cfg: RunConfig) -> dict[str, str]:
         # Else the ranks of a new start find dead addresses in the agents' store (pytorch 135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(threads_each(cfg.launch.processes)),
-        **({AT_RANK_0: "1"} if "local-addr" in cfg.launch.torchrun else {}),
+        **({AT_RANK_0: "1"} if cfg.launch.nodes > 1 else {}),
         **cfg.launch.environment,
     }
 
@@ -117,7 +121,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
         is_parsers = isinstance(error, SystemExit)
         raise _refused(said.getvalue().splitlines()[-1] if is_parsers else error) from None
     endpoint = config.rdzv_endpoint
-    handler = None
+    handler = None  # to shut it down ends the run of all nodes
     try:
         handler = _rendezvous(
             RendezvousParameters(
@@ -146,12 +150,16 @@ def _run_agent(arguments: Sequence[str]) -> int:
         )
         is_elastic = config.min_nodes < config.max_nodes
         result = _agent(spec, config, is_elastic).run()
+        code = exit_code(failure.exitcode for failure in result.failures.values()) if result else 0
+        if is_elastic and code in (USER_ERROR, OUT_OF_MEMORY):
+            handler = None  # what this node lacks, the others may have
+        return code
     except ValueError as error:
         if handler is not None:
             raise
         raise _refused(error) from None
     except SignalException as error:
-        handler = None  # to close it would end the run of the other nodes too
+        handler = None
         return 128 + error.sigval
     except api.RendezvousTimeoutError:
         raise RunError(
@@ -169,11 +177,10 @@ def _run_agent(arguments: Sequence[str]) -> int:
     finally:
         if handler is not None:
             handler.shutdown()
-    return exit_code(failure.exitcode for failure in result.failures.values()) if result else 0
 
 
 def _rendezvous(parameters: Any) -> Any:
-    """Return where agents meet. A store at an IPv4 address listens there alone.
+    """Return where agents meet. A store at a host with an IPv4 address listens there alone.
 
     torch's own listens on every interface, and unpickles what anyone writes there.
     """
@@ -181,12 +188,15 @@ def _rendezvous(parameters: Any) -> Any:
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, registry
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    at = re.fullmatch(r"([\d.]+)(?::(\d+))?", parameters.endpoint)
+    at = re.fullmatch(r"([^:]+)(?::(\d+))?", parameters.endpoint)
     if at is None or parameters.backend != "c10d" or parameters.get("is_host"):
         return registry.get_rendezvous_handler(parameters)
     host, port, options = at[1], int(at[2] or DEFAULT_PORT), {}
     with contextlib.suppress(OSError):  # it is another node's, or another agent of this one has it
-        options["master_listen_fd"] = socket.create_server((host, port)).detach()
+        server = listener(host, port)
+        if server is None:
+            return registry.get_rendezvous_handler(parameters)
+        options["master_listen_fd"] = server.detach()
     store = TCPStore(
         *(host, port),
         is_master=bool(options),
@@ -201,9 +211,12 @@ def _rendezvous(parameters: Any) -> Any:
 def _give_up_after(seconds: int) -> None:
     """Let connections to the agents' store fail after so long without an answer.
 
-    torch's store waits for some answers without a limit. Without this, the agent of a node that is
-    cut off for good would wait for as long as the kernel sends again: a quarter of an hour.
+    torch's store waits for some answers without a limit. Without this, and so outside of Linux, the
+    agent of a node that is cut off for good waits for as long as the kernel sends again: a quarter
+    of an hour.
     """
+    if sys.platform != "linux":
+        return
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # no socket, or one without a peer
             connection = socket.socket(fileno=number)

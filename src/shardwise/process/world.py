@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,10 +37,8 @@ class World:
 
     @property
     def meets_at(self) -> tuple[str, int] | None:
-        """The IPv4 address and port of rank 0 where the ranks meet; None: it is a name, or
-        elsewhere.
-        """
-        at = re.fullmatch(r"tcp://([\d.]+):(\d+)", self.init_method or "")
+        """The host and port of rank 0 where the ranks meet; None: they meet elsewhere."""
+        at = re.fullmatch(r"tcp://(.+):(\d+)", self.init_method or "")
         return (at[1], int(at[2])) if at else None
 
     @property
@@ -73,6 +72,24 @@ def loopback() -> str:
         "no network interface has the address 127.0.0.1; bring the loopback interface up, or name "
         f"another one in {' and '.join(SOCKET_INTERFACES)}"
     )
+
+
+def listener(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on a host's own IPv4 address alone; torch's own stores listen on
+    every interface.
+
+    None where it has no such address, or one that other nodes do not reach: Debian's /etc/hosts
+    gives a machine's own name an address of loopback. OSError where it is no address of this
+    machine, or the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    address = str(found[0][4][0])
+    if address.startswith("127.") and host not in ("localhost", address):
+        return None
+    return socket.create_server((address, port))
 
 
 @contextlib.contextmanager
