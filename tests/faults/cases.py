@@ -38,6 +38,10 @@ LAYOUTS = {
     "pp-fsdp2": Layout(4, {"data": "fsdp2", "pp": 2}),
     "tp-fsdp2": Layout(4, {"data": "fsdp2", "tp": 2}),
     "cp-fsdp2": Layout(4, {"data": "fsdp2", "cp": 2}),
+    "ddp-4": Layout(4, {"data": "ddp"}),
+    "pp-ep": Layout(4, {"data": "ddp", "pp": 2, "ep": 2}, EXPERTS),
+    "tp-ep": Layout(4, {"data": "ddp", "tp": 2, "ep": 2}, EXPERTS),
+    "fsdp2-ep": Layout(4, {"data": "fsdp2", "ep": 2}, EXPERTS),
 }
 PHASES = (
     "start",  # before the process group is up
@@ -109,6 +113,8 @@ def cases() -> list[Case]:
     """All of them, in an order in which a part is a sample of the whole."""
     found = [
         *_processes(),
+        *_kills(),
+        *_memory_checkpoints(),
         *_disks(),
         *_memory(),
         *_clocks(),
@@ -163,6 +169,31 @@ def _alike(name: str) -> list[str]:
     """Layouts of the same model, on at most two ranks."""
     model = LAYOUTS[name].model
     return [n for n, one in LAYOUTS.items() if one.model == model and one.num_ranks <= 2]
+
+
+def _kills() -> Iterator[Case]:
+    """A rank that dies at once in every phase, in layouts in turn."""
+    names = ("ddp", "fsdp2", "pp", "tp", "cp", "ddp-ep", "pp-ep", "tp-ep", "fsdp2-ep")
+    for i, phase in enumerate(PHASES):
+        for name in (names[i % 9], names[(i + 4) % 9]):
+            rank = (i + 1) % LAYOUTS[name].num_ranks
+            # Of these phases each has something to restart from.
+            restarts = i % 2 and phase not in ("resume", "restore")
+            overrides = ("launch.restarts=1",) * bool(restarts)
+            mode = "full" if i % 2 else "lora"
+            yield Case("kill", name, "kill", phase, rank, mode, overrides=overrides)
+
+
+def _memory_checkpoints() -> Iterator[Case]:
+    """Nothing is on the disk when a rank dies: the new group starts from copies in memory."""
+    overrides = (
+        *("launch.restarts=1", "training.memory_checkpoint_every=1", "training.save_every=0"),
+    )
+    for i, name in enumerate(("ddp", "zero1", "fsdp2", "pp", "tp-sp", "cp", "ddp-ep", "hsdp")):
+        for phase in ("backward", "optimizer"):
+            mode = "full" if i % 2 else "lora"
+            rank = i % LAYOUTS[name].num_ranks
+            yield Case("memory checkpoint", name, "kill", phase, rank, mode, overrides=overrides)
 
 
 def _disks() -> Iterator[Case]:
@@ -220,7 +251,13 @@ def _checkpoints() -> Iterator[Case]:
 
 def _numbers() -> Iterator[Case]:
     every = ("training.check_copies_every=1",)
-    for name, ranks in {"ddp": (0, 1), "cp": (0, 1), "hsdp": (1, 2), "ddp-ep": (1,)}.items():
+    for name, ranks in {
+        "ddp": (0, 1),
+        "ddp-4": (0, 2),
+        "cp": (0, 1),
+        "hsdp": (1, 2),
+        "ddp-ep": (1,),
+    }.items():
         for rank in ranks:
             yield Case("numbers", name, "bit of a weight", "stepped", rank, "full", "", every)
             yield Case("numbers", name, "bit of a gradient", "clip", rank, "lora", "", every)

@@ -54,8 +54,9 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         f"Of {len(rows)} cases {right} ended right, {len(rows) - right} did not; steps lost beyond "
         f"the last checkpoint: {lost}. *Same*: the run ended with every loss and the result of the "
         "undisturbed run, bit for bit. *Stopped*: it ended with one line, and the run that went on "
-        "(`--resume auto`, or the launcher's restart) ended so; within 1e-6 of each loss where it "
-        "went on in another layout.",
+        "(`--resume auto`, or the launcher's restart) ended so. A command that was killed or "
+        "interrupted itself may end without a line. Where the run went on in another layout, or "
+        "under ddp over four processes, losses agree to 1e-6 and each tensor to 1e-5 of its norm.",
         "",
     ]
     for title, by in (("fault", _fault), ("phase", _phase), ("layout", lambda row: row["layout"])):

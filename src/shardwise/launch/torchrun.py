@@ -37,8 +37,8 @@ DEFAULT_PORT = 29400
 """Where torchrun's agents meet if an endpoint names no port."""
 _SIGNALS = ",".join(signal.Signals(number).name for number in SIGNALS)
 _NEARLY = (
-    "# launch runs the agent of this command itself, and reads the exit codes of ranks: it does not "
-    "start a mistake again."
+    "# launch runs the agent of this command itself, and reads the exit codes of ranks: it does "
+    "not start a mistake again."
 )
 _WAY_OUT = "start this command again on every node: the run resumes from its last checkpoint"
 
