@@ -311,7 +311,6 @@ FIGURES: dict[str, tuple[str, Callable[[Studies], Drawn | None]]] = {
     "microbatches": of("microbatches", microbatches),
     "sent": of("cpu", sent),
     "processes": of("processes", processes),
-    "sent-compositions": of("compositions", sent),
     "memory-compositions": of("compositions", memory),
     "memory-demo": of(DEMO, memory),
 }
