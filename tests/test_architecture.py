@@ -101,7 +101,7 @@ MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety": 4_190,
     "cli commands library __main__ __init__": 1_800,
     "presets": 300,
-    "assembly training checkpoint process launch": 8_500,
+    "assembly training checkpoint process launch": 8_590,
     "models": 11_560,
     "parallel": 4_560,
     "data": 3_760,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 7_930
+    assert lines <= 7_965
 
 
 def every_source() -> list[Path]:

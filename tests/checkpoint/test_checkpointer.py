@@ -8,7 +8,7 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,6 +321,31 @@ def test_an_error_of_one_rank_before_it_writes_is_every_ranks(monkeypatch, tmp_p
     one, other = run_ranks(2, body)
     assert one == other
     assert "step-1 could not be written: cannot read" in one
+
+
+def test_every_file_is_known_whatever_a_rank_sees_of_the_folder(monkeypatch, tmp_path):
+    """Over NFS a rank may see a folder as it was a minute ago."""
+    iterdir, end = Path.iterdir, checkpoint_folder.UNFINISHED
+
+    def as_before(folder: Path) -> Iterator[Path]:
+        is_written = folder.name.endswith(end)
+        return (path for path in iterdir(folder) if not is_written or path.suffix == ".jsonl")
+
+    monkeypatch.setattr(Path, "iterdir", as_before)
+
+    def body() -> None:
+        cfg = config(tmp_path)
+        _, step, checkpointer = start_run(
+            replace(cfg, parallel=replace(cfg.parallel, data="fsdp2"))
+        )
+        with checkpointer:
+            step(1)
+            checkpointer.save(1)
+            checkpointer.wait()
+
+    run_ranks(2, body)
+    files = read_manifest(tmp_path / "checkpoints" / "step-1").files
+    assert {"tensors-0.safetensors", "tensors-1.safetensors", "index.json"} <= files.keys()
 
 
 def test_killed_while_saving(tmp_path):

@@ -362,7 +362,8 @@ def compare(output_dir: Path, undisturbed: Path, to_rounding: bool) -> dict[str,
     ours, theirs = numbers_of(output_dir), numbers_of(undisturbed)
     if ours.keys() != theirs.keys():
         raise Bad(f"silently wrong: it has {sorted(ours)}")
-    largest = max(abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in theirs)
+    differences = [abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in theirs]
+    largest = max(differences, key=_nan_is_largest)
     of_result = _difference(_result(output_dir), _result(undisturbed))
     if not largest <= (TOLERANCE if to_rounding else 0.0):
         raise Bad(f"silently wrong: losses differ by {largest:.1e}")
@@ -378,7 +379,7 @@ def numbers_of(output_dir: Path) -> dict[tuple[str, int], float]:
         (name, row["step"]): float(row[name])
         for row in rows
         for name in ("loss", "grad_norm", "eval_loss")
-        if name in row and math.isfinite(float(row[name]))
+        if name in row
     }
 
 
@@ -397,10 +398,21 @@ def _difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     """
     if _kinds(ours) != _kinds(theirs):
         raise Bad(f"silently wrong: its result has {sorted(ours)}")
-    return max(
-        float((ours[key] - tensor).double().norm() / tensor.double().norm().clamp(min=1e-30))
+    differences = [
+        0.0
+        if _bits(ours[key]).equal(_bits(tensor))
+        else float((ours[key] - tensor).double().norm() / tensor.double().norm()) or math.inf
         for key, tensor in theirs.items()
-    )
+    ]
+    return max(differences, key=_nan_is_largest)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _nan_is_largest(number: float) -> float:
+    return math.inf if math.isnan(number) else number
 
 
 def _kinds(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

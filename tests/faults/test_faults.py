@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.faults import run
 from tests.faults.cases import cases
@@ -46,7 +47,7 @@ def test_nothing_is_lost(key: str, shared: Path, tmp_path: Path) -> None:
 def test_the_judge_sees_what_is_wrong(shared: Path, tmp_path: Path) -> None:
     runs = Runs(shared, tmp_path, "full")
     sound = runs.undisturbed("single")
-    for damage in ("loss", "step", "result", "no result"):
+    for damage in ("loss", "no loss", "step", "result", "nan", "no result"):
         ours = tmp_path / damage
         shutil.copytree(sound, ours)
         compare(ours, sound, to_rounding=False)
@@ -55,6 +56,12 @@ def test_the_judge_sees_what_is_wrong(shared: Path, tmp_path: Path) -> None:
         if damage == "loss":
             row = json.loads(lines[-2])
             lines[-2] = json.dumps({**row, "loss": row["loss"] * (1 + 1e-15)}) + "\n"
+        elif damage == "no loss":
+            lines[-2] = json.dumps({**json.loads(lines[-2]), "loss": float("nan")}) + "\n"
+        elif damage == "nan":
+            tensors = load_file(weights)
+            next(reversed(tensors.values())).view(-1)[-1] = float("nan")
+            save_file(tensors, weights)
         elif damage == "step":
             del lines[-2]
         elif damage == "result":

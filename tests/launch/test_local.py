@@ -27,9 +27,10 @@ import torch.distributed as dist
 
 from shardwise.config import Data, Launch, Measure, Model, Parallel, RunConfig, Training, UserError
 from shardwise.interfaces import Mesh
+from shardwise.launch import group
 from shardwise.launch.group import Group, can_fork
 from shardwise.launch.local import launch
-from shardwise.process.ending import Stopped
+from shardwise.process.ending import Ending, Stopped
 from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.world import ALONE, SOCKET_INTERFACES, World, loopback, on_loopback
 from tests.command import Forked
@@ -437,6 +438,14 @@ def test_the_first_failure_of_two_processes_is_the_one_reported(
         )
         assert "in bug_on_last" in printed
         assert printed.endswith("\nKeyError: 'a bug of ours'\n")
+
+
+def test_the_first_cause_is_told_by_a_clock_that_nobody_sets(tmp_path):
+    for rank in (1, 0):
+        group.leave_ending(str(tmp_path), rank, Ending(1, "a reason", ""))
+    os.utime(tmp_path / "rank-1.json", (2**31, 2**31))  # the clock went back in between
+    first = min((0, 1), key=lambda rank: group._seconds_of_ending(str(tmp_path), rank))
+    assert first == 1
 
 
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, capfd):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from shardwise import cli
-from shardwise.checkpoint.folder import CHECKPOINTS, MANIFEST
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
 from shardwise.launch import slurm
 
@@ -70,20 +69,18 @@ set +e
 trap ended=1 TERM
 # With one process dead, all end by SIGTERM: none could go on. srun ends with the highest
 # code, at least 143; a rank whose run would end alike again adds 200 to its own.
-rank='trap : USR1 TERM; "$@"; code=$?; case $code in 2|3) exit $((code + 200)) ;; esac; exit $code'
-in_vain={tmp_path}/runs/first/"slurm-$SLURM_JOB_ID.failed"
-saved() {{ ls -d {tmp_path}/runs/first/checkpoints/step-*[0-9]/checkpoint.json 2>/dev/null; }}
-saved_before=$(saved)
+rank='trap : USR1 TERM; "$@"; code=$?; case $code in 2|3) exit $((code + 200)) ;; \
+138) exit 199 ;; esac; exit $code'
+failures={tmp_path}/runs/first/"slurm-$SLURM_JOB_ID.failures"
 srun --kill-on-bad-exit=1 bash -c "$rank" rank \
 /opt/python -m shardwise train run.yaml --lora.r=4 --resume auto
 code=$?
 [ -z "${{ended:-}}" ] || exit "$code"
 [ "$code" -lt 200 ] || exit $((code - 200))
 [ "$code" -ne 0 ] || exit 0
-# Starts that saved no new checkpoint are counted; without room to count them, it ends.
-if [ "$(saved)" = "$saved_before" ]; then
-  echo "exit code $code" >> "$in_vain" || exit "$code"
-  [ "$(wc -l < "$in_vain")" -le 3 ] || exit "$code"
+if [ "$code" -ne 199 ]; then  # counted; without room to count, the job ends
+  echo "exit code $code" >> "$failures" || exit "$code"
+  [ "$(wc -l < "$failures")" -le 3 ] || exit "$code"
 fi
 scontrol requeue "$SLURM_JOB_ID"
 exit "$code"
@@ -101,23 +98,21 @@ def test_an_elastic_job_takes_the_nodes_that_there_are():
 
 
 def script_with(
-    monkeypatch, tmp_path: Path, code: int, saves: str = "", says: str = "", **training: Any
+    monkeypatch,
+    tmp_path: Path,
+    code: int,
+    says: str = "",
+    ends_with: int | None = None,
+    **training: Any,
 ) -> list[str]:
-    """Run a script whose ranks end with a code and may save a checkpoint, the next start of a job.
-
-    Return what it has called.
-    """
+    """Run a script whose ranks end with a code, the next start of a job; return what it called."""
     monkeypatch.chdir(tmp_path)
-    output_dir = tmp_path / "runs" / HOSTILE
-    output_dir.mkdir(parents=True, exist_ok=True)
-    save, folder = "", shlex.quote(str(output_dir / CHECKPOINTS / saves))
-    if saves:
-        save = f"mkdir -p {folder}; touch {folder}/{MANIFEST}; "
+    (tmp_path / "runs" / HOSTILE).mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     ends = {
         "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
         "scontrol": "exit 0",
-        "python": f"{save}exit {code}",
+        "python": f"exit {code}",
     }
     for name, end in ends.items():
         program = tmp_path / name
@@ -135,7 +130,7 @@ def script_with(
         check=False,
         cwd=tmp_path,
     )
-    assert done.returncode == code
+    assert done.returncode == (ends_with or code)
     assert says in done.stderr if says else not done.stderr
     return done.stdout.split("\n")
 
@@ -154,30 +149,35 @@ def test_what_is_in_memory_is_removed_where_a_run_fails_for_good(
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 137, 138, 143])
 def test_what_would_change_nothing_is_not_started_again(code, monkeypatch, tmp_path):
-    called = script_with(monkeypatch, tmp_path, code)
+    called = script_with(monkeypatch, tmp_path, code, ends_with=199 if code == 138 else None)
     assert ("requeue" in called) == (code not in (0, 2, 3))
 
 
-def test_starts_in_vain_end(monkeypatch, tmp_path):
+def test_failures_are_counted(monkeypatch, tmp_path):
     for _ in range(10):
         assert "requeue" in script_with(monkeypatch, tmp_path, 1)
     assert "requeue" not in script_with(monkeypatch, tmp_path, 1)
 
 
-def test_starts_that_save_do_not_end(monkeypatch, tmp_path):
-    """A stop at the time limit saves; a job has as many of them as its run needs."""
-    for step in range(12):
-        checkpoint = f"step-{step}"
-        assert "requeue" in script_with(monkeypatch, tmp_path, 138, checkpoint)
-    for _ in range(10):  # one that had begun to save is no checkpoint
-        assert "requeue" in script_with(monkeypatch, tmp_path, 1, "step-99.tmp")
+def test_a_job_reaches_its_limit_as_often_as_it_needs(monkeypatch, tmp_path):
+    """What ends by SIGUSR1 has saved; so restarts are of failures alone."""
+    for _ in range(12):
+        assert "requeue" in script_with(monkeypatch, tmp_path, 138, ends_with=199)
+    for _ in range(10):
+        assert "requeue" in script_with(monkeypatch, tmp_path, 1)
+        assert "requeue" in script_with(monkeypatch, tmp_path, 138, ends_with=199)
     assert "requeue" not in script_with(monkeypatch, tmp_path, 1)
 
 
-def test_where_starts_cannot_be_counted_a_job_ends(monkeypatch, tmp_path):
-    (tmp_path / "runs" / HOSTILE / "slurm-7.failed").mkdir(parents=True)
-    called = script_with(monkeypatch, tmp_path, 1, says="Is a directory")
-    assert "requeue" not in called
+def test_what_saves_nothing_at_its_limit_is_counted():
+    launch = Launch(restarts=3)
+    text = slurm.job(launch, Path("/runs"), ["-m", "shardwise", "bench"], ["nodes=1"], (2,))
+    assert "138" not in text
+
+
+def test_where_failures_cannot_be_counted_a_job_ends(monkeypatch, tmp_path):
+    (tmp_path / "runs" / HOSTILE / "slurm-7.failures").mkdir(parents=True)
+    assert "requeue" not in script_with(monkeypatch, tmp_path, 1, says="Is a directory")
 
 
 def test_hostile_names_are_only_names(monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
 from shardwise import cli
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
@@ -96,6 +97,33 @@ def test_one_node_listens_nowhere_and_leaves_nothing(folder):
     assert not Path(starts[0]["store"]).parent.exists()
     assert starts[0]["arguments"][:5] == ["-u", "-m", "shardwise", "train", "run.yaml"]
     assert starts[0]["arguments"][-2:] == ["--resume", "auto"]
+
+
+def test_one_node_looks_no_name_up(folder, monkeypatch):
+    """Its agent and ranks meet in files, however long the path of the temporary folder is."""
+    temporary = folder / ("a" * 100)
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    done, starts = run(folder)
+    assert (done.returncode, len(starts)) == (0, 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "note"),
+    [
+        ("node1:29400", "if this node is the meeting place of the agents, they meet on every"),
+        ("x", ""),
+    ],
+)
+def test_a_name_that_no_other_node_reaches_is_told(monkeypatch, capsys, endpoint, note):
+    """Debian's /etc/hosts has an address of loopback for a machine's own name."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    monkeypatch.setattr(registry, "get_rendezvous_handler", lambda parameters: parameters)
+    options = {} if note else {"store_type": "file"}
+    parameters = RendezvousParameters("c10d", endpoint, "run", 1, 2, **options)
+    assert torchrun._rendezvous(parameters) is parameters
+    assert note in capsys.readouterr().err
 
 
 def test_the_agents_meet_at_an_address_alone(folder):

@@ -34,8 +34,9 @@ class Launch(Section):
     """Slurm: how long before that limit the run is told to finish its step and save."""
     restarts: int | None = None
     """How often the processes are started again, from the last checkpoint, after one has died.
-    Machines that are preempted do not count, nor under Slurm any start that has saved a new
-    checkpoint. null: 10 times on a cluster or under torchrun, never by `train` and `--on local`."""
+    Machines that are preempted do not count, nor does the time limit of a Slurm job, before which
+    the run saves. null: 10 times on a cluster or under torchrun, never by `train` and `--on
+    local`."""
     timeout_seconds: float = 600.0
     """How long a step, or a rank's wait for others, may take before the run ends and prints every
     rank's stacks."""

@@ -114,7 +114,4 @@ def _connected(cfg: RunConfig, world: World, numbers: list[int]) -> socket.socke
 
 def _first_rank(world: World) -> tuple[str, int]:
     """Return the host and port where the ranks meet."""
-    if world.init_method == "env://":
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    host, _, port = (world.init_method or "").removeprefix("tcp://").rpartition(":")
-    return host, int(port)
+    return world.meets_at or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

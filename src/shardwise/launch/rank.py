@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,7 +30,15 @@ from shardwise.process.ending import (
     explain,
     report_ending,
 )
-from shardwise.process.world import STORE, World, listener, on_loopback, pick_device, threads_each
+from shardwise.process.world import (
+    LOOPBACK,
+    STORE,
+    World,
+    listener,
+    on_loopback,
+    pick_device,
+    threads_each,
+)
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 if TYPE_CHECKING:
@@ -58,6 +67,8 @@ def run_rank(
         # So the run is recorded. With peers, Python may never come to run a handler: it may wait
         # in a collective.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, _nothing_to_save)  # until the run takes signals itself
     train = import_all(train)
     import torch.distributed as dist
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # ty: ignore[import-not-found]
@@ -95,6 +106,18 @@ def run_rank(
         return ending
     dist.destroy_process_group()
     return None
+
+
+def _nothing_to_save(number: int, frame: object) -> None:
+    """Fail where a scheduler asks the run to save before its first step.
+
+    Else the signal's own exit code would be that of a run that has saved, and a job whose limit is
+    too short would start again without end.
+    """
+    raise RunError(
+        f"{signal.Signals(number).name} asks to save, and the run has not begun to train; is the "
+        "time limit longer than launch.ahead_seconds and the start of the run?"
+    )
 
 
 @contextlib.contextmanager
@@ -195,22 +218,31 @@ def _store_at(host: str, port: int, world: World, timeout: timedelta) -> dist.St
     if world.rank == 0:
         try:
             server = listener(host, port)
-            if server is not None:
-                options["master_listen_fd"] = server.detach()
-            else:
-                print(
-                    f"note: {host} is no name of an address that other nodes reach, so the ranks "
-                    "meet on every interface of this one; to listen on one alone give its address: "
-                    "MASTER_ADDR under srun, local-addr in launch.torchrun",
-                    file=sys.stderr,
-                    flush=True,
-                )
         except OSError as error:
             raise RunError(
-                f"the first rank cannot listen on {host}:{port} ({error.strerror}); set "
-                "MASTER_ADDR to an address of its node, and MASTER_PORT to a free port"
+                f"the first rank cannot listen on {host}:{port} ({error.strerror}); under srun set "
+                "MASTER_ADDR to an address of its node, and MASTER_PORT to a free port; under "
+                "torchrun give local-addr in launch.torchrun"
             ) from None
+        _tell_where(host, server)
+        if server is not None:
+            options["master_listen_fd"] = server.detach()
     return dist.TCPStore(host, port, world.size, world.rank == 0, **options)
+
+
+def _tell_where(host: str, server: socket.socket | None) -> None:
+    """Say at which address the ranks meet, if that is not the one that was given."""
+    if server is None:
+        where = (
+            f"{host} is no name of one address that other nodes reach, so the ranks meet on every "
+            "interface of this node; to listen on one alone give its address: MASTER_ADDR under "
+            "srun, local-addr in launch.torchrun"
+        )
+    elif (address := server.getsockname()[0]) in (host, LOOPBACK):
+        return
+    else:
+        where = f"the ranks meet at {host}, whose address on its own node is {address}"
+    print(f"note: {where}", file=sys.stderr, flush=True)
 
 
 def _report_hang(cfg: RunConfig, world: World, stacks: Path, report: Report) -> None:

@@ -3,19 +3,19 @@
 A job may end before its run: at its time limit, when it is preempted, or when a node dies. Slurm
 queues it again after the latter two. Before the time limit it sends SIGUSR1 to the processes, which
 finish their step, save and end; the script then queues the job again, as it does after a failure.
-Each start resumes from the last whole checkpoint. `launch.restarts` bounds starts that saved none.
+Each start resumes from the last whole checkpoint. `launch.restarts` bounds the failures.
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shardwise.checkpoint.folder import CHECKPOINTS, MANIFEST
 from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.process.ending import OUT_OF_MEMORY, USER_ERROR
 from shardwise.records.record import write_atomically
@@ -31,6 +31,9 @@ _FORGET = (
 which is why this one was refused, nothing is removed."""
 RAISED = 200
 """What a rank adds to its exit code where the job must not be queued again."""
+SAVED = 199
+"""The exit code of a rank that has saved because its time is nearly up. Like RAISED it is above the
+codes of all that ends by a signal."""
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
@@ -51,6 +54,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
         final=(USER_ERROR, OUT_OF_MEMORY),
         of_srun=of_srun,
         at_end=_FORGET if cfg.training.memory_checkpoint_every else None,
+        saves=True,
     )
 
 
@@ -100,14 +104,15 @@ def job(
     array: Sequence[str] = (),
     of_srun: Sequence[str] = (),
     at_end: str | None = None,
+    saves: bool = False,
 ) -> str:
     """Return a batch script that runs Python with these arguments as one task or many.
 
     `size` are the options of sbatch for nodes and tasks, and `of_srun` further ones of srun. The
-    job is queued again after every exit code but 0 and `final`, until `launch.restarts` of its
-    starts have saved no new checkpoint. With `array` it is one job for each
-    of its words, which the command gets as its last argument. When it fails for good, every node
-    runs `at_end` in Python, with the folder as argument.
+    job is queued again after every exit code but 0 and `final`: after `launch.restarts` failures at
+    most and, where it `saves` when its time is nearly up, as often as it does so. With `array` it
+    is one job for each of its words, which the command gets as its last argument. When it fails for
+    good, every node runs `at_end` in Python, with the folder as argument.
     """
     require(
         "\n" not in f"{Path.cwd()}{folder}",
@@ -122,7 +127,6 @@ def job(
     if array:
         command += ' "${words[SLURM_ARRAY_TASK_ID]}"'
         number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-    checkpoints = shlex.quote(str(folder / CHECKPOINTS))
     leave, at_last = "exit", []
     if at_end is not None:
         python = shlex.join([*before_python, "-c", at_end, str(folder)])
@@ -146,21 +150,18 @@ def job(
         "trap ended=1 TERM",
         "# With one process dead, all end by SIGTERM: none could go on. srun ends with the highest",
         f"# code, at least 143; a rank whose run would end alike again adds {RAISED} to its own.",
-        f"rank={shlex.quote(_rank(final))}",
+        f"rank={shlex.quote(_rank(final, saves))}",
         *([f"words=({shlex.join(array)})"] if array else []),
-        f'in_vain={shlex.quote(str(folder))}/"slurm-{number}.failed"',
-        f"saved() {{ ls -d {checkpoints}/step-*[0-9]/{MANIFEST} 2>/dev/null; }}",
-        "saved_before=$(saved)",
+        f'failures={shlex.quote(str(folder))}/"slurm-{number}.failures"',
         f'srun {shlex.join([*of_srun, *of_container])} bash -c "$rank" rank {command}',
         "code=$?",
         *at_last,
         '[ -z "${ended:-}" ] || exit "$code"',
         f'[ "$code" -lt {RAISED} ] || {leave} $((code - {RAISED}))',
         '[ "$code" -ne 0 ] || exit 0',
-        "# Starts that saved no new checkpoint are counted; without room to count them, it ends.",
-        'if [ "$(saved)" = "$saved_before" ]; then',
-        f'  echo "exit code $code" >> "$in_vain" || {leave} "$code"',
-        f'  [ "$(wc -l < "$in_vain")" -le {launch.restarts_on_cluster} ] || {leave} "$code"',
+        f'if [ "$code" -ne {SAVED} ]; then  # counted; without room to count, the job ends',
+        f'  echo "exit code $code" >> "$failures" || {leave} "$code"',
+        f'  [ "$(wc -l < "$failures")" -le {launch.restarts_on_cluster} ] || {leave} "$code"',
         "fi",
         f'scontrol requeue "{number}"',
         'exit "$code"',
@@ -168,12 +169,13 @@ def job(
     return "\n".join(lines) + "\n"
 
 
-def _rank(final: Sequence[int]) -> str:
+def _rank(final: Sequence[int], saves: bool) -> str:
     """Return what a rank runs: the command given as arguments. Signals are for the command."""
     codes = "|".join(map(str, final))
+    stopped = f"{128 + signal.SIGUSR1}) exit {SAVED} ;; " if saves else ""
     return (
         'trap : USR1 TERM; "$@"; code=$?; '
-        f"case $code in {codes}) exit $((code + {RAISED})) ;; esac; exit $code"
+        f"case $code in {codes}) exit $((code + {RAISED})) ;; {stopped}esac; exit $code"
     )
 
 

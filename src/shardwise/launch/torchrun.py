@@ -9,6 +9,7 @@ the run save first; an elastic one goes on without that node.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -188,15 +189,26 @@ def _rendezvous(parameters: Any) -> Any:
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, registry
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    at = re.fullmatch(r"([^:]+)(?::(\d+))?", parameters.endpoint)
-    if at is None or parameters.backend != "c10d" or parameters.get("is_host"):
+    at = re.fullmatch(r"([^:]+)(?::(\d{1,5}))?", parameters.endpoint)
+    is_tcp = parameters.backend == "c10d" and parameters.get("store_type", "tcp").strip() == "tcp"
+    if at is None or not is_tcp or parameters.get("is_host"):
         return registry.get_rendezvous_handler(parameters)
     host, port, options = at[1], int(at[2] or DEFAULT_PORT), {}
-    with contextlib.suppress(OSError):  # it is another node's, or another agent of this one has it
+    try:
         server = listener(host, port)
         if server is None:
+            note = (
+                f"note: {host} is here no name of one address that other nodes reach; if this node "
+                "is the meeting place of the agents, they meet on every interface of it. To listen "
+                "on one alone, give its address as rdzv-endpoint in launch.torchrun"
+            )
+            print(note, file=sys.stderr, flush=True)
             return registry.get_rendezvous_handler(parameters)
         options["master_listen_fd"] = server.detach()
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:  # another node's, or this one's behind a router
+            return registry.get_rendezvous_handler(parameters)
+        # Another agent of this node has it.
     store = TCPStore(
         *(host, port),
         is_master=bool(options),

@@ -39,7 +39,7 @@ class World:
     def meets_at(self) -> tuple[str, int] | None:
         """The host and port of rank 0 where the ranks meet; None: they meet elsewhere."""
         at = re.fullmatch(r"tcp://(.+):(\d+)", self.init_method or "")
-        return (at[1], int(at[2])) if at else None
+        return (at[1].strip("[]"), int(at[2])) if at else None
 
     @property
     def where(self) -> str:
@@ -78,18 +78,17 @@ def listener(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on a host's own IPv4 address alone; torch's own stores listen on
     every interface.
 
-    None where it has no such address, or one that other nodes do not reach: Debian's /etc/hosts
-    gives a machine's own name an address of loopback. OSError where it is no address of this
-    machine, or the port is taken.
+    None where it has no such address or several, or one that other nodes do not reach: Debian's
+    /etc/hosts gives a machine's own name an address of loopback. OSError where it is no address of
+    this machine, or the port is taken.
     """
     try:
         found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return None
-    address = str(found[0][4][0])
-    if address.startswith("127.") and host not in ("localhost", address):
-        return None
-    return socket.create_server((address, port))
+    address, *others = {str(place[4][0]) for place in found}
+    is_local = address.startswith("127.") and not host.startswith(("localhost", "127."))
+    return None if others or is_local else socket.create_server((address, port))
 
 
 @contextlib.contextmanager
