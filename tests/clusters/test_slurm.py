@@ -160,19 +160,20 @@ def test_a_job_near_its_limit_saves_and_goes_on_later(slurm, folder):
     (step,) = resumed_at(folder, "limit", job)
     log = (folder / "runs" / "limit" / f"slurm-{job}.log").read_text()
     assert f"stopped by SIGUSR1 after step {step}" in log
+    assert not list((folder / "runs" / "limit").glob("*.failures"))
 
 
-def test_a_job_that_its_limit_ends_goes_on_by_the_same_command(slurm, folder):
-    job = submit(slurm, folder, "ended")  # without launch.time nobody warns it
-    wait_for_step(folder, "ended", 30)
-    with paused(slurm, job):  # until Slurm ends it: SIGCONT, SIGTERM and, 5 seconds later, SIGKILL
-        slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job)}")
-        wait_for(lambda: slurm.state(job)["JobState"] == "TIMEOUT", "the limit", 200)
-    wait_for(lambda: not slurm.ranks(job), "the end of its processes")
-    assert slurm.state(job)["Restarts"] == "0"
-    job = submit(slurm, folder, "ended")
-    check_finished(slurm, folder, "ended", job)
-    assert resumed_at(folder, "ended", job)[0] >= 20
+def test_a_job_without_a_limit_of_its_own_is_told_of_its_partitions(slurm, folder):
+    job = submit(slurm, folder, "partition")
+    wait_for_step(folder, "partition", 30)
+    slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job) + 4}")
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    check_finished(slurm, folder, "partition", job)
+    (step,) = resumed_at(folder, "partition", job)
+    log = (folder / "runs" / "partition" / f"slurm-{job}.log").read_text()
+    assert f"stopped by SIGUSR1 after step {step}" in log
+    assert not list((folder / "runs" / "partition").glob("*.failures"))
 
 
 def test_a_preempted_job_goes_on_later_in_its_container(slurm, folder):
