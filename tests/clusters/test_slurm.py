@@ -147,6 +147,17 @@ def test_a_cancelled_job_has_saved_and_stays_cancelled(slurm, folder):
     assert resumed_at(folder, "cancelled", job)[0] > 10
 
 
+def check_saved_and_finished(slurm: Slurm, folder: Path, name: str, job: str) -> None:
+    """The job, told of its limit, saves, goes on and ends; that is no failure."""
+    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    check_finished(slurm, folder, name, job)
+    (step,) = resumed_at(folder, name, job)
+    log = (folder / "runs" / name / f"slurm-{job}.log").read_text()
+    assert f"stopped by SIGUSR1 after step {step}" in log
+    assert not list((folder / "runs" / name).glob("*.failures"))
+
+
 def test_a_job_near_its_limit_saves_and_goes_on_later(slurm, folder):
     limit = ("--launch.time=00:30:00", "--launch.ahead_seconds=120")
     job = submit(slurm, folder, "limit", *limit)
@@ -154,26 +165,14 @@ def test_a_job_near_its_limit_saves_and_goes_on_later(slurm, folder):
     with paused(slurm, job):  # so that the run is not done before
         slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job) + 1}")
         wait_for(lambda: f"warning signal 10 to JobId={job}" in slurm.log("slurmctld"), "USR1")
-    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
-    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-    check_finished(slurm, folder, "limit", job)
-    (step,) = resumed_at(folder, "limit", job)
-    log = (folder / "runs" / "limit" / f"slurm-{job}.log").read_text()
-    assert f"stopped by SIGUSR1 after step {step}" in log
-    assert not list((folder / "runs" / "limit").glob("*.failures"))
+    check_saved_and_finished(slurm, folder, "limit", job)
 
 
 def test_a_job_without_a_limit_of_its_own_is_told_of_its_partitions(slurm, folder):
     job = submit(slurm, folder, "partition")
     wait_for_step(folder, "partition", 30)
     slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job) + 4}")
-    wait_for(lambda: slurm.state(job)["Restarts"] == "1", "the restart")
-    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")
-    check_finished(slurm, folder, "partition", job)
-    (step,) = resumed_at(folder, "partition", job)
-    log = (folder / "runs" / "partition" / f"slurm-{job}.log").read_text()
-    assert f"stopped by SIGUSR1 after step {step}" in log
-    assert not list((folder / "runs" / "partition").glob("*.failures"))
+    check_saved_and_finished(slurm, folder, "partition", job)
 
 
 def test_a_preempted_job_goes_on_later_in_its_container(slurm, folder):

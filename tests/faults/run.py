@@ -190,7 +190,7 @@ def _row(case: Case, shared: Path, folder: Path) -> dict[str, Any]:
             if case.kind == "disk":
                 _mount_disk(folder)
             _disturbed(case, runs, float((undisturbed / "seconds").read_text()), row)
-        # DDP groups gradients anew after the first step of a start, and a sum over three or more
+        # DDP groups gradients again after the first step of a start, and a sum over three or more
         # ranks depends on that: docs/guides/checkpoints.md.
         regrouped = case.layout == "ddp-4" and "resumed_from" in row
         row |= compare(runs.output_dir, undisturbed, bool(case.resumed_in) or regrouped)

@@ -2,7 +2,7 @@
 
 Memory per rank: all weights, gradients and optimizer states. Communication per step: one all-reduce
 of the trained gradients, 2 (n-1)/n of their bytes leave each rank, in buckets that overlap with the
-backward. DDP forms the buckets anew after the first step of a start. A sum over three or more ranks
+backward. DDP forms buckets again after the first step of a start. A sum over three or more ranks
 depends on them, so a run that resumes repeats one that was not interrupted to rounding.
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704.
 """
