@@ -33,7 +33,7 @@ from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "study.md"]
-STUDIES = ("cpu", "models", "experts", "microbatches", "compositions", "processes", "seeds")
+STUDIES = ("cpu", "models", "experts", "rows", "microbatches", "compositions", "processes", "seeds")
 CALIBRATION = "study-calibration.json"
 """What `shardwise calibrate` has measured, beside the runs; the diagram of a ring has its times."""
 BEGIN, END = "<!-- tools/study_table.py {} -->\n", "<!-- end -->\n"
@@ -92,6 +92,30 @@ def speed(study: Study) -> str:
         return f"{speedup} · {row.peak_memory_bytes / 2**20:.1f}"
 
     return by_group(study, figures)
+
+
+def speed_by_rows(study: Study) -> str:
+    """Return each strategy's tokens/s over one process's with as many rows in a micro-batch."""
+    cells = {
+        (row.plan.values["strategy"], row.plan.values["rows"]): row
+        for row in study.rows
+        if row.measured and not row.plan.control
+    }
+    strategies, rows = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
+
+    def figures(strategy: str, number: str) -> str:
+        cell, one = cells.get((strategy, number)), cells.get(("single", number))
+        if cell is None or one is None or not cell.tokens_per_second or not one.tokens_per_second:
+            return NOTHING
+        speedup = f"{cell.tokens_per_second / one.tokens_per_second:.2f}"
+        if cell is one:
+            speedup = f"{one.tokens_per_second:,.0f} tokens/s"
+        return f"{speedup} · {(cell.peak_memory_bytes or 0) / 2**20:.1f}"
+
+    return markdown(
+        ["", *rows],
+        [[f"`{name}`", *(figures(name, number) for number in rows)] for name in strategies],
+    )
 
 
 def losses(study: Study) -> str:
@@ -227,6 +251,7 @@ def published(name: str, results: Path) -> str:
 
 TABLES: dict[str, Callable[[Study], str]] = {
     "speed": speed,
+    "speed_by_rows": speed_by_rows,
     "losses": losses,
     "validation": validation,
     "first_step": first_step,

@@ -41,7 +41,14 @@ from shardwise.models.families import spec_of
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed")
 SECONDS = 240
 """A side that takes longer hangs."""
-ADAPTED = ("demo-hybrid", "tiny-qwen3_5_moe")
+HYBRIDS = (
+    "demo-hybrid",
+    "tiny-qwen3_5_moe",
+    "tiny-nemotron_h",
+    "tiny-bamba",
+    "tiny-granitemoehybrid",
+)
+"""Models of which the page says what adapters reach."""
 
 
 def main() -> None:
@@ -60,7 +67,7 @@ def main() -> None:
     }
     results = Results(options.out / "peers.json", equal)
     begin = time.perf_counter()
-    for name in ADAPTED:
+    for name in HYBRIDS:
         results.add(f"adapters/{name}", partial(adapters, name))
     results.add("collator/lora/trainer", collator)
     cases = [(mode, name) for mode in MODES for name in SIDES]

@@ -62,7 +62,10 @@ class Work:
     def adamw(self, model: Any) -> AdamW:
         """Return torch's AdamW of the weights that are trained."""
         return AdamW(
-            [p for p in model.parameters() if p.requires_grad], self.learning_rate, weight_decay=0
+            [p for p in model.parameters() if p.requires_grad],
+            self.learning_rate,
+            weight_decay=0,
+            fused=True,  # as ours and Trainer's are
         )
 
     def share(self, batch: Sequence[Rows]) -> Sequence[Rows]:
