@@ -31,6 +31,7 @@ NUM_CELLS = {
     "cpu": 88,
     "models": 112,
     "experts": 16,
+    "rows": 30,
     "microbatches": 12,
     "compositions": 24,
     "processes": 42,

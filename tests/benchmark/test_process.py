@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,3 +130,39 @@ def test_on_a_gpu_each_run_is_a_new_process(tmp_path, monkeypatch):
         for word in ("a", "b"):
             assert preloaded.run([word], tmp_path / "log.txt", PATIENCE) == 0
             assert (tmp_path / "log.txt").read_text() == f"train {word}\n"
+
+
+BURN = "import time\nwhile time.process_time() < 0.5: pass\n"
+
+
+def test_what_a_run_takes_is_not_that_of_others(tmp_path):
+    def own(*command: str) -> float:
+        """The CPU time that counts as the command's, of all that the machine spends meanwhile."""
+
+        def seconds() -> float:
+            times = psutil.cpu_times()._asdict()
+            return sum(times[kind] for kind in process.BUSY) - process._seconds_of_others()
+
+        before = seconds()
+        subprocess.run(command, check=True)
+        return seconds() - before
+
+    python, ended = sys.executable, tmp_path / "ended"
+    of_a_grandchild = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"
+    assert own(python, "-c", of_a_grandchild) > 0.45  # clocks tick each 0.01 s
+    # A process whose parent has ended belongs to none of ours.
+    burn = f"{BURN}open({str(ended)!r}, 'w')"
+    leave = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {burn!r}])"
+    wait = f"until [ -e {ended} ]; do sleep 0.05; done"
+    assert own("sh", "-c", f'"{python}" -c "$1"; {wait}', "sh", leave) < 0.4
+
+
+def test_a_round_says_what_others_took(tmp_path):
+    def run(*_: object) -> int:
+        time.sleep(0.2)
+        return 0
+
+    share = process.timed(run, [], tmp_path / "round", 1.0).others_share
+    assert share is not None
+    assert 0 <= share < 1.2  # clocks tick each 0.01 s
+    assert process.timed(lambda *_: None, [], tmp_path / "round", 1.0).others_share is None

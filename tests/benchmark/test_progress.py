@@ -48,6 +48,10 @@ def test_a_run_has_a_line(capsys):
     cell.rounds.append(Round("oom", "out of memory", wall_seconds=1.0))
     print_end(cell, [cell, other], 3)
     assert capsys.readouterr().out.startswith("oom, out of memory, 1.0 s; ")
+    for share, others in ((0.1, ""), (0.34, ", other programs took 34% of the CPUs")):
+        cell.rounds.append(Round("ok", "", 900.0, wall_seconds=1.0, others_share=share))
+        print_end(cell, [cell, other], 5)
+        assert capsys.readouterr().out.startswith(f"ok, 900 tokens/s{others}, 1.0 s; ")
 
 
 def test_the_table_at_the_end():

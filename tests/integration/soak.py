@@ -289,22 +289,25 @@ def main() -> int:
         text = yaml.safe_dump(json.loads(json.dumps(soak_config(folder).to_dict())))
         (folder / "run.yaml").write_text(text)
     content = {
-        "environment": environment(),
         "save_every": SAVE_EVERY,
         "ranks": NPROC,
         "most_bytes_per_step": MOST_BYTES_PER_STEP,
     }
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, dict[str, Any]] = {}
+    if options.out.exists():  # of other layouts, which ran before
+        rows = {row["layout"]: row for row in json.loads(options.out.read_text())["rows"]}
     for layout in options.layouts:
         for side in options.sides:
             seconds = finish(
                 folder / "run.yaml", folder / layout / side, layout, options.steps, side == "killed"
             )
             print(f"{layout}, {side}: {seconds:.0f} s", flush=True)
-        rows.append(outcome(folder / layout, layout, options.steps))
-        print(f"{layout}: {rows[-1]['kills']} kills, {rows[-1]['wrong'] or 'ok'}", flush=True)
-        options.out.write_text(f"{json.dumps({**content, 'rows': rows}, indent=1)}\n")
-    return 0 if all(row["ok"] for row in rows) else 1
+        row = {"environment": environment()} | outcome(folder / layout, layout, options.steps)
+        print(f"{layout}: {row['kills']} kills, {row['wrong'] or 'ok'}", flush=True)
+        rows[layout] = row
+        written = {**content, "rows": [*rows.values()]}
+        options.out.write_text(f"{json.dumps(written, indent=1)}\n")
+    return 0 if all(rows[layout]["ok"] for layout in options.layouts) else 1
 
 
 if __name__ == "__main__":

@@ -313,6 +313,18 @@ def test_cells_in_jobs_of_their_own_are_not_interleaved():
     assert not interleaved(rows)
 
 
+def test_rounds_beside_busy_programs_are_told():
+    rows = with_starts(single=["01", "03"], ddp=["02", "04"])
+    for row, share in zip(rows, (0.1, 0.3), strict=False):
+        assert row.record is not None
+        for entry in row.record.rounds:
+            entry["others_share"] = share
+    assert rows[1].record is not None
+    rows[1].record.rounds[1]["others_share"] = 0.34
+    (line,) = [line for line in caveats(rows) if "Other programs" in line]
+    assert "10% of the machine's CPU time in 2 of 4 rounds, 34% in round 2 of ddp" in line
+
+
 def test_rounds_are_counted_where_they_went_well():
     assert rounds_of(with_starts(single=["01", "03"], ddp=["02"])) == "1 to 2 rounds"
     assert rounds_of(with_starts(single=["01"], ddp=["02"])) == "1 round"

@@ -1,6 +1,6 @@
 """Peers of shardwise beside it, on the same work: speed, memory, losses, and what each gets wrong.
 
-    python -m tools.peers [--rounds 3] [--untimed] [--out results/peers]
+    python -m tools.peers [--rounds 5] [--untimed] [--out results/peers]
 
 Each side of each round runs in processes of its own, forked from this one. The sides take turns.
 A side that cannot run has a row with its error. An interrupted run goes on where it was.
@@ -53,7 +53,7 @@ HYBRIDS = (
 
 def main() -> None:
     parser = command_line(__doc__, ROOT / "results" / "peers")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--untimed", action="store_true", help="for a machine that is busy")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from shardwise.records.cell import LOG
 
 TRAIN = (sys.executable, "-m", "shardwise", "train")
@@ -30,6 +32,8 @@ The watcher kills the group as soon as standard input closes. The kernel closes 
 dies, even by SIGKILL.
 """
 LONGEST_MESSAGE = 2**16
+BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
+"""What a CPU does but for waiting, in psutil's words. The time of users has that of guests."""
 
 Run = Callable[[Sequence[str], Path, float], int | None]
 """Runs `shardwise train` with arguments, a log file and a limit in seconds.
@@ -48,6 +52,9 @@ class Outcome(NamedTuple):
     started: str
     threads: str | None
     """OMP_NUM_THREADS of its processes."""
+    others_share: float | None = None
+    """The share of the machine's CPU time that other programs took meanwhile; None where that is
+    not known."""
 
 
 def now() -> str:
@@ -61,10 +68,27 @@ def timed(run: Run, arguments: Sequence[str], folder: Path, limit: float) -> Out
         shutil.rmtree(folder)
     folder.mkdir()
     started = now()
-    begin = time.monotonic()
+    begin, others = time.monotonic(), _seconds_of_others()
     code = run(arguments, folder / LOG, limit)
-    seconds = time.monotonic() - begin
-    return Outcome(code, seconds, started, os.environ.get("OMP_NUM_THREADS"))
+    seconds, others = time.monotonic() - begin, _seconds_of_others() - others
+    # After a run that was killed, nobody knows what it took.
+    is_known = sys.platform == "linux" and code is not None
+    share = max(0.0, others / seconds / (os.cpu_count() or 1)) if is_known else None
+    return Outcome(code, seconds, started, os.environ.get("OMP_NUM_THREADS"), share)
+
+
+def _seconds_of_others() -> float:
+    """Return the CPU time that this machine has spent on all but this process and its children.
+
+    It grows by what other programs take, and by what a hypervisor gives to other machines.
+    """
+    times = psutil.cpu_times()._asdict()
+    total = sum(times[kind] for kind in BUSY if kind in times)
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total -= sum(process.cpu_times()[:4])  # with those of its children that have ended
+    return total
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardwise.benchmark.cells import CellState
 from shardwise.records.cell import CellPlan, CellRecord
-from shardwise.words import duration
+from shardwise.words import duration, percent
 
 MIB = 2**20
 COLUMNS = ("cell", "status", "rounds", "tokens/s", "peak MiB", "reason")
@@ -29,7 +29,9 @@ def print_end(state: CellState, cells: Sequence[CellState], total: int) -> None:
     """Print the second half: how the last round of a cell ended, and the time left for all."""
     entry = state.rounds[-1]
     rate = f"{entry.tokens_per_second:,.0f} tokens/s" if entry.tokens_per_second else ""
-    outcome = ", ".join(filter(None, (entry.status, rate or entry.reason)))
+    others = f"other programs took {percent(entry.others_share or 0)} of the CPUs"
+    parts = (entry.status, rate or entry.reason, others if entry.is_disturbed else "")
+    outcome = ", ".join(filter(None, parts))
     left = duration(time_left(cells, total))
     print(f"{outcome}, {entry.wall_seconds:.1f} s; {left} left", flush=True)
 

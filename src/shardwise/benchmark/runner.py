@@ -217,7 +217,8 @@ def _finish(run: CellRun, outcome: Outcome, job: str | None = None) -> None:
         shutil.rmtree(run.folder / name, ignore_errors=True)
     state.run_records.append(record)
     times = (record.tokens_per_second, record.step_seconds) if plan.timed else (None, None)
-    end = Round(record.status, record.reason, *times, outcome.seconds, outcome.started, job)
+    at = (outcome.seconds, outcome.started, job, outcome.others_share)
+    end = Round(record.status, record.reason, *times, *at)
     state.rounds.append(end)
     threads = {"OMP_NUM_THREADS": outcome.threads}
     command = ["shardwise", "train", *run.command]

@@ -58,7 +58,7 @@ class Climb:
         for division in self.divisions.intersection(moved(best.candidate.division)):
             prospect = prospect_of(self.space, self.estimates, division)
             for other in prospect.fastest if prospect else ():
-                if self.estimates.expected(other) < best.time.total:
+                if self.estimates.may_beat(other, best.time.total):
                     yield other
 
 

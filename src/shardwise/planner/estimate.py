@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from shardwise.config import Parallel
 from shardwise.layouts import axis_sizes
@@ -18,6 +19,7 @@ from shardwise.planner.candidates import Candidate, Question, Subject, recomputa
 from shardwise.planner.choices import Recomputed, as_checkpointing, is_budget
 from shardwise.planner.cluster import Link, efficiency
 from shardwise.planner.divisions import Division, layout_name, most_sharded
+from shardwise.planner.exact import usable_bytes
 from shardwise.planner.unit_time import seconds_of_units
 
 ALIKE = 0.9
@@ -72,8 +74,10 @@ class Estimates:
         is_lora = cfg.lora is not None
         self.reduced_bytes = 2 * self.gradient_bytes if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
-        self.least_errors: dict[tuple[str, bool], float] = {}
+        self.time_errors: dict[tuple[str, bool], float] = {}
         """The least time that was computed of a candidate over its estimate, by `_sort_of`."""
+        self.byte_errors: dict[tuple[str, bool, str], float] = {}
+        """The least memory that was computed over its lower bound, also by the recomputation."""
         # Hundreds of candidates of a division ask for the same.
         self._states, self.work = cache(self._states_of), cache(self._seconds_of_work)
         self._row = cache(self._seconds_of_a_row)
@@ -211,20 +215,26 @@ class Estimates:
         added /= _shards_of_gradients(division)
         return (computed + within) * (1 + idle) + added + max(0.0, sent - covering)
 
-    def compare(self, candidate: Candidate, seconds: float) -> None:
-        """Take note of a time that was computed exactly."""
-        sort = _sort_of(candidate)
-        error = seconds / self.seconds(candidate)
-        self.least_errors[sort] = min(error, self.least_errors.get(sort, error))
+    def compare(self, candidate: Candidate, num_bytes: float, seconds: float | None) -> None:
+        """Take note of a memory that was computed exactly, and of a time where it was, too."""
+        sort, choice = _sort_of(candidate), str(candidate.recomputation)
+        _lower(self.byte_errors, (*sort, choice), num_bytes / self.least_bytes(candidate))
+        if seconds is not None:
+            _lower(self.time_errors, sort, seconds / self.seconds(candidate))
 
-    def expected(self, candidate: Candidate) -> float:
-        """Return what a candidate takes at least, by the errors of those that were compared.
+    def may_beat(self, candidate: Candidate, seconds: float) -> bool:
+        """Return whether a candidate may fit and take no more than so many seconds.
 
-        Estimates of one layout are alike in their errors, within ALIKE.
+        That is told by the errors of the estimates that were compared. Those of one layout are
+        alike, within ALIKE, and so are those of its memory for one choice of recomputation.
         """
-        least = min(self.least_errors.values(), default=1.0)
-        of_sort = self.least_errors.get(_sort_of(candidate))
-        return (least if of_sort is None else ALIKE * of_sort) * self.seconds(candidate)
+        sort, choice = _sort_of(candidate), str(candidate.recomputation)
+        least = min(self.time_errors.values(), default=1.0)
+        of_sort = self.time_errors.get(sort)
+        if (least if of_sort is None else ALIKE * of_sort) * self.seconds(candidate) > seconds:
+            return False
+        error = max(1.0, ALIKE * self.byte_errors.get((*sort, choice), 1.0))
+        return error * self.least_bytes(candidate) <= usable_bytes(self.question)
 
     def _seconds_of_work(self, division: Division, recomputation: str) -> tuple[float, float]:
         """Return the seconds of a rank in its layers, and in messages that it waits for there."""
@@ -321,3 +331,8 @@ def _sort_of(candidate: Candidate) -> tuple[str, bool]:
     and whether gathered weights are freed.
     """
     return layout_name(most_sharded(candidate.division)), candidate.is_resharded
+
+
+def _lower(least: dict[Any, float], key: Any, value: float) -> None:
+    """Keep a value that is the least of its key so far."""
+    least[key] = min(value, least.get(key, value))

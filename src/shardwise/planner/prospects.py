@@ -34,6 +34,11 @@ class Prospect(NamedTuple):
     seconds: float
     """The estimate of the first."""
 
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All of them."""
+        return (*self.fastest, *self.thriftier, self.smallest)
+
 
 def promising(
     space: Space, estimates: Estimates, divisions: Sequence[Division], effort: int

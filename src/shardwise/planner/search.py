@@ -7,13 +7,13 @@ and from the best two the search goes on, one change at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from time import perf_counter
 
 from shardwise.config import UserError
-from shardwise.planner.candidates import Question, Space, Subject, subject_of
+from shardwise.planner.candidates import Candidate, Question, Space, Subject, subject_of
 from shardwise.planner.changes import Climb, changes_of, in_half_precision, split_otherwise
 from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.estimate import Estimates
@@ -26,6 +26,8 @@ NUM_EXACT = 8
 unless too few of them fit."""
 NUM_FITTING = 5
 """So many fit at least, or as many as are shown."""
+UNLIKE = 2.0
+"""No estimate is so many times as long as what it estimates."""
 MOST_SIMPLER = 12
 """Other layouts that are shown."""
 
@@ -190,43 +192,55 @@ class _Start:
 
         Those that differ in their replicas count as one, which is nothing where not even its
         smallest candidate fits. Estimates of unlike layouts are unlike in their errors, so one
-        division of each comes first.
+        division of each comes first, up to UNLIKE times the best.
         """
         layouts, computed = set[str](), set[Division]()
         for prospect in prospects:
             layout = layout_name(prospect.smallest.division)
-            if layout not in layouts and self._of(prospect, 1):
+            is_slow = prospect.seconds > self.effort * UNLIKE * self.best_seconds
+            if layout not in layouts and not is_slow and self._of(prospect, 1):
                 layouts.add(layout)
         num_computed, num_fitting = (
             self.effort * number for number in (NUM_EXACT, max(top, NUM_FITTING))
         )
         for prospect in prospects:
             is_enough = len(computed) >= num_computed and len(self.fitting) >= num_fitting
-            expected = min(map(self.estimates.expected, prospect.fastest))
-            if is_enough and expected > self.best_seconds:
+            if is_enough and not any(map(self._may_win, prospect.candidates)):
                 continue
             sharded = self._sharded(prospect)
             smallest = self.exact.of(prospect.smallest._replace(division=sharded))
             if smallest is None or smallest.fits:
-                self._of(prospect, 1 if sharded in computed else self.effort * PER_DIVISION)
+                number = 1 if sharded in computed else self.effort * PER_DIVISION
+                self._of(prospect, number, self._may_win if is_enough else None)
             if smallest is not None:
                 computed.add(sharded)
 
-    def _of(self, prospect: Prospect, num_fastest: int) -> bool:
-        """Compute the fastest candidates and, if none fits, thriftier ones until one does; return
-        whether the rules allow any.
+    def _of(
+        self,
+        prospect: Prospect,
+        num_fastest: int,
+        condition: Callable[[Candidate], bool] | None = None,
+    ) -> bool:
+        """Compute the fastest candidates and, if none fits, thriftier ones until one does, among
+        those that meet a condition; return whether the rules allow any.
         """
-        choices = [*map(self.exact.of, prospect.fastest[:num_fastest])]
-        for candidate in (*prospect.thriftier, prospect.smallest):
+        choices = [*map(self.exact.of, filter(condition, prospect.fastest[:num_fastest]))]
+        for candidate in filter(condition, (*prospect.thriftier, prospect.smallest)):
             if any(choice is not None and choice.fits for choice in choices):
                 break
             choices.append(self.exact.of(candidate))
         for choice in choices:
-            if choice is not None and choice.fits:
+            if choice is None:
+                continue
+            seconds = choice.time.total if choice.fits else None
+            self.estimates.compare(choice.candidate, choice.memory.total, seconds)
+            if seconds is not None:
                 self.fitting.add(self._sharded(prospect))
-                self.best_seconds = min(self.best_seconds, choice.time.total)
-                self.estimates.compare(choice.candidate, choice.time.total)
+                self.best_seconds = min(self.best_seconds, seconds)
         return any(choice is not None for choice in choices)
+
+    def _may_win(self, candidate: Candidate) -> bool:
+        return self.estimates.may_beat(candidate, self.best_seconds)
 
     def _sharded(self, prospect: Prospect) -> Division:
         question, division = self.exact.question, prospect.smallest.division

@@ -17,6 +17,8 @@ from shardwise.records.record import RunRecord, Status
 SWEEP, RECORD, RUN_FILE, LOG = "sweep.json", "record.json", "run.yaml", "log.txt"
 LOCK = ".lock"
 """The file that a bench locks in its folder, and a job of one cell in the cell's. It is empty."""
+MOST_OF_OTHERS = 0.1
+"""More than this share of the machine's CPU time for other programs disturbs a round."""
 CELL_ID = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
 """The ids that a cell may have: the folder of the cell has the same name."""
 WEAK_SCALING = "weak scaling"
@@ -84,6 +86,13 @@ class Round:
     wall_seconds: float | None = None  # from the start of the process to its end
     started: str | None = None  # UTC, ISO 8601; shows that rounds were interleaved
     job: str | None = None  # job and node of a cell that does not take turns with the others
+    others_share: float | None = None
+    """The share of the machine's CPU time that other programs took meanwhile."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs took so much that its times say little."""
+        return (self.others_share or 0.0) > MOST_OF_OTHERS
 
 
 @dataclass(frozen=True)

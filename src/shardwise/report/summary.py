@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardwise.records.cell import MOST_OF_OTHERS, Round
 from shardwise.report.tables import Row, candidates, environments, interleaved
 from shardwise.words import counted, listed, number, one_line, percent, ratio, size
 
@@ -79,7 +80,27 @@ def caveats(rows: Sequence[Row]) -> list[str]:
         sentences.append(
             "The rounds were not interleaved, so other work on the machine may favour some cells."
         )
-    return sentences + _notes(ran)
+    return sentences + _disturbances(ran) + _notes(ran)
+
+
+def _disturbances(ran: Sequence[Row]) -> list[str]:
+    """Return a sentence on rounds of timed cells in which other programs were busy, if any were."""
+    rounds = [
+        (Round(**entry), number, row.plan.id)
+        for row in ran
+        if row.record and row.plan.timed
+        for number, entry in enumerate(row.record.rounds, start=1)
+    ]
+    disturbed = [one for one in rounds if one[0].is_disturbed]
+    if not disturbed:
+        return []
+    worst, number, cell = max(disturbed, key=lambda one: one[0].others_share or 0.0)
+    return [
+        f"Other programs took more than {percent(MOST_OF_OTHERS)} of the machine's CPU time in "
+        f"{len(disturbed)} of {counted(len(rounds), 'round')}, {percent(worst.others_share or 0)} "
+        f"in round {number} of {cell}. Such rounds may be slower than on an idle machine; "
+        "`shardwise bench --rerun` repeats cells."
+    ]
 
 
 def _cpu_caveats(ran: Sequence[Row], cpu_counts: Sequence[object]) -> list[str]:
