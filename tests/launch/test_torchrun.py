@@ -17,7 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousParameters,
+    registry,
+)
 
 from shardwise import cli
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
@@ -125,6 +129,15 @@ def test_a_name_that_no_other_node_reaches_is_told(monkeypatch, capsys, endpoint
     assert torchrun._rendezvous(parameters) is parameters
     said = capsys.readouterr().err
     assert note in said if note else not said
+
+
+def test_a_node_whose_own_name_has_no_address_joins_the_others(monkeypatch):
+    """torch asks for the addresses of its name, to see whether the store is to be here."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-node.invalid")
+    elsewhere = "192.0.2.1:29400"  # of a network that nobody has
+    parameters = RendezvousParameters("c10d", elsewhere, "run", 1, 2, read_timeout=1)
+    with pytest.raises(RendezvousConnectionError):
+        torchrun._rendezvous(parameters)
 
 
 def test_the_agents_meet_at_an_address_alone(folder):

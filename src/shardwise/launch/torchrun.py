@@ -186,13 +186,13 @@ def _rendezvous(parameters: Any) -> Any:
     torch's own listens on every interface, and unpickles what anyone writes there.
     """
     from torch.distributed import TCPStore
-    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, registry
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
     at = re.fullmatch(r"([^:]+)(?::(\d{1,5}))?", parameters.endpoint)
     is_tcp = parameters.backend == "c10d" and parameters.get("store_type", "tcp").strip() == "tcp"
     if at is None or not is_tcp or parameters.get("is_host"):
-        return registry.get_rendezvous_handler(parameters)
+        return _rendezvous_by_torch(parameters)
     host, port, options = at[1], int(at[2] or DEFAULT_PORT), {}
     try:
         server = listener(host, port)
@@ -203,11 +203,11 @@ def _rendezvous(parameters: Any) -> Any:
                 "on one alone, give its address as rdzv-endpoint in launch.torchrun"
             )
             print(note, file=sys.stderr, flush=True)
-            return registry.get_rendezvous_handler(parameters)
+            return _rendezvous_by_torch(parameters)
         options["master_listen_fd"] = server.detach()
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:  # another node's, or this one's behind a router
-            return registry.get_rendezvous_handler(parameters)
+            return _rendezvous_by_torch(parameters)
         # Another agent of this node has it.
     store = TCPStore(
         *(host, port),
@@ -218,6 +218,19 @@ def _rendezvous(parameters: Any) -> Any:
     )
     backend = c10d_rendezvous_backend.C10dRendezvousBackend(store, parameters.run_id)
     return create_handler(store, backend, parameters)
+
+
+def _rendezvous_by_torch(parameters: Any) -> Any:
+    """Return where agents meet as torch makes it, which looks for the addresses of this node's own
+    name. Where that has none, as in some containers, this node is not the meeting place.
+    """
+    from torch.distributed.elastic.rendezvous import registry
+
+    try:
+        return registry.get_rendezvous_handler(parameters)
+    except socket.gaierror:
+        parameters.config["is_host"] = False
+        return registry.get_rendezvous_handler(parameters)
 
 
 def _give_up_after(seconds: int) -> None:
