@@ -106,19 +106,22 @@ def outcome_of(nodes: Nodes, layout: str, fault: str) -> str:
         where = [i for i, code in enumerate(codes) if code is None]
         nodes.end()
         return f"hangs on nodes {where}"
-    logs = nodes.log(0) + nodes.log(1)
+    logs = [nodes.log(0), nodes.log(1)]
     if codes == [0, 0]:
         return SAME if _agree(layout, losses(nodes.folder, name), expected) else "other losses"
     done = losses(nodes.folder, name)
     if not _agree(layout, done, expected[: len(done)]):
         return "other losses before it stopped"
-    errors = {line for line in logs.splitlines() if line.startswith("error")}
+    errors = [{x for x in log.splitlines() if x.startswith("error")} for log in logs]
+    if not layout.endswith("launch"):  # an agent says what its own node has seen
+        errors = [errors[0] | errors[1]]
     start(nodes, layout, name, "--training.resume=auto")
     if (again := nodes.wait(START_SECONDS)) != [0, 0]:
         return f"cannot resume: {again}"
     if not _agree(layout, losses(nodes.folder, name), expected):
         return "other losses after a resume"
-    return RESUMED if len(errors) == 1 else f"resumed, but said {sorted(errors)}"
+    is_one_line = all(len(lines) <= 1 for lines in errors) and any(errors)
+    return RESUMED if is_one_line else f"resumed, but said {[*map(sorted, errors)]}"
 
 
 def _agree(layout: str, a: list[float], b: list[float]) -> bool:

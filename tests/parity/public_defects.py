@@ -1,16 +1,31 @@
-"""Write docs/concepts/silent-bugs.md from public_defects.toml."""
+"""Write docs/concepts/silent-bugs.md from public_defects.toml.
+
+    python -m tests.parity.public_defects [--plant]
+
+With `--plant` every bug of the table is planted first (some ten minutes on two cores), and
+results/defects.json says what caught it.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from shardwise.metrics.hardware import environment
+from tests.parity.harness import Cell
 
 TABLE = Path(__file__).with_suffix(".toml")
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "concepts" / "silent-bugs.md"
+RECORD = ROOT / "results" / "defects.json"
 CHECK = "tests/parity/test_sensitivity.py::check_caught"
 HEAD = """\
 # Silent bugs elsewhere
@@ -56,7 +71,7 @@ To plant one yourself, name the file and the bug:
 ```
 
 `make test` plants the first bug of each file, and checks that what the others replace is still
-there. `make parity` plants all of them.
+there. `make parity` plants all of them. {planted}
 
 This page is written by `python -m tests.parity.public_defects` from
 [`public_defects.toml`](../../tests/parity/public_defects.toml).
@@ -90,7 +105,8 @@ def page() -> str:
     """Return the whole page."""
     defects = [defect for section in sections() for defect in section["defect"]]
     num_systems = len({defect["system"] for defect in defects})
-    parts = [HEAD.format(count=len(defects), systems=num_systems, caught=last_line(CHECK))]
+    head = {"count": len(defects), "systems": num_systems, "planted": planted()}
+    parts = [HEAD.format(caught=last_line(CHECK), **head)]
     for section in sections():
         parts += [f"\n## {section['title']}\n", "| where | what went wrong there | planted here as"]
         parts[-1] += " | in | red |\n|---|---|---|---|---|"
@@ -108,5 +124,70 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def names(values: Sequence[Any]) -> tuple[str, str]:
+    """Return the names of the bug and the cell of a test case, "" without a cell."""
+    bug, *others = values
+    cell = next((value.id for value in others if isinstance(value, Cell)), "")
+    return getattr(bug, "__name__", str(tuple(values))), cell
+
+
+class Planted:
+    """A plugin of pytest that runs the cases of the table alone, and keeps how they ended."""
+
+    def __init__(self) -> None:
+        self.cases = {
+            (defect["test"], defect["planted"], defect.get("cell", ""))
+            for section in sections()
+            for defect in section["defect"]
+        }
+        self.ended: list[dict[str, Any]] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if self._case(item) in self.cases]
+        assert len({*map(self._case, items)}) == len(self.cases), "a case has no test"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        report = yield
+        if report.when == "call" or report.failed:
+            _, bug, cell = self._case(item)
+            seconds = round(report.duration, 1)
+            self.ended.append(
+                {"planted": bug, "cell": cell, "caught": report.passed, "seconds": seconds}
+            )
+        return report
+
+    def _case(self, item: pytest.Item) -> tuple[str, str, str]:
+        test = item.nodeid.partition("[")[0]
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        return test, *(names([*values]) if values else ("", ""))
+
+
+def plant() -> int:
+    """Plant all bugs of the table, and write the record."""
+    planted = Planted()
+    tests = sorted({test for test, _, _ in planted.cases})
+    options = ["-m", "not gpu", "-p", "no:cacheprovider"]
+    # Without the last, modules that are imported here already are an error.
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    code = pytest.main([*options, *tests], [planted])
+    record = {"environment": environment(), "defects": planted.ended}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return int(code)
+
+
+def planted() -> str:
+    """Return when all were planted, and how many were caught."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    commit, caught = record["environment"]["commit"], [one["caught"] for one in record["defects"]]
+    return (
+        f"Planted last at commit {commit[:8]}: {sum(caught)} of {len(caught)} were caught "
+        "([each with its time](../../results/defects.json))."
+    )
+
+
 if __name__ == "__main__":
+    code = plant() if "--plant" in sys.argv[1:] else 0
     PAGE.write_text(page(), encoding="utf-8")
+    sys.exit(code)

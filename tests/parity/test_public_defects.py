@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity.harness import TOLERANCE, Cell
-from tests.parity.public_defects import PAGE, page, sections
+from tests.parity.harness import TOLERANCE
+from tests.parity.public_defects import PAGE, RECORD, names, page, sections
 
 DEFECTS = [defect for section in sections() for defect in section["defect"]]
 
@@ -23,9 +24,7 @@ def planted_by(test: str) -> Iterator[tuple[str, str]]:
         if mark.name == "parametrize":
             for case in mark.args[1]:
                 values = getattr(case, "values", case)
-                bug, *others = values if isinstance(values, tuple) else (values,)
-                cell = next((value.id for value in others if isinstance(value, Cell)), "")
-                yield getattr(bug, "__name__", str(values)), cell
+                yield names(values if isinstance(values, tuple) else (values,))
 
 
 def test_there_are_many_of_many_systems():
@@ -41,6 +40,14 @@ def test_it_is_planted_by_a_test_that_exists(defect: dict[str, Any]):
     assert defect["wrong"].endswith(".")
     in_words = "cell" not in defect or defect["red"].startswith("an assertion in ")
     assert in_words or set(defect["red"].split(", ")) <= {*TOLERANCE}
+
+
+def test_all_were_planted_and_caught():
+    """By `python -m tests.parity.public_defects --plant`."""
+    ended = json.loads(RECORD.read_text(encoding="utf-8"))["defects"]
+    assert all(one["caught"] for one in ended)
+    planted = {(one["planted"], one["cell"]) for one in ended}
+    assert planted == {(defect["planted"], defect.get("cell", "")) for defect in DEFECTS}
 
 
 def test_the_page_shows_the_table():
