@@ -123,6 +123,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
         raise _refused(said.getvalue().splitlines()[-1] if is_parsers else error) from None
     endpoint = config.rdzv_endpoint
     handler = None  # to shut it down ends the run of all nodes
+    agent = None
     try:
         handler = _rendezvous(
             RendezvousParameters(
@@ -150,7 +151,8 @@ def _run_agent(arguments: Sequence[str]) -> int:
             numa_options=config.numa_options,
         )
         is_elastic = config.min_nodes < config.max_nodes
-        result = _agent(spec, config, is_elastic).run()
+        agent = _agent(spec, config, is_elastic)
+        result = agent.run()
         code = exit_code(failure.exitcode for failure in result.failures.values()) if result else 0
         if is_elastic and code in (USER_ERROR, OUT_OF_MEMORY):
             handler = None  # what this node lacks, the others may have
@@ -171,6 +173,8 @@ def _run_agent(arguments: Sequence[str]) -> int:
             f"the run has ended on the other nodes, which say how; if it failed, {_WAY_OUT}"
         ) from None
     except (api.RendezvousError, DistError) as error:
+        if agent is not None and agent.failed:  # its ranks have said why
+            return agent.failed
         reason = error.__cause__ or error
         raise RunError(
             f"the nodes cannot meet at {endpoint}: {reason}; was that node lost? {_WAY_OUT}"
@@ -269,6 +273,9 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
+        failed = 0
+        """The exit code of ranks that have ended and are not started again."""
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             code = exit_code(failure.exitcode for failure in result.failures.values())
@@ -276,6 +283,7 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
                 self._remaining_restarts = 0  # it would end alike again, or is asked to end
             elif code in _STOPPED:
                 self._remaining_restarts += 1  # for another node that leaves or comes: no failure
+            self.failed = code
             return result
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -283,6 +291,7 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
             print(
                 f"note: starting again; {num_left} restarts are left", file=sys.stderr, flush=True
             )
+            self.failed = 0
             super()._restart_workers(worker_group)
 
         def _shutdown(
