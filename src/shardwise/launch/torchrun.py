@@ -137,7 +137,8 @@ def _run_agent(arguments: Sequence[str]) -> int:
             )
         )
         assert config.shutdown_timeout is not None, "it is among the arguments"
-        _give_up_after(config.shutdown_timeout)
+        # Its ranks, which wait for the others as long, are to say first what is missing.
+        _give_up_after(3 * config.shutdown_timeout // 2)
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.nproc_per_node,
