@@ -174,8 +174,9 @@ def _run_agent(arguments: Sequence[str]) -> int:
             f"the run has ended on the other nodes, which say how; if it failed, {_WAY_OUT}"
         ) from None
     except (api.RendezvousError, DistError) as error:
-        if agent is not None and agent.failed:  # its ranks have said why
-            return agent.failed
+        # Ranks may have said why and ended, while their agent waited for an answer.
+        if agent is not None and (code := agent.failure()):
+            return code
         reason = error.__cause__ or error
         raise RunError(
             f"the nodes cannot meet at {endpoint}: {reason}; was that node lost? {_WAY_OUT}"
@@ -274,8 +275,7 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        failed = 0
-        """The exit code of ranks that have ended and are not started again."""
+        starts_again = False
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
@@ -284,7 +284,6 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
                 self._remaining_restarts = 0  # it would end alike again, or is asked to end
             elif code in _STOPPED:
                 self._remaining_restarts += 1  # for another node that leaves or comes: no failure
-            self.failed = code
             return result
 
         def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -292,8 +291,17 @@ def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
             print(
                 f"note: starting again; {num_left} restarts are left", file=sys.stderr, flush=True
             )
-            self.failed = 0
+            self.starts_again = True
             super()._restart_workers(worker_group)
+            self.starts_again = False
+
+        def failure(self) -> int:
+            """Return the exit code of ranks that have ended with a line of their own, else 0."""
+            if self._pcontext is None or self.starts_again:
+                return 0
+            ended = self._pcontext.wait(0)
+            codes = {each.exitcode for each in ended.failures.values()} if ended else set()
+            return exit_code(codes) if codes & {FAILED, USER_ERROR, OUT_OF_MEMORY} else 0
 
         def _shutdown(
             self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
