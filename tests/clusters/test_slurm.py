@@ -175,20 +175,6 @@ def test_a_job_without_a_limit_of_its_own_is_told_of_its_partitions(slurm, folde
     check_saved_and_finished(slurm, folder, "partition", job)
 
 
-def test_a_job_killed_at_its_limit_continues_where_it_last_saved(slurm, folder):
-    job = submit(slurm, folder, "killed", "--launch.time=00:30:00")
-    wait_for_step(folder, "killed", 30)
-    with paused(slurm, job):  # as in a step that takes longer than what was left
-        slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes(slurm, job)}")
-        wait_for(lambda: slurm.state(job)["JobState"] == "TIMEOUT", "the end", 200)
-    assert slurm.state(job)["Restarts"] == "0"
-    job = submit(slurm, folder, "killed", "--launch.time=00:30:00")
-    check_finished(slurm, folder, "killed", job)
-    (step,) = resumed_at(folder, "killed", job)
-    assert step >= 20
-    assert step % 20 == 0
-
-
 def test_a_preempted_job_goes_on_later_in_its_container(slurm, folder):
     for name, text in (("apptainer", APPTAINER), ("python", f'exec {sys.executable} "$@"\n')):
         (folder / name).write_text(f"#!/bin/bash\n{text}")
