@@ -288,11 +288,7 @@ def main() -> int:
         make_corpus(folder)
         text = yaml.safe_dump(json.loads(json.dumps(soak_config(folder).to_dict())))
         (folder / "run.yaml").write_text(text)
-    content = {
-        "save_every": SAVE_EVERY,
-        "ranks": NPROC,
-        "most_bytes_per_step": MOST_BYTES_PER_STEP,
-    }
+    content = {"save_every": SAVE_EVERY, "ranks": NPROC, "most_bytes_per_step": MOST_BYTES_PER_STEP}
     rows: dict[str, dict[str, Any]] = {}
     if options.out.exists():  # of other layouts, which ran before
         rows = {row["layout"]: row for row in json.loads(options.out.read_text())["rows"]}
