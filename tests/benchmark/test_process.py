@@ -132,7 +132,7 @@ def test_on_a_gpu_each_run_is_a_new_process(tmp_path, monkeypatch):
             assert (tmp_path / "log.txt").read_text() == f"train {word}\n"
 
 
-BURN = "import time\nwhile time.process_time() < 0.5: pass\n"
+BURN = "import time\nwhile time.process_time() < 1.5: pass\n"
 
 
 def test_what_a_run_takes_is_not_that_of_others(tmp_path):
@@ -149,12 +149,12 @@ def test_what_a_run_takes_is_not_that_of_others(tmp_path):
 
     python, ended = sys.executable, tmp_path / "ended"
     of_a_grandchild = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"
-    assert own(python, "-c", of_a_grandchild) > 0.45  # clocks tick each 0.01 s
+    assert own(python, "-c", of_a_grandchild) > 1.4  # clocks tick each 0.01 s
     # A process whose parent has ended belongs to none of ours.
     burn = f"{BURN}open({str(ended)!r}, 'w')"
     leave = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {burn!r}])"
     wait = f"until [ -e {ended} ]; do sleep 0.05; done"
-    assert own("sh", "-c", f'"{python}" -c "$1"; {wait}', "sh", leave) < 0.4
+    assert own("sh", "-c", f'"{python}" -c "$1"; {wait}', "sh", leave) < 1.0
 
 
 def test_a_round_says_what_others_took(tmp_path):

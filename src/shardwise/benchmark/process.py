@@ -33,7 +33,7 @@ dies, even by SIGKILL.
 """
 LONGEST_MESSAGE = 2**16
 BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
-"""What a CPU does but for waiting, in psutil's words. The time of users has that of guests."""
+"""The times of a CPU at work, by psutil's names; `user` includes the time of guests."""
 
 Run = Callable[[Sequence[str], Path, float], int | None]
 """Runs `shardwise train` with arguments, a log file and a limit in seconds.

@@ -225,8 +225,8 @@ class Estimates:
     def may_beat(self, candidate: Candidate, seconds: float) -> bool:
         """Return whether a candidate may fit and take no more than so many seconds.
 
-        That is told by the errors of the estimates that were compared. Those of one layout are
-        alike, within ALIKE, and so are those of its memory for one choice of recomputation.
+        The errors of the estimates that were compared decide. Those of one layout are alike, within
+        ALIKE, and so are those of its memory for one choice of recomputation.
         """
         sort, choice = _sort_of(candidate), str(candidate.recomputation)
         least = min(self.time_errors.values(), default=1.0)

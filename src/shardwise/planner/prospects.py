@@ -36,7 +36,7 @@ class Prospect(NamedTuple):
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All of them."""
+        """Every candidate: the fastest, the thriftier and the smallest."""
         return (*self.fastest, *self.thriftier, self.smallest)
 
 
