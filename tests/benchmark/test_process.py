@@ -153,7 +153,7 @@ def test_what_a_run_takes_is_not_that_of_others(tmp_path):
     # A process whose parent has ended belongs to none of ours.
     burn = f"{BURN}open({str(ended)!r}, 'w')"
     leave = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {burn!r}])"
-    wait = f"until [ -e {ended} ]; do sleep 0.05; done"
+    wait = f"until [ -e {ended} ]; do sleep 0.5; done"
     assert own("sh", "-c", f'"{python}" -c "$1"; {wait}', "sh", leave) < 1.0
 
 

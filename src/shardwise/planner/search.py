@@ -27,7 +27,7 @@ unless too few of them fit."""
 NUM_FITTING = 5
 """So many fit at least, or as many as are shown."""
 UNLIKE = 2.0
-"""No estimate is so many times as long as what it estimates."""
+"""It is assumed that no estimate is so many times as long as what it estimates."""
 MOST_SIMPLER = 12
 """Other layouts that are shown."""
 
