@@ -5,6 +5,7 @@ Real runs on two nodes, one of which is lost: tests/clusters.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,10 +14,13 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
@@ -28,6 +32,7 @@ from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
 from shardwise.launch import torchrun
 from shardwise.launch.local import launch
 from shardwise.launch.rank import run_rank
+from shardwise.process.ending import RunError
 from shardwise.process.world import ALONE, STORE
 from tests.command import run_command
 from tests.launch.test_local import no_launcher  # noqa: F401
@@ -218,6 +223,33 @@ def test_no_rank_outlives_the_only_agent(tmp_path, monkeypatch):
 )
 def test_the_code_of_a_node_is_its_causes(codes, expected):
     assert torchrun.exit_code(codes) == expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts_again", "expected"),
+    [
+        ([], False, 0),  # they go on
+        ([1, -signal.SIGTERM], False, 1),
+        ([2], False, 2),
+        ([-signal.SIGKILL], False, 0),  # nobody has said anything
+        ([1], True, 0),  # those of the start before
+    ],
+)
+def test_an_agent_that_lost_the_others_is_silent_where_its_ranks_have_said_why(
+    tmp_path, monkeypatch, capsys, codes, starts_again, expected
+):
+    def run(agent):
+        failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
+        ended = SimpleNamespace(failures=failures) if codes else None
+        agent._pcontext = SimpleNamespace(wait=lambda timeout: ended)
+        agent.starts_again = starts_again
+        raise DistNetworkError("the connection was lost")
+
+    monkeypatch.setattr(LocalElasticAgent, "run", run)
+    with contextlib.nullcontext() if expected else pytest.raises(RunError, match="was that node"):
+        there = (f"--rdzv-endpoint={tmp_path}/agents", "--rdzv-conf=store_type=file")
+        assert torchrun._run_agent(["--rdzv-backend=c10d", *there, "train.py"]) == expected
+    assert capsys.readouterr().err == ""
 
 
 def test_a_command_says_what_the_section_says(folder, capsys):
