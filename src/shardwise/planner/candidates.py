@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 from shardwise import rules
@@ -202,8 +203,10 @@ class Space:
                     if self._is_open(division):
                         yield division
 
-    def candidates(self, division: Division) -> Iterator[Candidate]:
-        """Yield every way in which ranks may work in a division."""
+    def candidates(self, division: Division, most_rows: float = inf) -> Iterator[Candidate]:
+        """Yield every way in which ranks may work in a division, with micro-batches of at most so
+        many rows.
+        """
         question, values = self.question, self.question.values
         rows = question.cfg.training.global_batch_size // division.num_data
         sizes = [2**power for power in range(rows.bit_length()) if rows % 2**power == 0]
@@ -216,7 +219,7 @@ class Space:
             schedules,
             values("parallel.reshard_after_forward", (True, False) if is_fsdp else (True,)),
             values("parallel.offload", [o for o in self.offloads if o in division.offloads]),
-            values("training.micro_batch_size", sizes),
+            [size for size in values("training.micro_batch_size", sizes) if size <= most_rows],
             recomputations(question),
         ):
             if division.pp * num_virtual <= self.subject.facts.num_layers:

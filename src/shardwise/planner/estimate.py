@@ -6,6 +6,7 @@ survives is computed by `peak.py` and `step_time.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -120,7 +121,7 @@ class Estimates:
         """Return a lower bound of the memory of the fullest rank."""
         division, rows = candidate.division, candidate.micro_batch_size
         num_micro = self.rows / division.num_data / rows
-        activations = self._activations(candidate, num_micro)
+        activations = rows * self._activations(division, candidate.recomputation, num_micro)
         others, gradients = self._states(division, candidate.offload)
         is_sharded = division.data == "fsdp2" and division.shards * division.cp > 1
         # torch's stage of a pipeline never frees what it has gathered.
@@ -133,18 +134,27 @@ class Estimates:
             return others + max(gradients, activations)
         return others + gradients + activations
 
-    def _activations(self, candidate: Candidate, num_micro: float) -> float:
-        """Return a lower bound of what the forwards of the fullest rank keep."""
-        training, division = self.question.cfg.training, candidate.division
+    def most_rows(self, division: Division, offload: str) -> float:
+        """Return an upper bound of the rows of a micro-batch that fits, as far as bounds tell."""
+        others, _ = self._states(division, offload)
+        least = min(self._activations(division, choice, 1.0) for choice in self.choices.values())
+        free = usable_bytes(self.question) - others
+        return free / least if least else math.inf
+
+    def _activations(
+        self, division: Division, recomputation: Recomputed, num_micro: float
+    ) -> float:
+        """Return a lower bound of what the forwards of the fullest rank keep of each row."""
+        training = self.question.cfg.training
         if training.offload_activations and self.question.device_type == "cuda":
             return 0.0
-        kept = self.subject.kept[str(candidate.recomputation)]
+        kept = self.subject.kept[str(recomputation)]
         # Without sequence parallelism every rank of `tp` keeps all of a layer's input.
         inputs = min(kept, self.input_bytes) if not division.is_sequence else 0.0
         total = self._in_flight(division.pp, num_micro) * (inputs + (kept - inputs) / division.tp)
-        if candidate.recomputation == "full":  # its first backward computes a layer again
+        if recomputation == "full":  # its first backward computes a layer again
             total += self.layer_bytes / division.tp
-        return total * candidate.micro_batch_size / division.cp
+        return total / division.cp
 
     def _in_flight(self, pp: int, num_micro: float) -> float:
         """Return how many micro-batches a rank keeps at least, times its share of the layers.
@@ -195,8 +205,11 @@ class Estimates:
         return (weights + states) / local, gradients / local
 
     def least_seconds(self, division: Division) -> float:
-        """Return a lower bound of the estimates of a division's candidates."""
-        return min(sum(self.work(division, choice)) for choice in self.choices)
+        """Return a lower bound of the estimates of a division's candidates.
+
+        What is computed again takes no time away.
+        """
+        return sum(self.work(division, "none"))
 
     def seconds(self, candidate: Candidate) -> float:
         """Return roughly how long a step takes."""

@@ -78,7 +78,8 @@ def prospect_of(
 ) -> Prospect | None:
     """Return the candidates of a division that may fit, if there are some."""
     limit = usable_bytes(space.question)
-    sizes = {c: estimates.order_of_size(c) for c in space.candidates(division)}
+    most_rows = estimates.most_rows(division, space.offloads[-1])
+    sizes = {c: estimates.order_of_size(c) for c in space.candidates(division, most_rows)}
     may_fit = [candidate for candidate, (least, *_) in sizes.items() if least <= limit]
     may_fit.sort(key=estimates.seconds)
     in_order = filter(space.is_allowed, may_fit)
