@@ -106,7 +106,7 @@ MOST_LINES = {
     "parallel": 4_560,
     "data": 3_760,
     "kernels": 7_503,
-    "planner schedule metrics": 10_680,
+    "planner schedule metrics": 10_700,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_460,
