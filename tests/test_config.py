@@ -235,6 +235,14 @@ def with_checkpointing(value: Any) -> dict[str, Any]:
     return {"model": {"path": "m"}, "data": {"train": "d"}, "training": training}
 
 
+def test_a_value_of_a_mapping_is_named_with_its_key():
+    run = {"model": {"path": "m"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
+    with pytest.raises(
+        UserError, match=r"launch.environment.A is 1: .* string; write it in quotes"
+    ):
+        parse_config({**run, "launch": {"environment": {"A": 1}}})
+
+
 def test_records_have_no_values_of_the_environment():
     run = {
         "model": {"path": "m"},

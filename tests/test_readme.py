@@ -144,6 +144,28 @@ def test_readme_commands_run(tmp_path):
         os.chdir(here)
 
 
+def test_a_guide_has_the_measured_restarts():
+    medians = json.loads((ROOT / "results" / "restart.json").read_text())["medians"].values()
+    measured = [(round(each["seconds"]), round(each["steps_again"])) for each in medians]
+    guide = (ROOT / "docs" / "guides" / "launching.md").read_text()
+    table = guide.partition("| steps done again |")[2].partition("\n\n")[0]
+    rows = re.findall(r"\| (\d+) \| (\d+) \|$", table, re.MULTILINE)
+    assert [(int(seconds), int(steps)) for seconds, steps in rows] == measured
+
+
+def test_a_guide_has_the_measured_gain_of_moving_layers():
+    rows = json.loads((ROOT / "results" / "resplit" / "gain.json").read_text())["rows"]
+    guide = (ROOT / "docs" / "guides" / "splitting-a-pipeline.md").read_text()
+    found = re.findall(r"(\d\.\d\d) \((\d\.\d\d)\)", guide)
+    speeds = [rows[case]["speed_of_dynamic"] for case in ("slow", "wrong", "flops")]
+    measured = [
+        tuple(f"{speed[when][split]['median']:.2f}" for when in ("late", "whole"))
+        for speed in speeds
+        for split in ("balanced", "uniform")
+    ]
+    assert found == measured
+
+
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_committed_run_files_hold(path):
     load_config(path)

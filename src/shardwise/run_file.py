@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def read_config(data: dict[str, Any], source: str) -> RunConfig:
     try:
         cfg = _adapter().validate_python(data)
     except pydantic.ValidationError as error:
-        raise UserError(f"{source}: {_first_problem(error)}") from None
+        raise UserError(f"{source}: {_first_problem(error, data)}") from None
     for section, keys in data.items():
         for key, value in (keys or {}).items():
             parsed = getattr(getattr(cfg, section), key)
@@ -188,8 +189,8 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         data[section] = value
 
 
-def _first_problem(error: Any) -> str:
-    """Return the message for one of pydantic's errors."""
+def _first_problem(error: Any, data: Any) -> str:
+    """Return the message for one of pydantic's errors of this data."""
     # Unknown keys come first: a misspelt required key is also missing, and the spelling helps.
     problem = min(
         error.errors(),
@@ -214,5 +215,17 @@ def _first_problem(error: Any) -> str:
     first, *others = (message[:1].lower() + message[1:] for message in wanted)
     message = " or ".join([first, *(m.removeprefix("input should be ") for m in others)])
     message = re.sub("a dictionary or an instance of [A-Za-z]+", "a mapping", message)
-    name, value = ".".join(location[:2]), problem["input"]
+    value = problem["input"]
+    if message.endswith("a valid string") and isinstance(value, int | float):
+        message += "; write it in quotes"
+    name = ".".join(max([*_keys_of(problem["loc"], data)], location[:2], key=len))
     return f"{name} is {'null' if value is None else shown(value)}: {message}"
+
+
+def _keys_of(place: Sequence[str | int], data: Any) -> Iterator[str]:
+    """Yield the keys that lead to a place in data, which pydantic may follow by names of types."""
+    for part in place:
+        if not (isinstance(data, Mapping) and part in data):
+            return
+        yield str(part)[:80]
+        data = data[part]

@@ -27,13 +27,12 @@ PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun")
 
 def why_not() -> str | None:
     """Return why no cluster can be started here; None if one can."""
-    missing = [name for name in PROGRAMS if _path_of(name) is None]
-    if missing:
-        assert os.environ.get("SHARDWISE_NEEDS_SLURM") != "1", (
-            f"SHARDWISE_NEEDS_SLURM is 1: {missing}"
-        )
-        return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client"
-    return None if os.geteuid() == 0 else "only root can start slurmd"
+    reason = None if os.geteuid() == 0 else "only root can start slurmd"
+    if missing := [name for name in PROGRAMS if _path_of(name) is None]:
+        reason = f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client"
+    is_needed = os.environ.get("SHARDWISE_NEEDS_SLURM") == "1"
+    assert reason is None or not is_needed, f"SHARDWISE_NEEDS_SLURM is 1: {reason}"
+    return reason
 
 
 def _path_of(program: str) -> str | None:

@@ -58,6 +58,10 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         "interrupted itself may end without a line. Where the run went on in another layout, or "
         "under ddp over four processes, losses agree to 1e-6 and each tensor to 1e-5 of its norm.",
         "",
+        "*No case* has a number wrong that reaches all copies alike, as a gradient before it is "
+        "added up over ranks does: [what no run sees]"
+        "(../docs/guides/stops-and-failures.md#a-device-computes-wrong-numbers).",
+        "",
     ]
     for title, by in (("fault", _fault), ("phase", _phase), ("layout", lambda row: row["layout"])):
         lines += [f"| {title} | cases | same | stopped | wrong |", "|---|---:|---:|---:|---:|"]

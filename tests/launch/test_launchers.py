@@ -12,6 +12,7 @@ LAUNCH = {
     "nodes": 2,
     "processes": 2,
     "time": "04:00:00",
+    "ahead_seconds": 60,
     "restarts": 3,
     "environment": {"HF_HOME": "/data/hf"},
     "before": ["module load cuda"],

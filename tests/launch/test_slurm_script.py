@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -35,7 +36,7 @@ def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
         restarts=3,
         environment={"HF_HOME": "/data/hf"},
         before=["module load cuda"],
-        slurm={"partition": "gpu", "gpus-per-node": 8, "exclusive": None},
+        slurm={"partition": "gpu", "gpus-per-node": 8, "exclusive": None, "spread-job": True},
     )
     overrides = ["--lora.r=4"]
     assert (
@@ -55,9 +56,12 @@ def test_a_script_asks_for_what_the_section_says(monkeypatch, tmp_path):
 #SBATCH --partition=gpu
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --spread-job
 
 export HF_HOME=/data/hf
-# srun takes no --cpus-per-task from sbatch (since Slurm 22.05), but this variable.
+# srun takes no --cpus-per-task from sbatch (since Slurm 22.05), but this variable. It
+# gives the processes all variables, whatever --export kept from this script.
+export SLURM_EXPORT_ENV=ALL
 if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then
   export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 fi
@@ -202,6 +206,8 @@ def test_hostile_names_are_only_names(monkeypatch, tmp_path):
         ("slurm", {"--partition": "a"}, "which is no option of it"),
         ("slurm", {"comment": "a\n#SBATCH --uid=0"}, "which is no option of it"),
         ("slurm", {"nodes": 3}, "which launch itself sets"),
+        ("slurm", {"test-only": None}, "which launch itself sets"),
+        ("slurm", {"exclusive": False}, "exclusive: false; leave out an option"),
         ("nodes", 0, "launch.nodes is 0; give at least 1"),
     ],
 )
@@ -231,6 +237,15 @@ def test_a_script_is_written_into_no_other_file(monkeypatch, tmp_path):
         slurm.submit("#!/bin/bash", precious / "runs")
     with pytest.raises(UserError, match="has a line break"):
         slurm.script(config("runs/a\nid"), "run.yaml", [])
+
+
+def test_a_job_without_a_number_is_an_error(monkeypatch, tmp_path):
+    program = tmp_path / "sbatch"
+    program.write_text("#!/bin/sh\necho later\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match="gave no number of a job: 'later'"):
+        slurm.submit("#!/bin/bash", tmp_path / "run")
 
 
 def test_what_ranks_would_refuse_is_refused_before_a_job_waits(tmp_path, monkeypatch, capsys):

@@ -145,11 +145,23 @@ def test_a_node_whose_own_name_has_no_address_joins_the_others(monkeypatch):
         torchrun._rendezvous(parameters)
 
 
-def test_the_agents_meet_at_an_address_alone(folder):
+@pytest.mark.parametrize(
+    ("host", "conf", "address"),
+    [
+        ("localhost", "", "127.0.0.1"),
+        ("127.0.0.1", ",is_host=true", "127.0.0.1"),
+        ("[::1]", "", "::1"),
+    ],
+)
+def test_the_agents_meet_at_an_address_alone(folder, host, conf, address):
     """torch's own store listens on every interface, and runs code that a key of it holds."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    options = f"{{rdzv-endpoint: 'localhost:{port}', rdzv-conf: last_call_timeout=1}}"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, 0), family=family) as server:
+            port = server.getsockname()[1]
+    except OSError:
+        pytest.skip(f"this machine has no {address}")
+    options = f"{{rdzv-endpoint: '{host}:{port}', rdzv-conf: 'last_call_timeout=1{conf}'}}"
     done, (start,) = run(
         folder,
         0,
@@ -162,7 +174,7 @@ def test_the_agents_meet_at_an_address_alone(folder):
         f"--launch.torchrun={options}",
     )
     assert done.returncode == 0, done.stderr
-    assert start["listening"] == ["127.0.0.1"]
+    assert start["listening"] == [address]
 
 
 @pytest.mark.parametrize(
@@ -286,6 +298,11 @@ def test_a_launch_says_where_nodes_would_wait(folder, capsys):
             (["--launch.torchrun={%s}" % option], "torchrun refuses launch.torchrun: ")  # noqa: UP031
             for option in ("help: null", "redirects: 9", "rdzv-conf: x", "rdzv-backend: x")
         ],
+        (["--launch.torchrun={no-such: 1}", "--dry-run"], "torchrun refuses launch.torchrun: "),
+        (
+            ["--launch.nodes=2", "--launch.torchrun={rdzv-endpoint: null}"],
+            "say where the nodes meet",
+        ),
         (["--launch.torchrun={nnodes: 3}"], "which launch itself sets"),
         (["--launch.min_nodes=2"], "launch.min_nodes is 2 of 1 launch.nodes"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_most_of_three_ranks_name_the_wrong_one():
 
 
 def test_nothing_is_compared_where_all_is_sharded(monkeypatch):
-    monkeypatch.setattr(copies, "_sum_of_bits", None)
+    monkeypatch.setattr(copies, "_digest", None)
     for layout in ("fsdp1", "fsdp2"):
         assert (
             run_ranks(2, flipped, Cell("llama", layout, "lora", 2), 0, 0, "norm") == [([], [])] * 2
@@ -104,6 +105,24 @@ def test_copies_of_states_count(optimizer, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
 def test_any_bit_of_any_dtype_counts(dtype):
     weight = torch.zeros(3, 5, dtype=dtype).T
-    before = copies._sum_of_bits(weight)
+    before = copies._digest(weight)
     weight[1, 2] = 1
-    assert copies._sum_of_bits(weight) != before
+    assert copies._digest(weight) != before
+
+
+def test_elements_that_change_places_count(monkeypatch):
+    weight = torch.tensor([1.5, 2.5, 3.0])
+    whole = copies._digest(weight)
+    assert copies._digest(weight[[1, 0, 2]]) != whole
+    monkeypatch.setattr(copies, "_AT_ONCE", 2)
+    assert copies._digest(weight) == whole
+
+
+@pytest.mark.parametrize("bit", [0, 31])
+def test_two_flips_do_not_cancel(bit):
+    bits = torch.zeros(4, dtype=torch.int32)
+    before = copies._digest(bits)
+    for place, other in itertools.combinations(range(4), 2):
+        flipped = bits.clone()
+        flipped[[place, other]] ^= torch.tensor(1 << bit).to(torch.int32)
+        assert copies._digest(flipped) != before

@@ -63,6 +63,7 @@ def test_an_srun_environment_is_joined():
         ("node1", "127.0.1.1", None),  # Debian's own name
         ("node1", "203.0.113.9", OSError),  # none of this machine
         ("no such name.invalid", None, None),
+        ("::1", "::1", "::1"),
     ],
 )
 def test_a_store_listens_where_its_name_says(monkeypatch, host, address, listens_on):

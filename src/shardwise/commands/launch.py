@@ -27,13 +27,14 @@ LAUNCHERS = {
 The module has `script`, what `--dry-run` prints, and `run`, which starts the run or prints how to,
 and returns the exit code. Both take the run, the name of its file, and the overrides.
 """
+_OF_SLURM = ("time", "ahead_seconds")
 UNUSED = {
-    "local": ("time", "before", "container", "mounts", "resources"),
+    "local": (*_OF_SLURM, "before", "container", "mounts", "resources"),
     "slurm": ("resources",),
-    "torchrun": ("time", "before", "container", "mounts", "resources"),
-    "ray": ("time", "before", "container", "mounts", "resources"),
-    "skypilot": ("time",),
-    "kubernetes": ("time", "restarts"),
+    "torchrun": (*_OF_SLURM, "before", "container", "mounts", "resources"),
+    "ray": (*_OF_SLURM, "before", "container", "mounts", "resources"),
+    "skypilot": _OF_SLURM,
+    "kubernetes": (*_OF_SLURM, "restarts"),
 }
 """The keys of the section `launch` that a launcher does not use, without the options of others."""
 

@@ -45,11 +45,12 @@ class Launch(Section):
     before: list[str] = field(default_factory=list)
     """Lines of bash that run before the processes start: on the first node under Slurm, on every
     node of SkyPilot and Kubernetes."""
-    slurm: dict[str, str | int | None] = field(default_factory=dict)
-    """Options of sbatch without their dashes, such as `gpus-per-node: 8`; null: without a value."""
-    torchrun: dict[str, str | int | None] = field(default_factory=dict)
-    """Options of torchrun without their dashes, such as `rdzv-endpoint: node1:29400`; null: without
-    a value."""
+    slurm: dict[str, str | int | bool | None] = field(default_factory=dict)
+    """Options of sbatch without their dashes, such as `gpus-per-node: 8`; true or null: without a
+    value."""
+    torchrun: dict[str, str | int | bool | None] = field(default_factory=dict)
+    """Options of torchrun without their dashes, such as `rdzv-endpoint: node1:29400`; true or null:
+    without a value."""
     ray: dict[str, str | int] = field(default_factory=dict)
     """`address` of the cluster, `cpus` of each process, `accelerator`, a type of GPU."""
     container: str | None = None
@@ -106,6 +107,10 @@ class Launch(Section):
                     name not in own,
                     f"launch.{key} has {name}, which launch itself sets; use its other keys",
                 )
+                require(
+                    value is not False,
+                    f"launch.{key} has {name}: false; leave out an option that is not to be given",
+                )
         for name, value in self.ray.items():
             is_enough = value > 0 if isinstance(value, int) else bool(value)
             require(
@@ -128,7 +133,8 @@ def _seconds(time: str) -> int:
 OWN = {
     "slurm": (
         *("nodes", "ntasks", "ntasks-per-node", "time", "signal", "requeue", "no-requeue"),
-        *("chdir", "output", "error", "open-mode", "array"),
+        *("chdir", "output", "error", "open-mode", "array", "parsable", "quiet"),
+        *("test-only", "wait", "wrap", "no-kill"),
     ),
     "torchrun": (
         *("nnodes", "nproc-per-node", "max-restarts", "rdzv-id", "standalone", "node-rank"),
@@ -136,6 +142,6 @@ OWN = {
         "shutdown-timeout",
     ),
 }
-"""Options that have keys of their own, or that restarts need as they are."""
+"""Options that have keys of their own, or that submitting or restarts need as they are."""
 OF_RAY = {"address": str, "cpus": int, "accelerator": str}
 """The options of Ray, and the type of their values."""

@@ -7,6 +7,8 @@ checkpoint.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +22,10 @@ WORK = "/work"
 """The folder in which runs begin: that of the Dockerfile."""
 USER = 10001
 """The number of the Dockerfile's user."""
+MEMORY = "/dev/shm"
+"""The folder in memory through which the processes of a pod talk to one another."""
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+"""A name in Kubernetes."""
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
@@ -29,11 +35,23 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
         launch.container is not None,
         "launch.container is missing; give an image that has shardwise (see the Dockerfile)",
     )
+    taken = {FILES, MEMORY}
     for path, source in launch.mounts.items():
         require(
-            PurePosixPath(path).is_absolute() and "/" not in source,
+            PurePosixPath(path).is_absolute() and _CLAIM.fullmatch(source) is not None,
             f"launch.mounts has {path}: {source}; on Kubernetes write an absolute folder and the "
             "name of a persistent volume claim, such as /data: my-claim",
+        )
+        folder = os.path.normpath(path)
+        require(
+            folder not in taken,
+            f"launch.mounts has {path}, where something else is mounted; give another folder",
+        )
+        taken.add(folder)
+    for resource, amount in launch.resources.items():
+        require(
+            not isinstance(amount, bool),
+            f"launch.resources has {resource}: {str(amount).lower()}; on Kubernetes give an amount",
         )
     manifest.check_saves(cfg, list(launch.mounts), "a persistent volume claim")
     begin = manifest.start(cfg, f"{FILES}/run.yaml", overrides, [])
@@ -43,7 +61,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     }
     shared_memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}  # NCCL needs more than 64 MiB
     volumes: list[dict[str, Any]] = [{"name": "files", "configMap": {"name": name}}, shared_memory]
-    mounts = [{"name": "files", "mountPath": FILES}, {"name": "shm", "mountPath": "/dev/shm"}]
+    mounts = [{"name": "files", "mountPath": FILES}, {"name": "shm", "mountPath": MEMORY}]
     for number, (path, claim) in enumerate(launch.mounts.items()):
         volume = f"mount-{number}"
         volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})

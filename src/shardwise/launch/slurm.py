@@ -92,7 +92,9 @@ def submit(text: str, folder: Path) -> str:
             f"sbatch refused {file}: {submitted.stderr.strip()}; change the section "
             "launch, or see whether `sinfo` finds a cluster"
         )
-    return submitted.stdout.strip().partition(";")[0]
+    number = submitted.stdout.strip().partition(";")[0]
+    require(number.isdigit(), f"sbatch took {file} and gave no number of a job: {number!r}")
+    return number
 
 
 def job(
@@ -139,7 +141,9 @@ def job(
         *(f"#SBATCH --{option}" for option in _options(launch, folder, options, log)),
         "",
         *(f"export {key}={shlex.quote(value)}" for key, value in launch.environment.items()),
-        "# srun takes no --cpus-per-task from sbatch (since Slurm 22.05), but this variable.",
+        "# srun takes no --cpus-per-task from sbatch (since Slurm 22.05), but this variable. It",
+        "# gives the processes all variables, whatever --export kept from this script.",
+        "export SLURM_EXPORT_ENV=ALL",
         'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then',
         '  export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
         "fi",
@@ -196,7 +200,7 @@ def _options(launch: Launch, folder: Path, size: Sequence[str], log: str) -> Ite
     yield f"signal=USR1@{launch.ahead_seconds}"  # of the partition's limit, if there is no other
     for name, value in launch.slurm.items():
         if name != "job-name":
-            yield name if value is None else f"{name}={_quoted(value)}"
+            yield name if value is None or value is True else f"{name}={_quoted(value)}"
 
 
 def _container(launch: Launch, folder: Path) -> tuple[list[str], list[str]]:

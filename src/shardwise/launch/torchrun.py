@@ -12,7 +12,6 @@ import contextlib
 import errno
 import io
 import os
-import re
 import shlex
 import signal
 import socket
@@ -45,8 +44,13 @@ _WAY_OUT = "start this command again on every node: the run resumes from its las
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
-    """Return the command of a node, for a shell: torchrun's, which is nearly what `run` does."""
-    words = ["torchrun", *_arguments(cfg, run_file, overrides)]
+    """Return the command of a node, for a shell: torchrun's, which is nearly what `run` does.
+
+    UserError for options that torchrun does not have.
+    """
+    arguments = _arguments(cfg, run_file, overrides)
+    _parsed(arguments)
+    words = ["torchrun", *arguments]
     prefix = [f"{name}={shlex.quote(value)}" for name, value in _variables(cfg).items()]
     if cfg.launch.nodes == 1:
         prefix.append(f'{STORE}="$(mktemp -d)/store"')
@@ -78,7 +82,7 @@ def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[
         conf = options.get("rdzv-conf")
         options["rdzv-conf"] = f"store_type=file{',' if conf else ''}{conf or ''}"
     require(
-        launch.nodes == 1 or "rdzv-endpoint" in options,
+        launch.nodes == 1 or isinstance(options.get("rdzv-endpoint"), str),
         f"launch.nodes is {launch.nodes}: say where the nodes meet, such as "
         "launch.torchrun={rdzv-endpoint: node1:29400} with the name of the first one",
     )
@@ -92,7 +96,10 @@ def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[
         "shutdown-timeout": max(1, round(cfg.launch.timeout_seconds)),
         "signals-to-handle": _SIGNALS,
     }
-    words = [f"--{key}" + ("" if value is None else f"={value}") for key, value in options.items()]
+    words = [
+        f"--{key}" if value is None or value is True else f"--{key}={value}"
+        for key, value in options.items()
+    ]
     return [*words, "-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"]
 
 
@@ -108,19 +115,12 @@ def _variables(cfg: RunConfig) -> dict[str, str]:
 
 def _run_agent(arguments: Sequence[str]) -> int:
     """Run torch's agent as torchrun does with these arguments, except for what `_agent` changes."""
-    from torch.distributed import DistError, run
+    from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, api
 
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            parsed = run.get_args_parser().parse_args(arguments)
-        config, program, words = run.config_from_args(parsed)
-    except (SystemExit, ValueError) as error:
-        is_parsers = isinstance(error, SystemExit)
-        raise _refused(said.getvalue().splitlines()[-1] if is_parsers else error) from None
+    config, program, words = _parsed(arguments)
     endpoint = config.rdzv_endpoint
     handler = None  # to shut it down ends the run of all nodes
     agent = None
@@ -186,23 +186,49 @@ def _run_agent(arguments: Sequence[str]) -> int:
             handler.shutdown()
 
 
+def _parsed(arguments: Sequence[str]) -> tuple[Any, Any, list[str]]:
+    """Return what torchrun makes of its arguments: the agent's settings, and the ranks' command.
+
+    UserError where it refuses them.
+    """
+    from torch.distributed import run
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            parsed = run.get_args_parser().parse_args(arguments)
+        return run.config_from_args(parsed)
+    except (SystemExit, ValueError) as error:
+        is_parsers = isinstance(error, SystemExit)
+        raise _refused(said.getvalue().splitlines()[-1] if is_parsers else error) from None
+
+
 def _rendezvous(parameters: Any) -> Any:
-    """Return where agents meet. A store at a host with an IPv4 address listens there alone.
+    """Return where agents meet. A store at a host with one address listens there alone.
 
     torch's own listens on every interface, and unpickles what anyone writes there.
     """
     from torch.distributed import TCPStore
-    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, utils
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    at = re.fullmatch(r"([^:]+)(?::(\d{1,5}))?", parameters.endpoint)
-    is_tcp = parameters.backend == "c10d" and parameters.get("store_type", "tcp").strip() == "tcp"
-    if at is None or not is_tcp or parameters.get("is_host"):
+    is_tcp = parameters.get("store_type", "tcp").strip().lower() == "tcp"
+    if parameters.backend != "c10d" or not is_tcp:
         return _rendezvous_by_torch(parameters)
-    host, port, options = at[1], int(at[2] or DEFAULT_PORT), {}
-    try:
-        server = listener(host, port)
-        if server is None:
+    host, port = utils.parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    is_host, options = parameters.get_as_bool("is_host"), {}
+    if is_host is not False:  # None: whoever has the address
+        try:
+            server = listener(host, port)
+        except OSError as error:
+            # A port that is taken is that of another agent of this node.
+            is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+            if is_elsewhere and not is_host and host != socket.gethostname():
+                return _rendezvous_by_torch(parameters)
+            server = None
+        else:
+            is_elsewhere = server is None
+        if is_elsewhere:
             note = (
                 f"note: {host} is here no name of one address that other nodes reach; if this node "
                 "is the meeting place of the agents, they meet on every interface of it. To listen "
@@ -210,11 +236,8 @@ def _rendezvous(parameters: Any) -> Any:
             )
             print(note, file=sys.stderr, flush=True)
             return _rendezvous_by_torch(parameters)
-        options["master_listen_fd"] = server.detach()
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:  # another node's, or this one's behind a router
-            return _rendezvous_by_torch(parameters)
-        # Another agent of this node has it.
+        if server is not None:
+            options["master_listen_fd"] = server.detach()
     store = TCPStore(
         *(host, port),
         is_master=bool(options),

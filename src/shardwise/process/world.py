@@ -75,20 +75,24 @@ def loopback() -> str:
 
 
 def listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on a host's own IPv4 address alone; torch's own stores listen on
+    """Return a socket that listens on a host's own address alone; torch's own stores listen on
     every interface.
 
-    None where it has no such address or several, or one that other nodes do not reach: Debian's
-    /etc/hosts gives a machine's own name an address of loopback. OSError where it is no address of
-    this machine, or the port is taken.
+    A name stands for its IPv4 address; an IPv6 address has to be given as such. None where a name
+    has no such address or several, or one that other nodes do not reach: Debian's /etc/hosts gives
+    a machine's own name an address of loopback. OSError where it is no address of this machine, or
+    the port is taken.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        found = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
         return None
     address, *others = {str(place[4][0]) for place in found}
     is_local = address.startswith("127.") and not host.startswith(("localhost", "127."))
-    return None if others or is_local else socket.create_server((address, port))
+    if others or is_local:
+        return None
+    return socket.create_server((address, port), family=family)
 
 
 @contextlib.contextmanager
