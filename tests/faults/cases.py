@@ -42,6 +42,7 @@ LAYOUTS = {
     "pp-ep": Layout(4, {"data": "ddp", "pp": 2, "ep": 2}, EXPERTS),
     "tp-ep": Layout(4, {"data": "ddp", "tp": 2, "ep": 2}, EXPERTS),
     "fsdp2-ep": Layout(4, {"data": "fsdp2", "ep": 2}, EXPERTS),
+    "3d": Layout(8, {"data": "fsdp2", "pp": 2, "tp": 2}),
 }
 PHASES = (
     "start",  # before the process group is up
@@ -120,6 +121,7 @@ def cases() -> list[Case]:
         *_clocks(),
         *_checkpoints(),
         *_numbers(),
+        *_of_many_ranks(),
         *_in_a_row(),
         *_at_random(),
     ]
@@ -265,6 +267,22 @@ def _numbers() -> Iterator[Case]:
         for mode in ("lora", "full"):
             fault = "bit of a weight" if name.startswith("zero") else "bit of a norm's weight"
             yield Case("numbers", name, fault, "stepped", rank, mode, "", every)
+
+
+def _of_many_ranks() -> Iterator[Case]:
+    """What does not end a process, in layouts of more than two ranks, in turn."""
+    many = [(name, layout.num_ranks) for name, layout in LAYOUTS.items() if layout.num_ranks > 2]
+    disks = "full", "read-only", "quota", "I/O error"
+    memories = "no memory", "MemoryError", "CUDA out of memory"
+    clocks = "an hour forth", "an hour back", "ten years back", "back to 1970"
+    damages = "cut", "flipped", "of another run", "missing", "empty"
+    for i, (name, num_ranks) in enumerate(many):
+        last, mode = num_ranks - 1, ("lora", "full")[i % 2]
+        yield Case("disk", name, disks[i % 4], "save", 0, mode)
+        yield Case("memory", name, memories[i % 3], ("backward", "optimizer")[i % 2], last, mode)
+        yield Case("clock", name, clocks[i % 4], "forward", last, mode)
+        for damage in (damages[i % 5], damages[(i + 2) % 5]):
+            yield Case("checkpoint", name, damage, mode=mode, file="tensors-0.safetensors")
 
 
 def _in_a_row() -> Iterator[Case]:
