@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups
+from study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups, title_of
 from study_lengths import lengths
 
 from shardwise.drawing.svg import colour
@@ -19,12 +19,19 @@ from shardwise.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
 from shardwise.report.seeds import over_seeds, spread
 from shardwise.report.style import looks
 from shardwise.report.tables import Row
+from shardwise.words import listed
 
 
 def narrow(drawn: Drawn, **changes: Any) -> Drawn:
     """Return a figure of a report in the width of this page."""
     drawn.figure.set_figwidth(WIDTH)
     return replace(drawn, **changes)
+
+
+def shown(groups: Sequence[tuple[str, Sequence[Row]]]) -> str:
+    """Return which groups of a study a figure shows, before its caption."""
+    titles = [title for title, _ in groups if title]
+    return f"{listed(titles)}. " if titles else ""
 
 
 # --------------------------------------------------------------- throughput and memory by strategy
@@ -100,8 +107,9 @@ def memory(study: Study) -> Drawn | None:
     """Draw what the memory is, in the groups of the first length."""
     if not any(row.memory_parts for row in study.rows):
         return None
+    groups = in_groups(study)[: study.num_shown]
     caption = "On the rank with the largest peak, at that peak. Numbers are sums in MiB."
-    return narrow(report.memory(in_groups(study)[: study.num_shown]), caption=caption)
+    return narrow(report.memory(groups), caption=f"{shown(groups)}{caption}")
 
 
 def sent(study: Study) -> Drawn | None:
@@ -114,7 +122,7 @@ def sent(study: Study) -> Drawn | None:
         "are counted, ticks are by formula."
     )
     look = looks(study.bench.sweep, study.rows)
-    return narrow(report.sent(groups, look), caption=caption)
+    return narrow(report.sent(groups, look), caption=f"{shown(groups)}{caption}")
 
 
 def curves(study: Study) -> Drawn | None:
@@ -131,7 +139,7 @@ def curves(study: Study) -> Drawn | None:
         "(large mark) and that of every step (dots) from the reference; linear up to one rounding "
         "of float32, then logarithmic. Grey: up to the noise control. Red: the tolerance."
     )
-    return narrow(drawn, caption=caption)
+    return narrow(drawn, caption=f"{shown(groups)}{caption}")
 
 
 def norms(study: Study) -> Drawn | None:
@@ -142,14 +150,22 @@ def norms(study: Study) -> Drawn | None:
     drawn = training(groups, looks(study.bench.sweep, study.rows))
     for names in drawn.figure.legends:  # curves coincide
         names.remove()
-    caption = "All cells: the curves lie on one another."
-    return narrow(drawn, caption=caption)
+    return narrow(drawn, caption=f"{shown(groups)}The curves of all cells lie on one another.")
 
 
 def seeds(study: Study) -> Drawn | None:
     """Draw the losses of each seed under each strategy."""
     families = over_seeds(study.bench, study.rows)
-    return narrow(spread(families)) if families else None
+    named = [
+        replace(family, name=" · ".join(map(in_words, family.name.split(" · "))))
+        for family in families
+    ]
+    return narrow(spread(named)) if families else None
+
+
+def in_words(value: str) -> str:
+    """Return a part of a report's name of cells in the words of this page."""
+    return title_of("mode", value.removeprefix("mode "))
 
 
 # ---------------------------------------------------------------------- more and more processes
@@ -286,7 +302,8 @@ def microbatches(study: Study) -> Drawn | None:
     draw_legend_below(figure, handles)
     caption = (
         "One global batch in more and smaller micro-batches. Whiskers reach over the rounds. "
-        "Dashes: as simulated from the measured times of the units."
+        "Dashes: as simulated from the measured times of the units. Marks of one number stand side "
+        "by side."
     )
     return Drawn("microbatches", "More micro-batches, smaller bubbles", caption, figure)
 

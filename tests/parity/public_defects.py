@@ -33,8 +33,8 @@ HEAD = """\
 *Which mistakes of other systems would be noticed here?*
 
 A silent bug prints nothing: the run ends, the loss falls, and the result is not that of one
-process. This page lists {count} such bugs of {systems} systems, each with the public thread in
-which it was reported or fixed. A test plants it into the code of shardwise, or the nearest mistake
+process. This page lists {count} such bugs of {repositories} repositories, each with the public
+thread in which it was reported or fixed. A test plants it into the code of shardwise, or the nearest mistake
 that this code could have, and an unmodified comparison with one process turns red. So you see which
 mistakes [parity](parity.md) notices, and which ones to look for where nothing is compared.
 
@@ -104,8 +104,8 @@ def last_line(test: str) -> str:
 def page() -> str:
     """Return the whole page."""
     defects = [defect for section in sections() for defect in section["defect"]]
-    num_systems = len({defect["system"] for defect in defects})
-    head = {"count": len(defects), "systems": num_systems, "planted": planted()}
+    repositories = {"/".join(defect["link"].split("/")[3:5]).lower() for defect in defects}
+    head = {"count": len(defects), "repositories": len(repositories), "planted": planted()}
     parts = [HEAD.format(caught=last_line(CHECK), **head)]
     for section in sections():
         parts += [f"\n## {section['title']}\n", "| where | what went wrong there | planted here as"]

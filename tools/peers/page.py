@@ -201,18 +201,24 @@ def figure(result: dict[str, Any]) -> str:
                 taken, speeds = rounds(result, mode, name), speeds_of(result, mode, name)
                 mine = result["sides"][name]["beside"] is None
                 look = {"color": colour("c1" if mine else "c2"), "hatch": "" if mine else "////"}
+                beside: dict[str, Any] = {"va": "center", "color": colour("muted")}
                 if speeds:
-                    times.barh(place, statistics.median(speeds), **look)
+                    middle = statistics.median(speeds)
+                    times.barh(place, middle, **look)
                     times.plot([min(speeds), max(speeds)], [place, place], color=colour("ink"))
+                    times.text(max(speeds), place, f"  {middle:,.0f}", **beside)
                 if taken:
-                    peaks.barh(place, max(taken[0]["peak_bytes"]) / 2**20, **look)
+                    peak = max(taken[0]["peak_bytes"]) / 2**20
+                    peaks.barh(place, peak, **look)
+                    peaks.text(peak, place, f"  {peak:.0f}", **beside)
                 else:
-                    what = f" {cells(result, mode, name)[0]}"
-                    peaks.text(0, place, what, va="center", color=colour("muted"))
+                    for panel in (times, peaks):
+                        panel.text(0, place, f" {cells(result, mode, name)[0]}", **beside)
             titles = [result["sides"][name]["title"].replace("`", "") for name in names]
             for panel in (times, peaks):
                 panel.set_yticks(range(len(names)), titles)
                 panel.set_ylim(-0.7, len(names) - 0.3)
+                panel.margins(x=0.14)  # for the numbers
             if result["untimed"]:
                 times.set_xticks([])
             unit = "not timed" if result["untimed"] else "tokens/s"

@@ -23,6 +23,7 @@ PARTS = {
     "experts": "c1",
     "adapters": "c5",
     "gradients": "c2",
+    "buckets": "c2",
     "optimizer": "c3",
     "activations": "c4",
 }

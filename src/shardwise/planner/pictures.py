@@ -191,7 +191,10 @@ def holding_of(placed: Placed, one: Placed, title: str) -> Holding:
     num_copies = num_strategy_ranks(placed.cfg, placed.run.sizes)
     if num_copies > 1 and max(placed.most("gradients")) >= num_copies * max(gradients.num_bytes):
         gradients = _whole_first(placed, gradients)
-    parts += [gradients, held("optimizer", "optimizer", *choices)]
+    parts.append(gradients)
+    if placed.cfg.parallel.data == "ddp" and any(buckets := placed.most("buffers", "backward")):
+        parts.append(_held(placed, "buckets", [buckets], [gradients.whole]))
+    parts.append(held("optimizer", "optimizer", *choices))
     # What layers keep: with the head's, which is freed at once, no layer is left to compute.
     kept = [placed.most("activations", "forward")]
     parts.append(_held(placed, "activations", kept, one.most("activations", "forward")))
