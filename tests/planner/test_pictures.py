@@ -39,7 +39,7 @@ def held(layout: str, num_ranks: int = 4, **other: Any) -> dict[str, Held]:
 
 def test_every_rank_of_ddp_has_the_whole() -> None:
     parts = held("ddp")
-    assert {*parts} == {"weights", "gradients", "optimizer", "activations"}
+    assert {*parts} == {"weights", "gradients", "buckets", "optimizer", "activations"}
     for part in parts.values():
         assert part.pieces == [[(0.0, 1.0)]] * 4
         assert part.num_bytes == [part.whole] * 4
