@@ -128,7 +128,7 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 peers: $(PEERS)/.ok  ## Trainer, PyTorch, Accelerate, DeepSpeed, torchtitan beside shardwise on the same work; resumable; writes results/peers/
 	$(PEERS)/bin/python -m tools.peers
 
-faults: setup  ## 472 faults injected into small runs (about an hour); resumable; writes results/faults.json and .md
+faults: setup  ## 528 faults injected into small runs (half an hour to an hour); resumable; writes results/faults.json and .md
 	$(BIN)/python -m tests.faults
 
 # What checks files for other systems, apart from shardwise: SkyPilot pins libraries of its own.
