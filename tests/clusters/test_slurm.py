@@ -114,6 +114,17 @@ def test_two_nodes_with_two_processes_each(slurm, folder):
     check_finished(slurm, folder, "four", job)
 
 
+def test_ranks_get_the_variables_whatever_a_script_is_kept_from(slurm, folder):
+    name, interface = "export", slurm.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    variables = f"{{OF_RUN: a, GLOO_SOCKET_IFNAME: {interface}}}"
+    options = ("--launch.slurm={export: NONE}", f"--launch.environment={variables}")
+    job = submit(slurm, folder, name, *options)
+    wait_for_step(folder, name, 3)
+    environs = [Path(f"/proc/{pid}/environ").read_text() for pid in slurm.ranks(job)]
+    assert ["OF_RUN=a" in environ.split("\0") for environ in environs] == [True, True]
+    check_finished(slurm, folder, name, job)
+
+
 def test_srun_alone_joins_the_tasks(slurm, folder):
     slurm.call(
         *("srun", "-N2", "-n2", sys.executable, "-m", "shardwise", "train", "run.yaml", *RUN),
