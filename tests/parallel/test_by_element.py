@@ -79,3 +79,31 @@ def compare(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_step_is_that_of_one_process_and_runs_no_operation_on_dtensors(number):
     run_ranks(2, compare, number)
+
+
+def updated(make: Callable[..., torch.optim.Optimizer], is_view: bool) -> torch.Tensor:
+    """Return a matrix of which some columns were updated, as a view into it or by themselves."""
+    torch.manual_seed(0)
+    whole = torch.randn(4, 8)
+    part = whole[:, 2:5]
+    parameter = nn.Parameter(part if is_view else part.clone())
+    optimizer = make([parameter], lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        parameter.grad = torch.randn(4, 3)
+        optimizer.step()
+    whole[:, 2:5] = parameter.detach()
+    return whole
+
+
+def test_a_view_along_another_dim_than_the_first_is_updated_alone():
+    """As zero's shards are, where the first dim does not divide or belongs to tp."""
+    assert torch.equal(updated(AdamW, is_view=True), updated(AdamW, is_view=False))
+
+
+def test_torchs_fused_kernel_updates_what_follows_in_memory():
+    def fused(*args: Any, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(*args, fused=True, **options)
+
+    assert not torch.equal(updated(fused, is_view=True), updated(fused, is_view=False)), (
+        "torch has learned it: the copies in by_element.py can go"
+    )

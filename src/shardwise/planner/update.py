@@ -16,12 +16,13 @@ from shardwise.planner.weights import Weight
 def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) -> int:
     """Return the most bytes that the update needs, beside weights, gradients and states.
 
-    `numels`: the elements that this rank updates of each trained weight. AdamW's kernel needs none.
-    torch's SGD updates one weight after the other on a CPU, and all together on a GPU.
+    `numels`: the elements that this rank updates of each trained weight. AdamW's kernel needs none
+    but for copies of shards that are not contiguous. torch's SGD updates one weight after the other
+    on a CPU, and all together on a GPU.
     """
     name = cfg.optimizer.name
     if name == "adamw":
-        return 0
+        return sum(n * w.itemsize for w, n in numels.items() if _is_strided(cfg, w))
     if name == "adamw8bit":
         return max(_in_8_bits(weight, numel) for weight, numel in numels.items())
     if name == "muon":
@@ -30,6 +31,12 @@ def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) ->
     if is_gloo:
         return max(sizes)
     return sum(sizes) if cfg.parallel.offload == "none" else 0
+
+
+def _is_strided(cfg: RunConfig, weight: Weight) -> bool:
+    """Return whether zero's shard is a view along a later dim: see `by_element.AdamW`."""
+    is_view = cfg.parallel.data in ("zero1", "zero2")
+    return is_view and weight.shard_dim is not None and prod(weight.shape[: weight.shard_dim]) > 1
 
 
 def moved_bytes(cfg: RunConfig, numels: Iterable[tuple[Weight, int]]) -> int:
