@@ -16,8 +16,8 @@ from shardwise.planner.weights import Weight
 def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) -> int:
     """Return the most bytes that the update needs, beside weights, gradients and states.
 
-    `numels`: the elements that this rank updates of each trained weight. AdamW's kernel needs none
-    but for copies of shards that are not contiguous. torch's SGD updates one weight after the other
+    `numels`: the elements that this rank updates of each trained weight. AdamW's kernel needs none,
+    except copies of shards that are not contiguous. torch's SGD updates one weight after the other
     on a CPU, and all together on a GPU.
     """
     name = cfg.optimizer.name
