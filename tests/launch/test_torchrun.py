@@ -32,6 +32,7 @@ from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
 from shardwise.launch import torchrun
 from shardwise.launch.local import launch
 from shardwise.launch.rank import run_rank
+from shardwise.process import world
 from shardwise.process.ending import RunError
 from shardwise.process.world import ALONE, STORE
 from tests.command import run_command
@@ -278,6 +279,19 @@ def test_a_command_says_what_the_section_says(folder, capsys):
     assert "--nnodes=1:2 --nproc-per-node=4 --max-restarts=10 --rdzv-id=run-" in out
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 " in out
     assert out.endswith("--resume auto\n")
+
+
+def test_a_dry_run_leaves_the_threads_of_ranks_as_they_are(folder, monkeypatch, capsys):
+    """torchrun gives each of several ranks one thread, where nobody has said how many."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(world, "num_cores", lambda: 16)
+    capsys.readouterr()
+    sizes = ("--launch.processes=2", "--parallel.data=ddp", "--training.micro_batch_size=1")
+    assert cli.main(["launch", "run.yaml", "--on=torchrun", "--dry-run", *sizes]) == 0
+    printed = capsys.readouterr()
+    assert "OMP_NUM_THREADS=8" in printed.out
+    assert not printed.err
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 def test_a_launch_says_where_nodes_would_wait(folder, capsys):

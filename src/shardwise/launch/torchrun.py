@@ -48,10 +48,11 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
 
     UserError for options that torchrun does not have.
     """
-    arguments = _arguments(cfg, run_file, overrides)
-    _parsed(arguments)
+    arguments, here = _arguments(cfg, run_file, overrides), _variables(cfg)
+    with variables(here):  # else torchrun's own number of threads would stay in the environment
+        _parsed(arguments)
     words = ["torchrun", *arguments]
-    prefix = [f"{name}={shlex.quote(value)}" for name, value in _variables(cfg).items()]
+    prefix = [f"{name}={shlex.quote(value)}" for name, value in here.items()]
     if cfg.launch.nodes == 1:
         prefix.append(f'{STORE}="$(mktemp -d)/store"')
     return f"{_NEARLY}\n" + " ".join([*prefix, shlex.join(words)]) + "\n"
