@@ -35,26 +35,32 @@ class Counted:
 Dtype = Literal["float32", "bfloat16"]
 
 
-def config(cell: Cell, dtype: Dtype) -> RunConfig:
+Accumulation = Literal["model", "float32"]
+
+
+def config(cell: Cell, dtype: Dtype, accumulation: Accumulation) -> RunConfig:
     cfg = run_config(cell)
-    return replace(cfg, model=replace(cfg.model, dtype=dtype))
+    training = replace(cfg.training, accumulation=accumulation)
+    return replace(cfg, model=replace(cfg.model, dtype=dtype), training=training)
 
 
 @cache
-def described(cell: Cell, dtype: Dtype) -> Description:
+def described(
+    cell: Cell, dtype: Dtype = "float32", accumulation: Accumulation = "model"
+) -> Description:
     """Return the whole run; ranks that are forked after the first call need not build it again."""
     with numerics_of(cell):
-        return describe(config(cell, dtype), cell.nproc)
+        return describe(config(cell, dtype, accumulation), cell.nproc)
 
 
-def count(cell: Cell, dtype: Dtype = "float32") -> Counted:
+def count(cell: Cell, dtype: Dtype = "float32", accumulation: Accumulation = "model") -> Counted:
     """Count a step of this rank with weights of `dtype`; the process group must be up."""
     with numerics_of(cell):
-        return _count(cell, dtype)
+        return _count(cell, dtype, accumulation)
 
 
-def _count(cell: Cell, dtype: Dtype) -> Counted:
-    cfg = config(cell, dtype)
+def _count(cell: Cell, dtype: Dtype, accumulation: Accumulation) -> Counted:
+    cfg = config(cell, dtype, accumulation)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     # In the first step pipelines make their stages ready; ddp agrees upon its buckets in two.
@@ -65,7 +71,7 @@ def _count(cell: Cell, dtype: Dtype) -> Counted:
     routed = count_routed(job.pm)
     with Collectives(mesh) as collectives:
         training_step(job, batches, mesh, 1.0)
-    run = described(cell, dtype)
+    run = described(cell, dtype, accumulation)
     boundaries = None if job.cut is None else job.cut.split.boundaries
     share = share_of(cfg, run, coordinates(mesh), boundaries)
     num_targets = targets_on_rank(job, batches)

@@ -98,14 +98,14 @@ EVERYONE = {
     "safety",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety": 4_200,
-    "cli commands library __main__ __init__": 1_810,
+    "config keys run_file ranges batches interfaces layouts rules words safety": 4_220,
+    "cli commands library __main__ __init__": 1_820,
     "presets": 300,
-    "assembly training checkpoint process launch": 8_670,
+    "assembly training checkpoint process launch": 8_680,
     "models": 11_560,
     "parallel": 4_600,
     "data": 3_760,
-    "kernels": 7_503,
+    "kernels": 7_520,
     "planner schedule metrics": 10_710,
     "proof": 1_120,
     "simulation": 520,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 7_990
+    assert lines <= 8_020
 
 
 def every_source() -> list[Path]:

@@ -4,14 +4,15 @@
 
 Every cell of tests/planner/grid.py takes two steps on its ranks, forked processes with gloo. The
 second one is measured: the exact bytes of the rank with the most. `error` is predicted over
-measured, less 1. No cell is used to fit anything: the formulas have no fitted number. With
-`--keep-measured` the rows of the file stay as they are measured, and only predictions are made
-again.
+measured, less 1; `simulated` is the peak of a simulated step of that rank, where there is one. No
+cell is used to fit anything. With `--keep-measured` the rows of the file stay as they are measured
+and simulated, and only predictions are made again.
 A figure beside the file draws predicted over measured peaks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import tempfile
@@ -23,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed import run_ranks
-from tests.planner.grid import Cell, cells, measure_each, predict
+from tests.planner.grid import Cell, cells, config_of, measure_each, predict
 
 from shardwise.benchmark.paired import Results, command_line, table, write_json
+from shardwise.config import UserError
 from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment
+from shardwise.simulation.simulate import simulate
 
 TOGETHER = 4
 """Cells that share processes: their start takes as long as a cell."""
@@ -53,7 +56,7 @@ def main() -> None:
     content = {"complete": len(measured) == len(grid), "summary": summary, "environment": equal}
     write_json(options.out, content | {"rows": rows})
     options.out.with_suffix(".svg").write_text(figure_of(measured, rows))
-    columns = ("cells", "median", "worst", "worst_cell")
+    columns = ("cells", "median", "worst", "worst_cell", "below", "second_opinion")
     print(table(("group", *columns), [(g, *(r[c] for c in columns)) for g, r in summary.items()]))
 
 
@@ -66,14 +69,20 @@ def measured_rows(results: Results, grid: dict[str, Cell], folder: Path) -> dict
             group = of_number[start : start + TOGETHER]
             measured = zip(*run_ranks(num_ranks, measure_each, group, folder), strict=True)
             for cell, ranks in zip(group, measured, strict=True):
-                results.add(cell.id, partial(row_of, ranks))
+                results.add(cell.id, partial(row_of, cell, ranks, folder))
     return results.rows
 
 
-def row_of(ranks: Sequence[Any]) -> dict[str, Any]:
-    """Return what a cell's ranks measured: the states of all, and the peak of the one with most."""
-    most = max(ranks, key=lambda rank: rank.peak)
-    return {"peak": most.peak, "parts": most.parts, "states": [rank.states for rank in ranks]}
+def row_of(cell: Cell, ranks: Sequence[Any], folder: Path) -> dict[str, Any]:
+    """Return what a cell's ranks measured: the states of all, and the peak of the one with most,
+    beside that of its simulated step (None: a simulation refuses it).
+    """
+    rank = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
+    most, simulated = ranks[rank], None
+    with contextlib.suppress(UserError):
+        simulated = simulate(config_of(cell, folder), cell.num_ranks, rank).peak_bytes
+    states = [rank.states for rank in ranks]
+    return {"peak": most.peak, "simulated": simulated, "parts": most.parts, "states": states}
 
 
 def compared(cell: Cell, row: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -87,8 +96,12 @@ def compared(cell: Cell, row: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def summary_of(grid: Sequence[Cell], rows: dict[str, Any]) -> dict[str, Any]:
-    """Return median and worst error by group: all cells of one process, of several, each layout."""
-    groups = defaultdict(list)
+    """Return median and worst error by group: all cells of one process, of several, each layout.
+
+    `below`: cells whose planned peak is too low; `second_opinion`: how far it is from the simulated
+    one, in the median and at most.
+    """
+    groups = defaultdict[str, list[str]](list)
     for cell in grid:
         number = "one process" if cell.num_ranks == 1 else "distributed"
         names = (
@@ -98,16 +111,27 @@ def summary_of(grid: Sequence[Cell], rows: dict[str, Any]) -> dict[str, Any]:
             f"checkpointing {cell.checkpointing}",
         )
         for group in dict.fromkeys(names):
-            groups[group].append((abs(rows[cell.id]["error"]), cell.id))
+            groups[group].append(cell.id)
     return {
-        group: {
-            "cells": len(errors),
-            "median": round(statistics.median(error for error, _ in errors), 5),
-            "worst": max(errors)[0],
-            "worst_cell": max(errors)[1],
-            "states_equal": all(rows[case]["states_equal"] for _, case in errors),
-        }
-        for group, errors in groups.items()
+        group: _summary([(case, rows[case]) for case in cases]) for group, cases in groups.items()
+    }
+
+
+def _summary(rows: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    errors = [abs(row["error"]) for _, row in rows]
+    others = [
+        round(abs(row["predicted"]["total"] / row["simulated"] - 1), 5)
+        for _, row in rows
+        if row["simulated"]
+    ]
+    return {
+        "cells": len(rows),
+        "median": round(statistics.median(errors), 5),
+        "worst": max(errors),
+        "worst_cell": rows[errors.index(max(errors))][0],
+        "below": sum(row["error"] < 0 for _, row in rows),
+        "second_opinion": [round(statistics.median(others), 5), max(others)] if others else None,
+        "states_equal": all(row["states_equal"] for _, row in rows),
     }
 
 

@@ -291,6 +291,20 @@ def context_joins_of(cfg: RunConfig) -> str:
     return "dp_shard" if cfg.parallel.data in ("fsdp1", "fsdp2") else "dp_replicate"
 
 
+def is_wrapped(cfg: RunConfig, itemsizes: Iterable[int]) -> bool:
+    """Return whether torch's wrapper of ddp adds up gradients, while the last backward runs.
+
+    Elsewhere ddp adds them up after it. Where torch's schedules halve a backward, the wrapper's
+    hooks never run; it takes no DTensors, which tp and ep make of weights; and its buckets have the
+    dtype of the weights, which `itemsizes` are those of: no float32 sums of weights in 16 bits.
+    """
+    parallel = cfg.parallel
+    sums_wider = cfg.training.accumulation == "float32" and any(size < 4 for size in itemsizes)
+    return (
+        parallel.data == "ddp" and parallel.pp * parallel.tp * parallel.ep == 1 and not sums_wider
+    )
+
+
 def num_strategy_ranks(cfg: RunConfig, sizes: Mapping[str, int]) -> int:
     """Return the ranks that the data-parallel strategy works over, with those of `cp`."""
     return sizes[context_joins_of(cfg)] * sizes["cp"]

@@ -205,6 +205,20 @@ def test_a_rank_of_ep_holds_its_experts_and_computes_as_many_rows():
             assert one.gradient_bytes - other.gradient_bytes == off * 3 / 4
 
 
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_rank_of_ep_holds_its_experts_of_a_stored_base(base):
+    cfg = config(tiny("qwen3_moe"), Lora(), data="ddp", ep=4)
+    kept = [
+        sum(unit.weight_bytes for unit in costs(replace(cfg, model=replace(cfg.model, base=form))))
+        for form in ("none", base)
+    ]
+    experts = 3 * 8 * 3 * 64 * 32  # in three layers, of which a rank has a quarter
+    whole = costs(replace(cfg, model=replace(cfg.model, base=base), parallel=Parallel(pp=2)))
+    saved = sum(unit.weight_bytes for unit in whole) - kept[1]
+    assert saved > 3 / 4 * experts / 2  # four bits an element, and its scales
+    assert kept[1] < kept[0]
+
+
 def test_a_split_goes_by_the_experts_of_a_token_and_memory_by_all(tmp_path):
     """A layer with 16 experts, of which a token meets one, computes as much as a dense one.
 

@@ -338,6 +338,21 @@ def test_a_rank_is_simulated_beside_the_formulas(capsys):
     assert abs(float(difference[1])) <= 3
 
 
+def test_a_second_opinion_as_data_and_the_stages_of_a_pipeline(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    arguments = ["plan", "tiny-llama", *DEVICES, "--explain", "pp:2", "--html", str(page)]
+    assert cli.main([*arguments, "--json", "--simulate", "--rank", "1"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    best, opinion = plan["choices"][0], plan["simulated"]
+    assert opinion["rank"] == 1
+    assert opinion["planned_bytes"] == pytest.approx(opinion["simulated_bytes"], rel=0.03)
+    totals = [stage["total"] for stage in best["stages"].values()]
+    assert (len(totals), max(totals)) == (2, best["memory"]["total"])
+    html = page.read_text(encoding="utf-8")
+    assert "Stages of pp:2" in html
+    assert html.count("<span>stage ") == 2
+
+
 def test_a_rank_that_is_not_there(capsys):
     assert cli.main(["plan", "tiny-llama", *DEVICES, "--simulate", "--rank", "2"]) == 2
     assert "--rank is 2; give one from 0 to 1" in capsys.readouterr().err

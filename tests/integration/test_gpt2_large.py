@@ -135,6 +135,13 @@ def test_the_page_has_what_is_planned_now():
     rows = [TOOL["row_of"](layout, rows) for layout in LAYOUTS for rows in (8, 32)]
     page = (ROOT / "results" / "gpt2-large" / "memory.md").read_text(encoding="utf-8")
     assert page == TOOL["page_of"](rows), "run python tools/gpt2_large.py"
+    guide = (ROOT / "docs" / "guides" / "gpt2-large.md").read_text(encoding="utf-8")
+    names = {"single": "single", "ddp": "DDP", "zero3": "ZeRO-3", "fsdp2-tp": "ZeRO-3 x TP"}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if cells and cells[0] in names and cells[1] == "8":
+            states, peak, plain = float(cells[5]), cells[6], cells[8]
+            assert f"| {names[cells[0]]} | {states:.1f} | {peak} | {plain} |" in guide
 
 
 def test_run_files_are_those_of_the_comparison():

@@ -19,16 +19,18 @@ from tests.parity.harness import Cell, microbatches, run_config
 Grads = dict[str, torch.Tensor]
 
 
-def _config(layout: str, accumulation: str) -> Any:
-    cfg = run_config(Cell("llama", layout, "full", 1), optimizer="adamw")
+def _config(layout: str, accumulation: str, family: str = "llama") -> Any:
+    cfg = run_config(Cell(family, layout, "full", 1), optimizer="adamw")
     training = replace(
         cfg.training, accumulation=accumulation, micro_batch_size=1, global_batch_size=16
     )
     return replace(cfg, model=replace(cfg.model, dtype="bfloat16"), training=training)
 
 
-def _summed(layout: str, accumulation: str) -> tuple[Grads, set[torch.dtype], bool, bool]:
-    cfg = _config(layout, accumulation)
+def _summed(
+    layout: str, accumulation: str, family: str = "llama"
+) -> tuple[Grads, set[torch.dtype], bool, bool]:
+    cfg = _config(layout, accumulation, family)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
@@ -46,10 +48,10 @@ def _summed(layout: str, accumulation: str) -> tuple[Grads, set[torch.dtype], bo
     return grads, dtypes, moved, all(p.grad is None for _, p in named)
 
 
-def _one_by_one() -> tuple[Grads, Grads]:
+def _one_by_one(family: str = "llama") -> tuple[Grads, Grads]:
     """The sum of each micro-batch's bfloat16 gradients, in float64, and that of their absolute
     values."""
-    cfg = _config("single", "model")
+    cfg = _config("single", "model", family)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     batches = microbatches(cfg, mesh, 1)
@@ -102,6 +104,17 @@ def test_sums_of_float32_keep_them(reference, layout, nproc, limit):
     for grads, dtypes, moved, empty in outcomes:
         assert dtypes == {torch.float32}
         assert _worst(grads, *reference) <= limit
+        assert moved
+        assert empty
+
+
+@pytest.mark.parametrize("layout", ["ddp-ep", pytest.param("zero1-ep", marks=pytest.mark.slow)])
+def test_experts_and_all_others_are_summed_once(layout):
+    (reference,) = run_ranks(1, _one_by_one, "qwen3_moe")
+    for grads, dtypes, moved, empty in run_ranks(2, _summed, layout, "float32", "qwen3_moe"):
+        assert dtypes == {torch.float32}
+        # Rows of a token meet an expert in another order, whose products are rounded to bfloat16.
+        assert _worst(grads, *reference) <= 2**-6
         assert moved
         assert empty
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.communication import Counted, Dtype, count, described
+from tests.communication import Accumulation, Counted, Dtype, count, described
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell
@@ -256,7 +256,7 @@ def counted_together(group: tuple[Cell, ...]) -> dict[Cell, tuple[Counted, ...]]
     """Return what each rank counted, for each cell of a group."""
     described.cache_clear()
     for cell in group:
-        described(cell, "float32")
+        described(cell)
     return dict(zip(group, zip(*run_ranks(group[0].nproc, count_each, group)), strict=True))
 
 
@@ -266,8 +266,10 @@ def params() -> list[Any]:
     ]
 
 
-def count_each(cells: tuple[Cell, ...], dtype: Dtype = "float32") -> list[Counted]:
-    return [count(cell, dtype) for cell in cells]
+def count_each(
+    cells: tuple[Cell, ...], dtype: Dtype = "float32", accumulation: Accumulation = "model"
+) -> list[Counted]:
+    return [count(cell, dtype, accumulation) for cell in cells]
 
 
 @pytest.mark.parametrize("cell", params())
@@ -283,6 +285,14 @@ def test_float32_adapters_beside_a_bfloat16_head():
     for rank, each in enumerate(run_ranks(2, count_each, cells, "bfloat16")):
         for layout, counted in zip(layouts, each, strict=True):
             assert counted.sent == counted.predicted, f"{layout}, rank {rank}"
+
+
+def test_float32_sums_of_bfloat16_weights():
+    cells = [cell("llama", layout, "full", 2) for layout in ("ddp", "zero1", "zero2", "fsdp2")]
+    cells.append(cell("qwen3_moe", "ddp-ep", "full", 2))
+    for rank, each in enumerate(run_ranks(2, count_each, tuple(cells), "bfloat16", "float32")):
+        for one, counted in zip(cells, each, strict=True):
+            assert counted.sent == counted.predicted, f"{one.layout}, rank {rank}"
 
 
 def test_every_layout_is_counted():

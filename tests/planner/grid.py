@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import cycle, product
@@ -67,7 +67,30 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b-tp": {"pp": 2, "tp": 2},
     "fsdp2-ep": {"data": "fsdp2", "ep": 2},
 }
-
+COMPOSED: dict[str, dict[str, Any]] = {
+    "1f1b-fsdp2": {"data": "fsdp2", "pp": 2},
+    "interleaved-fsdp2": {"data": "fsdp2", "pp": 2, "schedule": "interleaved-1f1b"},
+    "1f1b-cp": {"pp": 2, "cp": 2},
+    "fsdp2-cp": {"data": "fsdp2", "cp": 2},
+    "cp-tp": {"cp": 2, "tp": 2},
+    "zero1-tp": {"data": "zero1", "tp": 2},
+    "fsdp2-tp-sp": {"data": "fsdp2", "tp": 2, "sequence_parallel": True},
+    "ddp-ep": {"data": "ddp", "ep": 2},
+    "zero1-ep": {"data": "zero1", "ep": 2},
+}
+"""Further compositions, each of four ranks."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32 sums": {"training.accumulation": "float32"},
+    **{name: {"optimizer.name": name} for name in ("sgd", "muon", "adamw8bit")},
+    "dora": {"lora.dora": True},
+    "plain loss": {"training.loss": "plain"},
+    "kept": {"parallel.reshard_after_forward": False},
+    "offload": {"parallel.offload": "optimizer"},
+    "naive": {"parallel.fsdp1_wrap": "naive"},
+}
+"""Keys of the run file that are not the default."""
+OF_MODEL = ("dora",)
+"""Those that change the model."""
 
 STORED_SHORT = "bfloat16 weights"
 """A precision: weights and products in bfloat16."""
@@ -88,11 +111,13 @@ class Cell:
     checkpointing: str
     precision: str
     base: Literal["none", "nf4", "int8", "fp8"] = "none"
+    variant: str = ""
 
     @property
     def id(self) -> str:
-        """Unique in the grid, all of whose cells have plain bases."""
-        return "-".join(str(value) for key, value in asdict(self).items() if key != "base")
+        """Unique in the grid."""
+        plain = {"base": "none", "variant": ""}
+        return "-".join(str(v) for k, v in asdict(self).items() if k not in plain or v != plain[k])
 
 
 def cells() -> list[Cell]:
@@ -139,7 +164,44 @@ def cells() -> list[Cell]:
     places = [(1, "single"), *((2, layout) for layout in ("ddp", "fsdp2", "tp", "1f1b"))]
     for (num_ranks, layout), family in product(places, hybrids[:3]):
         grid.append(Cell(family, layout, "lora", num_ranks, 256, 2, 4, "none", STORED_SHORT))
-    return list(dict.fromkeys(grid))
+    return list(dict.fromkeys([*grid, *_composed(), *_varied()]))
+
+
+def _composed() -> Iterator[Cell]:
+    """Yield the cells of further compositions."""
+    for number, layout in enumerate(COMPOSED):
+        families = ("qwen3_moe", "kimi_linear") if "ep" in layout else ("llama", "qwen3_5")
+        for family, mode in product(families, ("lora", "full")):
+            checkpointing = ("none", "full")[number % 2]
+            yield Cell(family, layout, mode, 4, 256, 1, 4, checkpointing, "float32")
+
+
+def _varied() -> Iterator[Cell]:
+    """Yield cells of weights in 16 bits that are trained, of stored bases, and of VARIANTS."""
+
+    def cell(layout: str, mode: str, precision: str = "float32", **more: Any) -> Cell:
+        num_ranks = 1 if layout == "single" else 2
+        return Cell("llama", layout, mode, num_ranks, 256, 1, 4, "none", precision, **more)
+
+    data = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2")
+    for layout in (*data, "tp", "1f1b"):
+        yield cell(layout, "full", STORED_SHORT)
+    for layout in data:
+        if layout != "fsdp1":
+            yield cell(layout, "full", STORED_SHORT, variant="float32 sums")
+    for layout, name in product(("single", "zero1", "fsdp2"), ("sgd", "adamw8bit", "muon")):
+        if (layout, name) != ("zero1", "muon"):
+            yield cell(layout, "full", variant=name)
+    for layout, base in product(("single", "fsdp2"), ("int8", "fp8")):
+        yield cell(layout, "lora", base=base)
+    for layout in ("single", "fsdp2", "tp"):
+        yield cell(layout, "lora", variant="dora")
+    for layout in ("single", "fsdp2"):
+        yield cell(layout, "full", variant="plain loss")
+    for mode in ("lora", "full"):
+        yield cell("fsdp2", mode, variant="kept")
+    yield cell("fsdp2", "full", variant="offload")
+    yield cell("fsdp1", "lora", variant="naive")
 
 
 def config_of(cell: Cell, folder: Path) -> RunConfig:
@@ -154,11 +216,11 @@ def config_of(cell: Cell, folder: Path) -> RunConfig:
         written = model / f"{os.getpid()}.json"
         written.write_text(json.dumps(config))
         written.replace(model / "config.json")
-    parallel = Parallel(**LAYOUTS[cell.layout])
+    parallel = Parallel(**(LAYOUTS | COMPOSED)[cell.layout])
     ways = cell.num_ranks // parallel.ranks_of_a_model
     is_short = cell.precision == STORED_SHORT
     dtype, precision = ("bfloat16", "bfloat16") if is_short else ("float32", cell.precision)
-    return RunConfig(
+    cfg = RunConfig(
         model=Model(str(model), init="random", base=cell.base, dtype=dtype),
         lora=Lora(r=8) if cell.mode == "lora" else None,
         data=Data(train="unused", sequence_length=cell.length),
@@ -174,6 +236,10 @@ def config_of(cell: Cell, folder: Path) -> RunConfig:
             device="cpu",
         ),
     )
+    for key, value in VARIANTS.get(cell.variant, {}).items():
+        section, _, name = key.partition(".")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+    return cfg
 
 
 def microbatches(cfg: RunConfig, mesh: Mesh) -> list[Batch]:
@@ -225,7 +291,8 @@ def measure_runs(cfgs: Sequence[RunConfig]) -> list[Measured]:
 def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
     """Return the states of each rank, and the memory of the rank with the most."""
     cfg = config_of(cell, folder)
-    alone = _described(cell.family, cell.mode, cell.precision, folder)
+    variant = cell.variant if cell.variant in OF_MODEL else ""
+    alone = _described(cell.family, cell.mode, cell.precision, variant, folder)
     pipeline = pipeline_of(cfg, cell.num_ranks) if cfg.parallel.pp > 1 else None
     run = replace(alone, sizes=axis_sizes(cfg, cell.num_ranks), pipeline=pipeline)
     boundaries = boundaries_of(cfg, run)
@@ -233,12 +300,15 @@ def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
     for place in product(*map(range, run.sizes.values())):
         coordinates = dict(zip(run.sizes, place, strict=True))
         share = share_of(cfg, run, coordinates, boundaries)
-        states.append(state_bytes(cfg, share, run.sizes, coordinates))
+        of_rank = state_bytes(cfg, share, run.sizes, coordinates)
+        if cfg.training.accumulation == "float32":  # a step frees gradients of another dtype
+            of_rank["gradients"] = 0
+        states.append(of_rank)
     return states, memory_of_run(cfg, run)
 
 
 @cache
-def _described(family: str, mode: str, precision: str, folder: Path) -> Description:
+def _described(family: str, mode: str, precision: str, variant: str, folder: Path) -> Description:
     """Return the description of a model, which is the same in all layouts except for its mesh."""
-    cell = Cell(family, "single", mode, 1, 128, 1, 1, "none", precision)
+    cell = Cell(family, "single", mode, 1, 128, 1, 1, "none", precision, variant=variant)
     return describe(config_of(cell, folder), 1)

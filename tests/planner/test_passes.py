@@ -34,7 +34,9 @@ def every_progress(pipeline: Pipeline, rank: int):
             unfinished = halves - rests
             backwards, most = whole + halves, None if kept_messages(pipeline) else 1
             shown = (min(forwards, most or forwards), min(backwards, most or backwards))
-            numbers.append((forwards - begun + unfinished, unfinished, whole + rests > 0, *shown))
+            numbers.append(
+                (forwards - begun + unfinished, unfinished, whole + rests > 0, *shown, False)
+            )
         if kind != "W":
             is_first = not done[chunk, "B"] + done[chunk, "W"]
             yield (kind == "F", chunks.index(chunk), is_first), tuple(zip(*numbers, strict=True))
@@ -72,3 +74,16 @@ def test_the_most_of_any_sum_is_the_most_of_all_actions(schedule, each, number):
             for action, left in kept.items():
                 assert most(left) == most(every[tuple(action)])
     assert num_kept < num_different
+
+
+def test_a_chunk_runs_again_after_a_forward_or_a_backward():
+    """1f1b on the first of two ranks: F F B F B F B B."""
+    told = progress_of(Pipeline("1f1b", 2, 4), 0, tells_last=True)
+    flags = [(tuple(action), {now.after_backward for now in told[action]}) for action in told]
+    after, not_after = (True,), (False,)
+    assert flags == [
+        ((True, 0, True), {not_after}),
+        ((False, 0, True), {not_after}),
+        ((True, 0, False), {after}),
+        ((False, 0, False), {not_after, after}),
+    ]

@@ -17,6 +17,17 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 FAMILIES = st.sampled_from(["llama", "qwen3_5", "falcon_h1", "kimi_linear", "jamba"])
 MODES = st.sampled_from(["lora", "full"])
 CHECKPOINTING = st.sampled_from(["none", "operators", "full"])
+LAYOUTS = st.sampled_from(
+    [
+        (1, {}),
+        (2, {"data": "zero2"}),
+        (2, {"data": "fsdp2"}),
+        (2, {"tp": 2}),
+        (2, {"pp": 2}),
+        (4, {"data": "fsdp2", "pp": 2}),
+        (4, {"data": "fsdp2", "dp_replicate": 2}),
+    ]
+)
 few = settings(max_examples=8)
 
 
@@ -46,10 +57,21 @@ def peak(
 
 
 @few
+@given(FAMILIES, MODES, CHECKPOINTING, st.sampled_from(["zero1", "zero2", "fsdp2"]))
+def test_more_ranks_never_need_more_each(family, mode, checkpointing, data):
+    two, four = (peak(family, mode, checkpointing, num_ranks=n, data=data) for n in (2, 4))
+    assert four <= two
+
+
+@few
 @given(FAMILIES, MODES, CHECKPOINTING)
-def test_more_ranks_never_need_more_each(family, mode, checkpointing):
-    two = peak(family, mode, checkpointing, num_ranks=2, data="fsdp2")
-    assert peak(family, mode, checkpointing, num_ranks=4, data="fsdp2") <= two
+def test_more_shards_of_a_pipeline_or_of_replicas_never_need_more_each(family, mode, checkpointing):
+    for more in ({"pp": 2}, {"dp_replicate": 2}):
+        four, eight = (
+            peak(family, mode, checkpointing, num_ranks=n, data="fsdp2", rows=1, **more)
+            for n in (4, 8)
+        )
+        assert eight <= four
 
 
 @few
@@ -81,15 +103,21 @@ def test_experts_on_more_ranks_need_less(family, checkpointing):
 
 
 @few
-@given(FAMILIES, MODES, CHECKPOINTING)
-def test_half_a_micro_batch_needs_less(family, mode, checkpointing):
-    assert peak(family, mode, checkpointing, rows=1) <= peak(family, mode, checkpointing)
+@given(FAMILIES, MODES, CHECKPOINTING, LAYOUTS)
+def test_half_a_micro_batch_needs_less(family, mode, checkpointing, layout):
+    num_ranks, parallel = layout
+    one, two = (peak(family, mode, checkpointing, rows, num_ranks, **parallel) for rows in (1, 2))
+    assert one <= two
 
 
 @few
-@given(FAMILIES, CHECKPOINTING)
-def test_adapters_need_less_than_all_weights(family, checkpointing):
-    assert peak(family, "lora", checkpointing) <= peak(family, "full", checkpointing)
+@given(FAMILIES, CHECKPOINTING, LAYOUTS)
+def test_adapters_need_less_than_all_weights(family, checkpointing, layout):
+    num_ranks, parallel = layout
+    lora, full = (
+        peak(family, mode, checkpointing, 2, num_ranks, **parallel) for mode in ("lora", "full")
+    )
+    assert lora <= full
 
 
 @few

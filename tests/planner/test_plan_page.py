@@ -34,7 +34,7 @@ def test_weights_that_stay_gathered_are_no_largest_layer(is_resharded, words):
         cluster=replace(asked.cluster, device=device),
     )
     choice, _ = explain(asked)
-    choice = replace(choice, memory=choice.memory._replace(buffers=2**30))
+    choice = replace(choice, stages={0: choice.memory._replace(buffers=2**30)})
     assert words in why_not_fitting(choice, asked)
 
 

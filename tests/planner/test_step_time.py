@@ -268,6 +268,21 @@ def test_a_pipeline_s_step_is_the_simulator_s():
     assert work < alone.layers + alone.head < 2 * (work + halves.bubble)
 
 
+def test_only_gradients_of_weights_fill_a_bubble():
+    """Of whole linears they take as long as those of inputs; of adapters of rank 1 next to none."""
+    bubbles = {}
+    for mode, adapters in (("full", None), ("lora", Lora(r=1))):
+        for schedule, virtual in (("interleaved-1f1b", 2), ("zbv", None)):
+            pipeline = Parallel(pp=2, schedule=schedule, virtual_stages=virtual, split="uniform")
+            cfg = replace(config(tiny("llama"), adapters, {"global_batch_size": 16}))
+            cfg = replace(cfg, parallel=pipeline)
+            bubbles[mode, schedule] = step_time(cfg, 2, calibrated()).bubble
+    left = {
+        mode: bubbles[mode, "zbv"] / bubbles[mode, "interleaved-1f1b"] for mode in ("full", "lora")
+    }
+    assert left["full"] < 0.7 * left["lora"], bubbles
+
+
 def test_a_rank_computes_the_faster_the_longer_others_wait():
     def slowdown(layers: list[int]) -> float:
         """Return how much longer the busiest rank computes than alone."""

@@ -93,7 +93,7 @@ def counted_costs(
     alike = alike or same_structure(hf, spec, counts)
     units = with_gradients(counts, cfg.parallel.schedule).units
     stored = as_stored(hf, cfg.model.base)
-    ranks, costs = _Ranks.of(cfg, hf, spec, num_processes), []
+    ranks, costs = _Ranks.of(cfg, hf, stored, spec, num_processes), []
     # Costs are those of whole layers, whatever tensor parallelism shards.
     alone = replace(
         cfg,
@@ -111,8 +111,8 @@ def counted_costs(
         logical = {p for path in paths for p in hf.get_submodule(path).parameters()}
         costs.append(replace(cost, parameters=sum(p.numel() for p in logical)))
     if spec.tied and cfg.parallel.schedule in V_SHAPED:
-        tied = hf.get_parameter(f"{spec.embed}.weight")
-        ends = [hf.get_submodule(path) for path in unit_modules(spec)[-1]]
+        tied = stored.get_parameter(f"{spec.embed}.weight")
+        ends = [stored.get_submodule(path) for path in unit_modules(spec)[-1]]
         untied = [p for module in ends for p in module.parameters() if p is not tied]
         weights, gradients, optimizer = _state_bytes(cfg, untied, ranks)
         costs[-1] = replace(
@@ -222,18 +222,26 @@ class _Ranks:
     """Those over which fsdp2 shards them."""
     ep: int
     experts: frozenset[nn.Parameter]
-    """The weights that `ep` spreads."""
+    """The weights that `ep` spreads, in the form of `model.base`."""
     selected: frozenset[nn.Parameter]
     """The weights that the optimizer selects."""
 
     @classmethod
-    def of(cls, cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, num_processes: int) -> _Ranks:
+    def of(
+        cls,
+        cfg: RunConfig,
+        hf: PreTrainedModel,
+        stored: PreTrainedModel,
+        spec: ModelSpec,
+        num_processes: int,
+    ) -> _Ranks:
+        """Return those of a run; `stored`: the model in the form of `model.base`."""
         is_sharded = cfg.parallel.data == "fsdp2"
         num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1
-        modules = [module for _, module in experts_of(hf, spec)] if cfg.parallel.ep > 1 else []
+        modules = [m for _, m in experts_of(stored, spec)] if cfg.parallel.ep > 1 else []
         experts = frozenset(p for module in modules for p in module.parameters())
         names = selected_by(cfg.optimizer.name, hf, spec, family_of(hf))
-        selected = frozenset(hf.get_parameter(name) for name in names)
+        selected = frozenset(p for name, p in stored.named_parameters() if name in names)
         return cls(num_shards, cfg.parallel.ep, experts, selected)
 
     def shares(self, parameter: nn.Parameter) -> tuple[int, int]:

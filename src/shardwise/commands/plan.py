@@ -80,7 +80,10 @@ def plan(args: Namespace) -> int:
     if args.json:
         from shardwise.records.record import dumps
 
-        print(dumps(plan_page.as_data(answer), indent=1))
+        more = {}
+        if args.simulate and answer.choices:
+            more = {"simulated": second_opinion(answer, args.rank)}
+        print(dumps(plan_page.as_data(answer) | more, indent=1))
     elif args.explain is None:
         show(console, answer)
     elif answer.computed:
@@ -109,8 +112,8 @@ def plan(args: Namespace) -> int:
     if args.write is not None:
         for path in write_run_file(Path(args.write), args.run, sections, answer):
             lines(console, [f"wrote {path}"])
-    if args.simulate:
-        simulate(console, answer, args.rank)
+    if args.simulate and not args.json:
+        lines(console, [in_words(second_opinion(answer, args.rank))])
     return 0
 
 
@@ -138,15 +141,14 @@ def show_one(console: Console, choice: Choice, question: Question, subject: Subj
     lines(console, plan_page.arithmetic(choice, question, subject))
 
 
-def simulate(console: Console, answer: Answer, rank: int) -> None:
-    """Print the peak of a rank by simulation beside that by formulas.
+def second_opinion(answer: Answer, rank: int) -> dict[str, Any]:
+    """Return the peak of a rank of the best layout by simulation, beside that by formulas.
 
     A simulated step runs a CPU's kernels and knows no runtime. So both numbers are of a CPU.
     """
     from shardwise.assembly.describe import describe
     from shardwise.planner.peak import boundaries_of, memory_of_rank
     from shardwise.simulation.simulate import simulate
-    from shardwise.words import size
 
     cfg, num_ranks = answer.best.applied, answer.question.num_ranks
     run = describe(cfg, num_ranks)
@@ -155,13 +157,27 @@ def simulate(console: Console, answer: Answer, rank: int) -> None:
     coordinates = list(product(*map(range, run.sizes.values())))[rank]
     place = dict(zip(run.sizes, coordinates, strict=True))
     memory = memory_of_rank(cfg, run, place, boundaries_of(cfg, run))
-    text = (
-        f"rank {rank} with a CPU's kernels: simulated {size(simulated.peak_bytes)} at "
-        f"{simulated.moment or 'the start'}, in {simulated.seconds:.0f} s; by formulas "
-        f"{size(memory.total)} at {memory.moment} "
-        f"({memory.total / simulated.peak_bytes - 1:+.1%})"
+    return {
+        "rank": rank,
+        "simulated_bytes": simulated.peak_bytes,
+        "parts": simulated.parts,
+        "moment": simulated.moment,
+        "seconds": simulated.seconds,
+        "planned_bytes": memory.total,
+        "planned_moment": memory.moment,
+    }
+
+
+def in_words(opinion: dict[str, Any]) -> str:
+    """Return a second opinion as a line."""
+    from shardwise.words import size
+
+    simulated, planned = opinion["simulated_bytes"], opinion["planned_bytes"]
+    return (
+        f"rank {opinion['rank']} with a CPU's kernels: simulated {size(simulated)} at "
+        f"{opinion['moment'] or 'the start'}, in {opinion['seconds']:.0f} s; by formulas "
+        f"{size(planned)} at {opinion['planned_moment']} ({planned / simulated - 1:+.1%})"
     )
-    lines(console, [text])
 
 
 def lines(console: Console, texts: Any) -> None:

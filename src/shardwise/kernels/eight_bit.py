@@ -127,22 +127,39 @@ def update_(
     rows = chunk_rows(parameter.shape)
     # Of parts along the first dim, as one of a weight that is cut along others is no view.
     for part, grad, *stored in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
-        grad = grad.float()
-        first, second = (
-            dequantise(codes, scales, is_signed)
-            for codes, scales, is_signed in zip(stored[::2], stored[1::2], MOMENTS.values())
-        )
-        first.lerp_(grad, 1 - betas[0])
-        second.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-        wide = part.float()
-        wide.mul_(1 - lr * weight_decay)
-        denominator = (second.sqrt() / math.sqrt(biases[1])).add_(eps)
-        wide.addcdiv_(first, denominator, value=-lr / biases[0])
-        if wide is not part:
-            part.copy_(wide)
-        del denominator, wide
-        for moment, is_signed, target in zip(
-            (first, second), MOMENTS.values(), (stored[:2], stored[2:])
-        ):
-            for kept, new in zip(target, quantise_(moment, is_signed)):
-                kept.copy_(new)
+        _update_chunk(part, grad, stored, lr, betas, biases, eps, weight_decay)
+
+
+def _update_chunk(
+    part: torch.Tensor,
+    gradient: torch.Tensor,
+    stored: Sequence[torch.Tensor],
+    lr: float,
+    betas: tuple[float, float],
+    biases: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Update some rows; `stored`: the codes and scales of both moments.
+
+    Whatever it makes in float32 is freed before the next rows are read.
+    """
+    gradient = gradient.float()
+    first, second = (
+        dequantise(codes, scales, is_signed)
+        for codes, scales, is_signed in zip(stored[::2], stored[1::2], MOMENTS.values())
+    )
+    first.lerp_(gradient, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    wide = part.float()
+    wide.mul_(1 - lr * weight_decay)
+    denominator = second.sqrt().div_(math.sqrt(biases[1])).add_(eps)
+    wide.addcdiv_(first, denominator, value=-lr / biases[0])
+    if wide is not part:
+        part.copy_(wide)
+    del denominator, wide
+    for moment, is_signed, target in zip(
+        (first, second), MOMENTS.values(), (stored[:2], stored[2:])
+    ):
+        for kept, new in zip(target, quantise_(moment, is_signed)):
+            kept.copy_(new)

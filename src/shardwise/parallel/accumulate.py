@@ -15,20 +15,18 @@ from torch import nn
 
 from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel, no_sync_needed
+from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.reduce import sum_over
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Let gradients be float32 from the backward to the clipping.
 
-    The optimizer gets them in the dtype of the weights. Float32 weights need nothing. Under single
-    and zero autograd adds up in float32. Under ddp it does too, and the wrapper, whose buckets have
-    the weights' dtype, is left idle: the sums are all-reduced after the last backward, 4 bytes an
-    element. Under fsdp2 each micro-batch's shards are moved into float32 ones. Its reduce-scatter
-    adds up ranks in float32 but returns the weights' dtype, so that each micro-batch's sum over
-    ranks is rounded once.
+    The optimizer gets them in the dtype of the weights. Float32 weights need nothing. Under single,
+    ddp and zero autograd adds up in float32, and ranks are added up after the last backward. Under
+    fsdp2 each micro-batch's shards are moved into float32 ones. Its reduce-scatter adds up ranks in
+    float32 but returns the weights' dtype, so that each micro-batch's sum over ranks is rounded
+    once.
     """
     if all(p.dtype == torch.float32 for p in pm.trained().values()):
         return pm
@@ -36,16 +34,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     if cfg.parallel.data == "fsdp2":
         return replace(pm, run=_moving_shards(pm.run))
     _accept_float32(pm.trained().values())
-    if cfg.parallel.data != "ddp" or cfg.parallel.pp > 1:
-        return pm  # All-reduces come after the last backward anyway.
-
-    def reduce() -> None:
-        for parameter in pm.trained().values():
-            assert parameter.grad is not None
-            sum_over(parameter.grad, mesh, mesh.gradient_axes)
-
-    pm.set_sync(False)
-    return replace(pm, set_sync=no_sync_needed, reduce_grads=(*pm.reduce_grads, reduce))
+    return pm
 
 
 def _accept_float32(parameters: Iterable[nn.Parameter]) -> None:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, Part
+from shardwise.layouts import is_wrapped
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over_copies
 
@@ -33,12 +34,10 @@ _FORWARD_SYNC = (
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Wrap the loaded model so that its backward adds gradients up over all replicas.
 
-    In a pipeline nothing is wrapped: where torch's schedules halve a backward, the wrapper's hooks
-    never run, and no gradient would be reduced. Nor with tensor or expert parallelism: the wrapper
-    takes no DTensors. There gradients are reduced after the last backward, one bucket after the
-    other.
+    Where nothing can be wrapped (`layouts.is_wrapped`), gradients are reduced after the last
+    backward, one bucket after the other.
     """
-    if cfg.parallel.pp > 1 or cfg.parallel.tp > 1 or cfg.parallel.ep > 1:
+    if not is_wrapped(cfg, (parameter.itemsize for parameter in pm.trained().values())):
 
         def reduce() -> None:
             sum_over_copies(pm.trained().values(), mesh)

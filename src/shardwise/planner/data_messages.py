@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from shardwise.layouts import is_wrapped
 from shardwise.models.matrices import muon_dtype
 from shardwise.planner.messages import Messages, Step
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
@@ -11,10 +12,10 @@ from shardwise.planner.weights import Weight
 
 
 def _ddp(step: Step) -> Iterator[Messages]:
-    """Yield the sums of all trained gradients, once a step: one for each dtype of weights, unless a
-    pipeline, tensor or expert parallelism sums them after the last backward.
+    """Yield the sums of all trained gradients, once a step: by torch's wrapper one for each dtype
+    of weights, while the last backward runs.
     """
-    if step.sizes["pp"] > 1 or step.sizes["tp"] > 1 or step.sizes["ep"] > 1:
+    if not is_wrapped(step.cfg, (weight.itemsize for weight in step.share.trained)):
         yield from sums_over_copies(step, step.share.trained)
         return
     num_bytes = sum(4 * weight.numel for weight in step.share.trained)

@@ -41,6 +41,10 @@ class Estimates:
         bandwidth = self.question.cluster.device.memory_bandwidth * efficiency("memory")
         self.adding_seconds = 3 * self.subject.total("gradient_bytes") / bandwidth
         """Seconds of adding the gradients of a micro-batch to a sum."""
+        weight_seconds = self.subject.total("weight_seconds")
+        self.left_idle = 1 - 2 * weight_seconds / self.subject.total("seconds")
+        """The share of a pipeline's idle time that gradients of weights do not fill where they may
+        come later: see docs/concepts/pipeline-parallelism.md."""
         self.choices = {str(c): c for c in ("none", *recomputations(self.question))}
         """The choices of recomputation by their texts."""
         self.rows = cfg.training.global_batch_size
@@ -129,7 +133,10 @@ class Estimates:
             is_whole = division.ep == division.shards * division.cp  # each rank has its experts
             gathered = 0 if is_whole else self.expert_bytes / division.ep
             whole = self.weight_bytes - self.tied_bytes[0] - self.expert_bytes + gathered
-            others += (whole - self.largest_unit_bytes) / division.pp / division.tp
+            kept = (whole - self.largest_unit_bytes) / division.pp / division.tp
+            if candidate.is_resharded:  # a forward frees a unit as it keeps its activations
+                kept = max(0.0, kept - activations / min(division.pp, num_micro))
+            others += kept
         if num_micro <= division.pp:  # the first gradients come when no forward is left
             return others + max(gradients, activations)
         return others + gradients + activations
@@ -216,8 +223,9 @@ class Estimates:
         division, size = candidate.division, candidate.micro_batch_size
         num_micro = max(1, self.rows // (division.num_data * size))
         computed, within = self.work(division, str(candidate.recomputation))
-        halves = 3 if candidate.schedule == "zbv" else 1
-        idle = (division.pp - 1) / (num_micro * candidate.num_virtual * halves)
+        idle = (division.pp - 1) / (num_micro * candidate.num_virtual)
+        if candidate.schedule == "zbv":
+            idle *= self.left_idle
         sent = self._data(candidate, num_micro)
         covering = computed if division.data == "fsdp2" else computed / num_micro
         if candidate.offload != "none":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -43,8 +43,8 @@ class Choice:
 
     candidate: Candidate
     cfg: RunConfig
-    memory: Memory
-    """Of the fullest rank."""
+    stages: Mapping[int, Memory]
+    """Of a rank at each place along `pp`; of places with like layers the first, and the last."""
     usable_bytes: int
     """The memory of a device that may be used."""
     price: Callable[[], StepTime] = field(repr=False)
@@ -56,6 +56,11 @@ class Choice:
     """The run with the layers that a budget has chosen, where it has one."""
     recomputed: str = ""
     """These layers in words."""
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the fullest rank."""
+        return max(self.stages.values(), key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:
@@ -199,15 +204,14 @@ class Exact:
         shares, stages = Shares(cfg, run, boundaries, self._parts), {cfg.parallel.pp - 1}
         if boundaries is not None:
             stages |= {*alike_ranks(cfg, run, boundaries)}
-        memories = [
-            memory_of_share(priced, run, shares.of(stage), shares.place(stage), self._units)
+        memories = {
+            stage: memory_of_share(priced, run, shares.of(stage), shares.place(stage), self._units)
             for stage in sorted(stages)
-        ]
-        memory = max(memories, key=lambda memory: memory.total)
+        }
         return Choice(
             candidate,
             given,
-            memory,
+            memories,
             usable_bytes=usable_bytes(question),
             price=partial(time_of_step, cfg, run, cluster, shares),
             flops_per_token=self.flops_per_token,

@@ -70,6 +70,13 @@ class Whole:
             self.largest[-1] = 0  # Among what the loss keeps is the gradient of its weight.
         self.total = sum(self.gradients)
         self.is_first = self.is_last = True
+        self.is_gathered = False
+        """Whether the weights of all units are there as an action of a pipeline begins."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of gathered weights between actions of a pipeline, if they are there."""
+        return 0
 
     def _gradient(self, weight: Weight) -> int:
         return gradient_bytes(self.cfg, weight.numel, weight.itemsize)
@@ -117,8 +124,15 @@ class Ddp(Whole):
     """Buckets hold a gradient of every weight, also between steps (parallel/ddp.py).
 
     Micro-batches before the last have gradients of their own beside them. In the last one a
-    gradient is copied into its bucket and freed as soon as it is there.
+    gradient is copied into its bucket and freed as soon as it is there. A bucket in 16 bits is
+    summed as a copy in float32. One copy is counted; where links are slower than the backward there
+    are more.
     """
+
+    @property
+    def _copied(self) -> int:
+        trained = [weight for unit in self.units for weight in unit.trained]
+        return 2 * min(BUCKET_BYTES, sum(self._gradient(w) for w in trained if w.itemsize < 4))
 
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -137,6 +151,9 @@ class Ddp(Whole):
         """See Whole."""
         if not self.is_last:
             yield from (held._replace(buffers=self.total) for held in super().reduction(place))
+        elif self._copied:
+            left = 0 if self.is_first else sum(self.gradients[:place])
+            yield Held("reduction", left + self.early, self.total + self._copied, runs=False)
 
 
 class Zero1(Whole):
@@ -216,14 +233,22 @@ class Zero2(Zero1):
         yield from ()
 
 
-def buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
-    """Yield the buckets of at most BUCKET_BYTES that zero makes of weights."""
-    bucket, size = list[Weight](), 0
+def buckets(weights: Iterable[Weight]) -> list[list[Weight]]:
+    """Return the buckets of at most BUCKET_BYTES that zero makes of the weights that are sharded.
+
+    Weights of another dtype have buckets of their own, and so have experts that `ep` spreads.
+    """
+    made: list[list[Weight]] = []
+    filling: dict[tuple[int, bool], tuple[list[Weight], int]] = {}
     for weight in weights:
+        if weight.shard_dim is None:
+            continue
+        key = weight.itemsize, weight.ep_dim is None
+        bucket, size = filling.get(key, ([], 0))
         size += weight.numel * weight.itemsize
-        if bucket and size > BUCKET_BYTES:
-            yield bucket
+        if not bucket or size > BUCKET_BYTES:
             bucket, size = [], weight.numel * weight.itemsize
+            made.append(bucket)
         bucket.append(weight)
-    if bucket:
-        yield bucket
+        filling[key] = bucket, size
+    return made

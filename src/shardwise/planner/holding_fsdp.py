@@ -6,6 +6,7 @@ See holding.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from shardwise.config import RunConfig
 from shardwise.planner.holding import Held, Unit, Whole
@@ -46,6 +47,9 @@ class Sharded(Whole):
         self.sums = [self._summed(weights) for weights in of_units]
         """The bytes of a rank's part of the sums of a unit's gradients."""
         self.sums[self.last] += self._summed(of_root)
+        self.kept = [self._kept(weights) for weights in of_units]
+        """The bytes that stay of them: a rank's shards of a unit's gradients."""
+        self.kept[self.last] += self._kept(of_root)
         self.of_whole = [
             sum(self._gradient(w) for w in unit.trained if w in whole) for unit in units
         ]
@@ -61,6 +65,11 @@ class Sharded(Whole):
     def _gathered(self, weights: Sequence[Weight]) -> int:
         """Return the bytes of these weights when they are gathered."""
         raise NotImplementedError
+
+    def _kept(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of the shards of these weights' gradients, in the weights' dtype."""
+        trained = [weight for weight in weights if weight.is_trained]
+        return sum(w.padded_numel // w.num_shards * w.itemsize for w in trained)
 
     def _in_backward(self, place: int) -> tuple[int, int]:
         """Return the gathered bytes of a unit and the root, and those of the unit below, or of
@@ -95,9 +104,19 @@ class Fsdp2(Sharded):
 
     In a forward the flat tensor of a unit stays until the next unit is gathered; in a backward that
     of the next unit comes early. The partial sums of a reduce-scatter stay until the next one.
+    Under `accumulation: float32` shards in 16 bits are moved to float32 after each micro-batch.
     """
 
     sent_last = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.cfg.parallel.dp_replicate > 1:  # added up over replicas only at last, in float32
+            self.kept = self.sums
+        in_float32 = self.sums if self.cfg.training.accumulation == "float32" else self.kept
+        self.is_moved = in_float32 != self.kept
+        self.after_backward = sum(in_float32) + sum(self.of_whole)
+        """The bytes of the shards' gradients after the backward of a micro-batch."""
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
         return sum(w.padded_numel * w.itemsize for w in weights)
@@ -123,30 +142,41 @@ class Fsdp2(Sharded):
             yield Held("reduction", gradients, below + sent, runs=False)
             whole = self.of_whole[place] if self.is_first else 0
             yield Held("reduction", self.shards + part + whole, below + sent + copy, runs=False)
-            self.shards += part if self.is_first and self.has_shards else 0
+            is_new = self.is_first or self.is_moved
+            self.shards += self.kept[place] if is_new and self.has_shards else 0
             self.sent_last = sent
         self.shards += self.of_whole[place] if self.is_first else 0
         if place == 0:
             self.sent_last = 0
+            if self.is_moved and self.has_shards:
+                self.shards = self.after_backward
 
 
 class Fsdp1(Sharded):
-    """parallel/fsdp1.py: the weights of a unit are views into a flat parameter."""
+    """parallel/fsdp1.py: the weights of a unit are views into a flat parameter.
+
+    Its gradient is reduced in float32, and the shard of it gets the dtype of the weights.
+    """
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
         return sum(self._flat_bytes(flat) for flat in self._flat(weights))
 
     def _sent(self, weights: Iterable[Weight]) -> int:
         """Return the bytes of all of a flat parameter of which something is trained."""
-        flats = self._flat(weights)
-        return sum(self._flat_bytes(flat) for flat in flats if any(w.is_trained for w in flat))
+        return sum(4 * self._numel(flat) for flat in self._flat(weights) if _is_trained(flat))
+
+    def _kept(self, weights: Sequence[Weight]) -> int:
+        joined = sum(self._flat_bytes(flat) for flat in self._flat(weights) if _is_trained(flat))
+        return joined // self.num_shards
 
     def _flat(self, weights: Iterable[Weight]) -> list[tuple[Weight, ...]]:
         return flat_parameters(Gathered(tuple(weights), False), self.cfg.parallel.fsdp1_wrap)
 
     def _flat_bytes(self, flat: Sequence[Weight]) -> int:
-        numel = -(-flat_spans(flat)[-1][1] // self.num_shards) * self.num_shards
-        return numel * flat[0].itemsize
+        return self._numel(flat) * flat[0].itemsize
+
+    def _numel(self, flat: Sequence[Weight]) -> int:
+        return -(-flat_spans(flat)[-1][1] // self.num_shards) * self.num_shards
 
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -161,26 +191,45 @@ class Fsdp1(Sharded):
         if sent:
             own, below = self._in_backward(place)
             copy, part = sent if self.is_gloo else 0, sent // self.num_shards
-            joined = self.shards + self._complete(place) + sent
-            yield Held("reduction", joined, own + below, runs=False)
+            joined = self.kept[place] * self.num_shards
+            others = max(self._complete(place), sent if sent > joined else 0)
+            yield Held("reduction", self.shards + joined + others, own + below, runs=False)
             root = own - self.gathered[place]
             yield Held("reduction", self.shards + sent + part, root + below + copy, runs=False)
-            self.shards += part if self.is_first else 0
+            self.shards += self.kept[place] if self.is_first else 0
 
 
 class Fsdp2Stage(Fsdp2):
-    """fsdp2 in a pipeline: torch's stage keeps a step's gathered weights and complete gradients."""
+    """fsdp2 in a pipeline: torch's stage keeps complete gradients until the end of a step.
+
+    It frees no weights after a backward. So they are there in what comes next, in which a forward
+    frees one unit after the other, unless they are kept.
+    """
+
+    @property
+    def gathered_bytes(self) -> int:
+        """See Whole."""
+        return self.root + sum(self.gathered)
 
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
-        gathered = self.root + sum(self.gathered) + self.gathered[place]
-        yield Held("forward", 0 if self.is_first else self.total, gathered)
+        gradients = 0 if self.is_first else self.total
+        if self.is_gathered:
+            there = self.gathered if self.is_kept else self.gathered[place:]
+            yield Held("forward", gradients, self.root + sum(there))
+        else:
+            yield from (held._replace(gradients=gradients) for held in super().forward(place))
 
     def backward(self, place: int) -> Iterator[Held]:
         """See Whole."""
-        gathered = self.root + sum(self.gathered)
+        below, copy = sum(self.gathered[:place]), 0
+        if not (self.is_gathered or self.is_kept):  # it gathers one unit ahead
+            below = sum(self.gathered[:place][-1:])
+            copy = below if self.is_gloo else 0
+        there = self.root + sum(self.gathered[place:]) + below
         for held in Whole.backward(self, place):
-            yield held._replace(buffers=gathered)
+            yield held._replace(moment="gather", buffers=there + copy, runs=False)
+            yield held._replace(buffers=there)
 
     def reduction(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -195,4 +244,8 @@ class Fsdp2Stage(Fsdp2):
             yield Held("reduction", left, gathered + sent, runs=False)
             left -= self.gradients[place] - self.of_whole[place]
             yield Held("reduction", left + part, gathered + sent + copy, runs=False)
-            left += part if self.has_shards else 0
+            left += self.kept[place] if self.has_shards else 0
+
+
+def _is_trained(flat: Sequence[Weight]) -> bool:
+    return any(weight.is_trained for weight in flat)

@@ -68,14 +68,19 @@ class Progress(NamedTuple):
     """Forwards and backwards that have ended; where no more is kept the more there are, at most
     one."""
     backwards: tuple[int, ...]
+    after_backward: tuple[bool, ...]
+    """Whether the last action before was a backward; where nobody asks, it is False."""
 
 
 @lru_cache(maxsize=1024)
-def progress_of(pipeline: Pipeline, rank: int) -> Mapping[Action, tuple[Progress, ...]]:
+def progress_of(
+    pipeline: Pipeline, rank: int, tells_last: bool = False
+) -> Mapping[Action, tuple[Progress, ...]]:
     """Return how far a rank is at each of its actions, in the order of its schedule.
 
     Left out is what holds no more than another one of the same action. In the middle of a long
-    step, which repeats itself, only the numbers of messages grow.
+    step, which repeats itself, only the numbers of messages grow. `tells_last`: whether it is asked
+    for `Progress.after_backward`.
     """
     short, chunks = pipeline.shortened(), pipeline.chunks_of(rank)
     left_out = pipeline.num_microbatches - short.num_microbatches
@@ -83,6 +88,7 @@ def progress_of(pipeline: Pipeline, rank: int) -> Mapping[Action, tuple[Progress
     order, number = short.order(rank), len(chunks)
     in_flight, halved = [0] * number, [0] * number
     has_gradients, ended = [False] * number, {kind: [0] * number for kind in "FB"}
+    after_backward = [False] * number
     found: dict[Action, dict[Progress, None]] = {}
     for index, (chunk, kind, _, _) in enumerate(order):
         if index == len(order) // 2:
@@ -93,9 +99,11 @@ def progress_of(pipeline: Pipeline, rank: int) -> Mapping[Action, tuple[Progress
             in_flight[place] -= 1
         if kind != "W":
             action = Action(kind == "F", place, not has_gradients[place])
-            counts = (tuple(min(count, most) for count in ended[of]) for of in "FB")
-            now = Progress(tuple(in_flight), tuple(halved), tuple(has_gradients), *counts)
+            forwards, backwards = (tuple(min(count, most) for count in ended[of]) for of in "FB")
+            flags = tuple(has_gradients), forwards, backwards, tuple(after_backward)
+            now = Progress(tuple(in_flight), tuple(halved), *flags)
             found.setdefault(action, {})[now] = None
+            after_backward[place] = tells_last and kind in "BI"
         if kind == "F":
             ended["F"][place] += 1
             in_flight[place] += 1

@@ -19,7 +19,13 @@ from torch import nn
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig, way_of
-from shardwise.layouts import HALVING, context_joins_of, num_microbatches, num_strategy_ranks
+from shardwise.layouts import (
+    HALVING,
+    context_joins_of,
+    is_wrapped,
+    num_microbatches,
+    num_strategy_ranks,
+)
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
@@ -247,9 +253,7 @@ class Rank:
 
     @property
     def _is_wrapped(self) -> bool:
-        """Whether ddp's wrapper reduces gradients in the backward (parallel/ddp.py)."""
-        parallel = self.cfg.parallel
-        return parallel.data == "ddp" and parallel.pp * parallel.tp * parallel.ep == 1
+        return is_wrapped(self.cfg, (weight.itemsize for weight in self.share.trained))
 
     def _in_turn(self) -> Iterator[Pass]:
         """Yield the first, a middle and the last micro-batch of a model in one part."""
@@ -305,18 +309,29 @@ class Rank:
         """
         assert self.run.pipeline is not None
         late = [sum(unit.memory.late for unit in units) for units in self.chunks]
-        actions = progress_of(self.run.pipeline, self.coordinates["pp"])
+        frees = self.cfg.parallel.data == "fsdp2" and self.cfg.parallel.reshard_after_forward
+        actions = progress_of(self.run.pipeline, self.coordinates["pp"], tells_last=frees)
         for (is_forward, place, is_first), progress in actions.items():
             holding = self.holdings[place]
             holding.is_first = is_first
             run = self._forward if is_forward else self._backward
-            moments = tuple(run(self.chunks[place], holding))
+            by_gathered: dict[bool, tuple[Moment, ...]] = {}
             for now in progress:
+                # torch's stage leaves weights gathered after a backward; a forward frees them.
+                ran = map(max, now.in_flight, now.has_gradients)
+                gathered = now.after_backward if frees else tuple(map(bool, ran))
+                holding.is_gathered = gathered[place]
+                if holding.is_gathered not in by_gathered:
+                    by_gathered[holding.is_gathered] = tuple(run(self.chunks[place], holding))
                 left = sum(map(prod, zip(now.halved, late)))
-                has_gradients = zip(self.holdings, now.has_gradients)
-                others = sum(h.total for h, has in has_gradients if has and h is not holding)
-                messages = self._messages(is_forward, now)
-                yield Pass(place, moments, now.in_flight, left, others, messages)
+                others = [
+                    (h.total * has, h.gathered_bytes * there)
+                    for h, has, there in zip(self.holdings, now.has_gradients, gathered)
+                    if h is not holding
+                ]
+                gradients, buffers = map(sum, zip((0, self._messages(is_forward, now)), *others))
+                moments = by_gathered[holding.is_gathered]
+                yield Pass(place, moments, now.in_flight, left, gradients, buffers)
 
     def _messages(self, is_forward: bool, now: Progress) -> int:
         """Return the bytes of hidden states and their gradients that torch keeps around an action.
@@ -344,9 +359,13 @@ class Rank:
         is_summed_over_cp = parallel.data == "single" and parallel.cp > 1
         if is_summed_over_cp or (parallel.data == "ddp" and not self._is_wrapped):
             copied = [w for w in trained if w.ep_dim is None or self.num_shards > parallel.ep]
-            yield base.plus(buffers=summed_bytes(copied))._replace(moment="reduction of gradients")
+            yield base.plus(buffers=summed_bytes(self.cfg, copied))._replace(
+                moment="reduction of gradients"
+            )
         partial = [weight for weight in trained if weight.has_partial_gradient]
-        yield base.plus(buffers=summed_bytes(partial))._replace(moment="sum of gradients over tp")
+        yield base.plus(buffers=summed_bytes(self.cfg, partial))._replace(
+            moment="sum of gradients over tp"
+        )
         if self.share.tied is not None:
             size = self.share.tied.numel * self.share.tied.itemsize
             yield base.plus(buffers=size)._replace(moment="sum of the tied weight's gradients")
@@ -361,7 +380,7 @@ class Rank:
             for bucket in buckets(trained[::-1]):
                 size = sum(w.padded_numel * w.itemsize for w in bucket)
                 copy = size if self.is_gloo else 0
-                gathered = size // self.num_shards + size + copy
+                gathered = size // bucket[0].num_shards + size + copy
                 yield base.plus(buffers=gathered)._replace(moment="gathering of updated weights")
 
     def _local_numel(self, weight: Weight) -> int:

@@ -88,6 +88,8 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
         if unknown:
             names = "; ".join(sorted(unknown))
             yield f"not calibrated, priced as the mean of other layers: {names}"
+        if products != "float32":
+            yield f"not calibrated: products in {products} are priced as those in float32"
 
 
 def best_table(answer: Answer) -> Table:
@@ -343,7 +345,8 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
         "details": choice.details,
         "verdict": verdict(choice, answer),
         "fits": choice.fits,
-        "memory": choice.memory._asdict() | {"total": choice.memory.total},
+        "memory": _memory_data(choice.memory),
+        "stages": {str(place): _memory_data(memory) for place, memory in choice.stages.items()},
         "time": asdict(choice.time) | {"total": choice.time.total},
         "tokens_per_second": choice.tokens_per_second,
         "mfu": choice.mfu,
@@ -354,6 +357,10 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
             "checkpointing": written(choice.cfg.training.checkpointing),
         },
     }
+
+
+def _memory_data(memory: Memory) -> dict[str, Any]:
+    return memory._asdict() | {"total": memory.total}
 
 
 def _table(*columns: str) -> Table:

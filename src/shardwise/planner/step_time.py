@@ -280,13 +280,13 @@ def _pipeline(
         in_all = sum(boundaries[c + 1] - boundaries[c] for c in pipeline.chunks_of(rank))
         wait = waits[rank] * (high - low) / in_all
         backward = wait / 2 + sum(u.backward + u.recomputed for u in units[low:high])
-        # Halves of a backward take about as long as one another.
+        of_weights = sum(u.weight_gradients for u in units[low:high])
         chunks.append(
             Cost(
                 name=f"units {low} to {high - 1}",
                 forward_seconds=wait / 2 + sum(u.forward for u in units[low:high]),
-                input_seconds=backward / 2,
-                weight_seconds=backward / 2,
+                input_seconds=backward - of_weights,
+                weight_seconds=of_weights,
                 activation_bytes=0,
                 output_bytes=num_bytes,
                 output_seconds=message,

@@ -29,6 +29,8 @@ class UnitSeconds(NamedTuple):
     recomputed: float
     elementwise: float
     """Elementwise operators, which these three count too."""
+    weight_gradients: float
+    """The gradients of trained weights, which the backward counts too."""
 
     @property
     def total(self) -> float:
@@ -122,6 +124,7 @@ def _measured(
         return in_products + speeds.rest_seconds(work.key, direction, rest)
 
     read_back = _read_back(cfg, cluster, work)
+    of_weights = [product for product in work.backward if product.of == "weight"]
     return UnitSeconds(
         forward=seconds(work.forward, "forward", work.rest_forward) + read_back,
         backward=work.has_backward
@@ -129,6 +132,7 @@ def _measured(
         recomputed=seconds(work.again, "forward", work.rest_again)
         + (work.way == "full") * read_back,
         elementwise=0.0,
+        weight_gradients=work.has_backward * sum(map(speeds.product_seconds, of_weights)),
     )
 
 
@@ -155,6 +159,7 @@ def _roofline(
 
     read_back = _read_back(cfg, cluster, work)
     none = Work(0.0, 0.0)
+    of_weights = [product for product in work.backward if product.of == "weight"]
     forward = seconds(work.forward, "forward", work.rest_forward)
     backward = again = none
     if work.has_backward:
@@ -165,6 +170,8 @@ def _roofline(
         backward=sum(backward) + read_back * work.has_backward,
         recomputed=sum(again) + read_back * (work.way == "full"),
         elementwise=forward.elementwise + backward.elementwise + again.elementwise,
+        weight_gradients=work.has_backward
+        * sum(_product_seconds(cfg, cluster, product) for product in of_weights),
     )
 
 

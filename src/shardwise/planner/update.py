@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
+from shardwise.assembly.costs import gradient_bytes
 from shardwise.config import RunConfig
 from shardwise.models.eight_bit import chunk_numel
 from shardwise.models.matrices import muon_dtype
@@ -16,9 +17,9 @@ from shardwise.planner.weights import Weight
 def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) -> int:
     """Return the most bytes that the update needs, beside weights, gradients and states.
 
-    `numels`: the elements that this rank updates of each trained weight. AdamW's kernel needs none,
-    except copies of shards that are not contiguous. torch's SGD updates one weight after the other
-    on a CPU, and all together on a GPU.
+    `numels`: the elements that this rank updates of each trained weight. AdamW needs none, except
+    copies of shards that are not contiguous. torch's SGD adds weights that decay to copies of
+    gradients: of one weight after the other on a CPU, and of all together on a GPU.
     """
     name = cfg.optimizer.name
     if name == "adamw":
@@ -27,6 +28,8 @@ def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) ->
         return max(_in_8_bits(weight, numel) for weight, numel in numels.items())
     if name == "muon":
         return max(_of_muon(cfg, weight, numel) for weight, numel in numels.items())
+    if not cfg.optimizer.weight_decay:
+        return 0
     sizes = [numel * weight.itemsize for weight, numel in numels.items()]
     if is_gloo:
         return max(sizes)
@@ -87,23 +90,29 @@ def _in_8_bits(weight: Weight, numel: int) -> int:
 def _of_muon(cfg: RunConfig, weight: Weight, numel: int) -> int:
     """Return the bytes that Muon needs to update a matrix; 0 for what AdamW updates.
 
-    They are the update of a shard, then the matrix and two like it, and three Gram matrices.
+    In turn they are the update in the weight's dtype and in that of products; the matrix, which is
+    gathered where a rank has a shard of it, with two like it and two Gram matrices; and what is
+    added to the weight.
     """
     if not weight.is_selected:
         return 0
-    itemsize = muon_dtype(cfg.training.precision).itemsize
-    rows = min(weight.shape[-2:])
-    grams = weight.numel // prod(weight.shape[-2:]) * rows**2
-    return numel * 4 + (3 * weight.numel + 3 * grams) * itemsize
+    size, dtype = weight.itemsize, muon_dtype(cfg.training.precision).itemsize
+    is_cut = numel < weight.numel and (weight.shard_dim or 0) >= len(weight.shape) - 2
+    multiplied = weight.numel if is_cut else numel
+    grams = multiplied // prod(weight.shape[-2:]) * min(weight.shape[-2:]) ** 2
+    in_products = (3 * multiplied + 2 * grams + numel * is_cut) * dtype
+    if size == dtype:
+        return in_products
+    return max(numel * (size + dtype), in_products, numel * (2 * dtype + size))
 
 
-def summed_bytes(weights: Iterable[Weight]) -> int:
+def summed_bytes(cfg: RunConfig, weights: Iterable[Weight]) -> int:
     """Return the most bytes that `reduce.sum_gradients` needs, which joins gradients."""
     most = joined = 0
     for weight in weights:
         joined += weight.numel
         # Gradients in 16 bits are copied to float32 before they are joined.
-        copies = 4 if weight.itemsize == 4 else 8
+        copies = 4 if gradient_bytes(cfg, 1, weight.itemsize) == 4 else 8
         most = max(most, joined * copies)
         if joined >= BUCKET_ELEMENTS:
             joined = 0

@@ -52,6 +52,7 @@ def page(plan: dict[str, Any]) -> str:
             bar(choice, "time", TIME_PARTS, _largest(plan["choices"], "time"))
             for choice in plan["choices"]
         ],
+        "stages": [bar(stage, "memory", MEMORY_PARTS, widest) for stage in stages(best)],
         "limit_share": 100 * limit / widest,
         "memory_legend": list(zip(MEMORY_PARTS, COLOURS)),
         "time_legend": list(zip(TIME_PARTS, COLOURS)),
@@ -91,6 +92,16 @@ def bar(choice: dict[str, Any], kind: str, parts: tuple[str, ...], most: float) 
         "is_cut": choice[kind]["total"] > most,
         "fits": choice["fits"],
     }
+
+
+def stages(choice: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the stages of a pipeline that differ, each as a choice of which one bar is drawn."""
+    if choice is None or len(choice["stages"]) < 2:
+        return []
+    return [
+        {"title": f"stage {place}", "memory": memory, "fits": choice["fits"]}
+        for place, memory in choice["stages"].items()
+    ]
 
 
 def points(plan: dict[str, Any]) -> list[dict[str, Any]]:

@@ -177,8 +177,8 @@ def _step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, li
     return max(free), busy
 
 
-# Few are kept, since a long pipeline has many actions: a search asks for one several times in turn.
-@lru_cache(maxsize=8)
+# A search asks for one several times in turn. Not all are kept: a long pipeline has many actions.
+@lru_cache(maxsize=32)
 def _plan(pipeline: Pipeline) -> tuple[tuple[Action, int, int, int], ...]:
     """Return every action of every rank, each after the actions that it depends on.
 
