@@ -192,10 +192,12 @@ class Fsdp1(Sharded):
             own, below = self._in_backward(place)
             copy, part = sent if self.is_gloo else 0, sent // self.num_shards
             joined = self.kept[place] * self.num_shards
-            others = max(self._complete(place), sent if sent > joined else 0)
-            yield Held("reduction", self.shards + joined + others, own + below, runs=False)
+            # What autograd has joined in 16 bits lies beside what is sent in float32.
+            cast = joined if sent > joined else 0
+            complete = self.shards + cast + sent
+            yield Held("reduction", complete + self._complete(place), own + below, runs=False)
             root = own - self.gathered[place]
-            yield Held("reduction", self.shards + sent + part, root + below + copy, runs=False)
+            yield Held("reduction", complete + part, root + below + copy, runs=False)
             self.shards += self.kept[place] if self.is_first else 0
 
 
