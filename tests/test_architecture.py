@@ -109,7 +109,7 @@ MOST_LINES = {
     "planner schedule metrics": 10_850,
     "proof": 1_120,
     "simulation": 520,
-    "benchmark report drawing records": 7_460,
+    "benchmark report drawing records": 7_475,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
