@@ -177,6 +177,7 @@ class _ExactRecorder:
         entry_bytes = alive_bytes = peak_bytes = sum(self._entry_sizes.values()) + buckets
         first_total = changes[0].total_bytes
         unseen = set(self._entry_sizes)  # addresses of blocks from before the start
+        allocated = set[int]()  # addresses of blocks that are alive, allocated since the start
         freed_bytes = mistaken_bytes = 0
         events: list[Event | None] = []
         for entry in timeline:
@@ -186,6 +187,10 @@ class _ExactRecorder:
                     # A marker counts the end of this block. torch counts it too if it remembers a
                     # block here from an earlier measurement, and with the size of that one.
                     mistaken_bytes += max(0, -entry.size_bytes)
+                elif entry.size_bytes < 0 and entry.address not in allocated:
+                    # So torch also remembers one that only C++ could reach at the start.
+                    mistaken_bytes -= entry.size_bytes
+                (allocated.add if entry.size_bytes > 0 else allocated.discard)(entry.address)
                 counted_bytes = entry.total_bytes - first_total + mistaken_bytes
                 alive_bytes = entry_bytes + counted_bytes - freed_bytes
                 peak_bytes = max(peak_bytes, alive_bytes)

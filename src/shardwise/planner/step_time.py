@@ -219,7 +219,9 @@ def _is_cpu(cluster: Cluster) -> bool:
 
 
 def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
-    """Return the seconds of the gradient norm, clipping and the update of a rank's shards."""
+    """Return the seconds of the update of a rank's shards; as calibrated, those of the gradient norm
+    and of clipping too, which a datasheet's leave out.
+    """
     is_sharded = cfg.parallel.data not in ("single", "ddp")
     numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
     moved = moved_bytes(cfg, numels)
