@@ -219,8 +219,9 @@ def _is_cpu(cluster: Cluster) -> bool:
 
 
 def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
-    """Return the seconds of the update of a rank's shards; as calibrated, those of the gradient norm
-    and of clipping too, which a datasheet's leave out.
+    """Return the seconds of the update of a rank's shards.
+
+    As calibrated they include the gradient norm and clipping; by a datasheet they do not.
     """
     is_sharded = cfg.parallel.data not in ("single", "ddp")
     numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
