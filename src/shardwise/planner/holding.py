@@ -129,10 +129,19 @@ class Ddp(Whole):
     are more.
     """
 
-    @property
-    def _copied(self) -> int:
-        trained = [weight for unit in self.units for weight in unit.trained]
-        return 2 * min(BUCKET_BYTES, sum(self._gradient(w) for w in trained if w.itemsize < 4))
+    def _copied(self, place: int) -> int:
+        """Return the bytes of the copy that is summed as the backward of a unit fills a bucket."""
+        above, filled = (
+            sum(
+                self._gradient(w)
+                for unit in self.units[low:]
+                for w in unit.trained
+                if w.itemsize < 4
+            )
+            for low in (place + 1, place)
+        )
+        is_full = place == 0 or filled // BUCKET_BYTES > above // BUCKET_BYTES
+        return 2 * min(BUCKET_BYTES, filled) if is_full else 0
 
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -151,9 +160,9 @@ class Ddp(Whole):
         """See Whole."""
         if not self.is_last:
             yield from (held._replace(buffers=self.total) for held in super().reduction(place))
-        elif self._copied:
+        elif copied := self._copied(place):
             left = 0 if self.is_first else sum(self.gradients[:place])
-            yield Held("reduction", left + self.early, self.total + self._copied, runs=False)
+            yield Held("reduction", left + self.early, self.total + copied, runs=False)
 
 
 class Zero1(Whole):
