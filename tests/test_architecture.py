@@ -106,7 +106,7 @@ MOST_LINES = {
     "parallel": 4_600,
     "data": 3_760,
     "kernels": 7_520,
-    "planner schedule metrics": 10_850,
+    "planner schedule metrics": 10_890,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_475,

@@ -220,7 +220,8 @@ class Fsdp2Stage(Fsdp2):
             there = self.gathered if self.is_kept else self.gathered[place:]
             yield Held("forward", gradients, self.root + sum(there))
         else:
-            yield from (held._replace(gradients=gradients) for held in super().forward(place))
+            for held in super().forward(place):
+                yield held._replace(moment="forward", gradients=gradients)
 
     def backward(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -230,7 +231,7 @@ class Fsdp2Stage(Fsdp2):
             copy = below if self.is_gloo else 0
         there = self.root + sum(self.gathered[place:]) + below
         for held in Whole.backward(self, place):
-            yield held._replace(moment="gather", buffers=there + copy, runs=False)
+            yield held._replace(buffers=there + copy, runs=False)
             yield held._replace(buffers=there)
 
     def reduction(self, place: int) -> Iterator[Held]:

@@ -211,6 +211,16 @@ class Rank:
             )
         yield from self.after()
 
+    def kept_in_forwards(self) -> int:
+        """Return the most bytes of activations that are alive as a unit runs forward."""
+        kept = [[0, *accumulate(unit.memory.kept for unit in units)] for units in self.chunks]
+        totals, most = [of_chunk[-1] for of_chunk in kept], 0
+        for one in self.passes():
+            own = [kept[one.chunk][m.below] for m in one.moments if m.kind == FORWARD]
+            others = sum(map(prod, zip(one.in_flight, totals))) if self.run.pipeline else 0
+            most = max(most, others + one.late + max(own)) if own else most
+        return most
+
     def peak(self) -> Memory:
         """Return the memory at the moment with the most bytes."""
         if self.run.pipeline is None:

@@ -75,14 +75,25 @@ class Placed:
         ]
 
     @cached_property
-    def moments(self) -> list[list[Memory]]:
-        """The moments of a step, on each rank."""
+    def ranks(self) -> list[Rank]:
+        """Each rank with the moments of its step; those of one share are one."""
         units: dict[object, UnitMemory] = {}
         of_shares = {
-            id(share): [*Rank(self.cfg, self.run, share, place, units).moments()]
+            id(share): Rank(self.cfg, self.run, share, place, units)
             for share, place in zip(reversed(self.shares), reversed(self.places))
         }
         return [of_shares[id(share)] for share in self.shares]
+
+    @cached_property
+    def moments(self) -> list[list[Memory]]:
+        """The moments of a step, on each rank."""
+        of_ranks = {id(rank): [*rank.moments()] for rank in self.ranks}
+        return [of_ranks[id(rank)] for rank in self.ranks]
+
+    @property
+    def kept(self) -> list[int]:
+        """The most bytes of activations in a forward, on each rank."""
+        return [rank.kept_in_forwards() for rank in self.ranks]
 
     @property
     def layers(self) -> list[str]:
@@ -196,8 +207,7 @@ def holding_of(placed: Placed, one: Placed, title: str) -> Holding:
         parts.append(_held(placed, "buckets", [buckets], [gradients.whole]))
     parts.append(held("optimizer", "optimizer", *choices))
     # What layers keep: with the head's, which is freed at once, no layer is left to compute.
-    kept = [placed.most("activations", "forward")]
-    parts.append(_held(placed, "activations", kept, one.most("activations", "forward")))
+    parts.append(_held(placed, "activations", [placed.kept], one.kept))
     return Holding(title, *_works(placed), parts)
 
 
