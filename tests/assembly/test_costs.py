@@ -16,7 +16,9 @@ from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, 
 from shardwise.metrics.flops import hardware_flops_per_token
 from shardwise.models import load, lora
 from shardwise.models.counts import count_model
+from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import spec_of
+from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import materialise
 from shardwise.schedule.costs import COUNTED, Cost
@@ -205,18 +207,34 @@ def test_a_rank_of_ep_holds_its_experts_and_computes_as_many_rows():
             assert one.gradient_bytes - other.gradient_bytes == off * 3 / 4
 
 
-@pytest.mark.parametrize("base", ["int8", "nf4"])
-def test_a_rank_of_ep_holds_its_experts_of_a_stored_base(base):
-    cfg = config(tiny("qwen3_moe"), Lora(), data="ddp", ep=4)
-    kept = [
-        sum(unit.weight_bytes for unit in costs(replace(cfg, model=replace(cfg.model, base=form))))
-        for form in ("none", base)
-    ]
-    experts = 3 * 8 * 3 * 64 * 32  # in three layers, of which a rank has a quarter
-    whole = costs(replace(cfg, model=replace(cfg.model, base=base), parallel=Parallel(pp=2)))
-    saved = sum(unit.weight_bytes for unit in whole) - kept[1]
-    assert saved > 3 / 4 * experts / 2  # four bits an element, and its scales
-    assert kept[1] < kept[0]
+@pytest.mark.parametrize("base", ["none", "int8", "nf4"])
+def test_a_rank_of_ep_holds_its_experts_in_whatever_form(base):
+    cfg = config(tiny("qwen3_moe"), Lora(), data="ddp")
+    cfg = replace(cfg, model=replace(cfg.model, base=base))
+    spread_cfg = replace(cfg, parallel=replace(cfg.parallel, ep=4))
+    hf, spec = build(cfg)
+    stored = as_stored(hf, base)
+    experts = sum(p.nbytes for _, module in experts_of(stored, spec) for p in module.parameters())
+    whole, spread = (sum(u.weight_bytes for u in costs(c, 4)) for c in (cfg, spread_cfg))
+    assert whole - spread == experts * 3 // 4
+
+
+def test_states_in_8_bits_are_so_beside_a_stored_base(tmp_path):
+    LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=8,
+    ).save_pretrained(tmp_path)
+    cfg = config(str(tmp_path), Lora(r=64))
+    cfg = replace(cfg, optimizer=Optimizer(name="adamw8bit"))
+    plain, stored = (
+        sum(u.optimizer_bytes for u in costs(replace(cfg, model=replace(cfg.model, base=base))))
+        for base in ("none", "int8")
+    )
+    all_in_32_bits = replace(cfg, optimizer=Optimizer())
+    assert stored == plain < sum(unit.optimizer_bytes for unit in costs(all_in_32_bits))
 
 
 def test_a_split_goes_by_the_experts_of_a_token_and_memory_by_all(tmp_path):

@@ -44,7 +44,8 @@ class Choice:
     candidate: Candidate
     cfg: RunConfig
     stages: Mapping[int, Memory]
-    """Of a rank at each place along `pp`; of places with like layers the first, and the last."""
+    """The memory of a rank at some places along `pp`: of those with like layers the first, and the
+    last place."""
     usable_bytes: int
     """The memory of a device that may be used."""
     price: Callable[[], StepTime] = field(repr=False)
@@ -59,7 +60,7 @@ class Choice:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the fullest rank."""
+        """The memory of the fullest rank."""
         return max(self.stages.values(), key=lambda memory: memory.total)
 
     @property
