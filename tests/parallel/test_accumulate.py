@@ -19,8 +19,11 @@ from tests.parity.harness import Cell, microbatches, run_config
 Grads = dict[str, torch.Tensor]
 
 
-def _config(layout: str, accumulation: str, family: str = "llama") -> Any:
-    cfg = run_config(Cell(family, layout, "full", 1), optimizer="adamw")
+def _config(layout: str, accumulation: str, family: str = "llama", mode: str = "full") -> Any:
+    """A run of bfloat16 weights; with LoRA its adapters have their dtype."""
+    cfg = run_config(Cell(family, layout, mode, 1), optimizer="adamw")
+    if cfg.lora is not None:
+        cfg = replace(cfg, lora=replace(cfg.lora, dtype="model"))
     training = replace(
         cfg.training, accumulation=accumulation, micro_batch_size=1, global_batch_size=16
     )
@@ -28,9 +31,9 @@ def _config(layout: str, accumulation: str, family: str = "llama") -> Any:
 
 
 def _summed(
-    layout: str, accumulation: str, family: str = "llama"
+    layout: str, accumulation: str, family: str = "llama", mode: str = "full"
 ) -> tuple[Grads, set[torch.dtype], bool, bool]:
-    cfg = _config(layout, accumulation, family)
+    cfg = _config(layout, accumulation, family, mode)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
@@ -117,6 +120,15 @@ def test_experts_and_all_others_are_summed_once(layout):
         assert _worst(grads, *reference) <= 2**-6
         assert moved
         assert empty
+
+
+def test_adapters_beside_experts_are_summed_once():
+    run = "float32", "qwen3_moe", "lora"
+    ((alone, *_),) = run_ranks(1, _summed, "single", *run)
+    for grads, dtypes, *_ in run_ranks(2, _summed, "ddp-ep", *run):
+        assert dtypes == {torch.float32}
+        for name, gradient in grads.items():
+            assert (gradient - alone[name]).norm() <= 2**-6 * alone[name].norm(), name
 
 
 def _offloaded(offload: str) -> tuple[Grads, Grads, set[torch.dtype]]:
