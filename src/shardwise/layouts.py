@@ -295,8 +295,9 @@ def is_wrapped(cfg: RunConfig, itemsizes: Iterable[int]) -> bool:
     """Return whether torch's wrapper of ddp adds up gradients, while the last backward runs.
 
     Elsewhere ddp adds them up after it. Where torch's schedules halve a backward, the wrapper's
-    hooks never run; it takes no DTensors, which tp and ep make of weights; and its buckets have the
-    dtype of the weights, which `itemsizes` are those of: no float32 sums of weights in 16 bits.
+    hooks never run. It takes no DTensors, which tp and ep make of weights. And its buckets have the
+    dtype of the weights, so it makes no float32 sums of weights in 16 bits. `itemsizes`: bytes of
+    an element of each trained weight.
     """
     parallel = cfg.parallel
     sums_wider = cfg.training.accumulation == "float32" and any(size < 4 for size in itemsizes)

@@ -190,7 +190,10 @@ class _ExactRecorder:
                 elif entry.size_bytes < 0 and entry.address not in allocated:
                     # So torch also remembers one that only C++ could reach at the start.
                     mistaken_bytes -= entry.size_bytes
-                (allocated.add if entry.size_bytes > 0 else allocated.discard)(entry.address)
+                if entry.size_bytes > 0:
+                    allocated.add(entry.address)
+                else:
+                    allocated.discard(entry.address)
                 counted_bytes = entry.total_bytes - first_total + mistaken_bytes
                 alive_bytes = entry_bytes + counted_bytes - freed_bytes
                 peak_bytes = max(peak_bytes, alive_bytes)

@@ -124,7 +124,6 @@ def _measured(
         return in_products + speeds.rest_seconds(work.key, direction, rest)
 
     read_back = _read_back(cfg, cluster, work)
-    of_weights = [product for product in work.backward if product.of == "weight"]
     return UnitSeconds(
         forward=seconds(work.forward, "forward", work.rest_forward) + read_back,
         backward=work.has_backward
@@ -132,7 +131,8 @@ def _measured(
         recomputed=seconds(work.again, "forward", work.rest_again)
         + (work.way == "full") * read_back,
         elementwise=0.0,
-        weight_gradients=work.has_backward * sum(map(speeds.product_seconds, of_weights)),
+        weight_gradients=work.has_backward
+        * sum(map(speeds.product_seconds, work.weight_gradients)),
     )
 
 
@@ -159,7 +159,6 @@ def _roofline(
 
     read_back = _read_back(cfg, cluster, work)
     none = Work(0.0, 0.0)
-    of_weights = [product for product in work.backward if product.of == "weight"]
     forward = seconds(work.forward, "forward", work.rest_forward)
     backward = again = none
     if work.has_backward:
@@ -171,7 +170,7 @@ def _roofline(
         recomputed=sum(again) + read_back * (work.way == "full"),
         elementwise=forward.elementwise + backward.elementwise + again.elementwise,
         weight_gradients=work.has_backward
-        * sum(_product_seconds(cfg, cluster, product) for product in of_weights),
+        * sum(_product_seconds(cfg, cluster, product) for product in work.weight_gradients),
     )
 
 

@@ -76,6 +76,11 @@ class UnitWork:
     stored: float = 0.0
     """Elements of matrices in a form of `model.base`, which each pass reads back."""
 
+    @property
+    def weight_gradients(self) -> tuple[Product, ...]:
+        """The products of the backward that are gradients of weights."""
+        return tuple(product for product in self.backward if product.of == "weight")
+
 
 def work_of_units(
     cfg: RunConfig,
