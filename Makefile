@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-jet-nemotron clean
+.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-plan gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -174,8 +174,11 @@ gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that h
 gpu-kernels:  ## LoRA and loss kernels timed on a CUDA device, and LoRA steps with them; PYTHON= as for `make gpu`
 	$(PYTHON) -m tests.gpu.kernels_bench
 
-gpu-runs:  ## whole runs on a CUDA device beside a CPU's, and their memory beside the plan; PYTHON= as for `make gpu`
+gpu-runs:  ## whole runs on a CUDA device beside a CPU's; PYTHON= as for `make gpu`
 	$(PYTHON) -m tests.gpu.runs
+
+gpu-plan:  ## a CUDA device calibrated, and memory and time of runs beside the plan; PYTHON= as for `make gpu`
+	$(PYTHON) -m tests.gpu.planned
 
 gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA device; PYTHON= as for `make gpu`
 	$(PYTHON) -m tests.gpu.jet_nemotron

@@ -1,4 +1,4 @@
-"""`make gpu-runs`: whole runs on a CUDA device, beside the same runs on a CPU and beside the plan.
+"""`make gpu-runs`: whole runs on a CUDA device, beside the same runs on a CPU.
 
 Every run is `shardwise.train`. On the device one comes after the other, in one process
 (trainer.py): there CUDA, fla and Triton's tuning start once. Beside them processes of the CPU train
@@ -21,13 +21,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
-from shardwise.assembly.describe import describe  # noqa: E402
 from shardwise.benchmark.paired import table, write_json  # noqa: E402
 from shardwise.benchmark.worker import Deadline, Worker, WorkerError, run_limited  # noqa: E402
 from shardwise.layouts import torch_version  # noqa: E402
-from shardwise.planner.peak import memory_of_run  # noqa: E402
 from shardwise.rules.run_file import COMPILE_TORCH  # noqa: E402
-from shardwise.run_file import load_config  # noqa: E402
 from tests.gpu import suite  # noqa: E402
 from tests.gpu.draw import machine  # noqa: E402
 from tests.gpu.suite import fla_or_torch, processes, python  # noqa: E402
@@ -38,7 +35,6 @@ ROOM = 3.0
 """How many times as far from the CPU's losses a device may be as float32 on the CPU is. It rounds
 at other places and adds up in another order."""
 RUN_SECONDS = 120.0
-TOTAL_SECONDS = 900.0
 CORPUS = ROOT / "runs" / "corpus"
 LEVERS_BASE: dict[str, Any] = {
     "model": {"init": "random", "dtype": "bfloat16"},
@@ -47,15 +43,6 @@ LEVERS_BASE: dict[str, Any] = {
     "optimizer": {"lr": 3e-3, "lr_schedule": "constant"},
     "training": {
         **{"steps": 6, "global_batch_size": 8, "micro_batch_size": 2},
-        "precision": "bfloat16",
-    },
-}
-SIZES_BASE: dict[str, Any] = {
-    "model": {"path": "configs/models/qwen3_5-0.8b", "init": "random", "dtype": "bfloat16"},
-    "lora": {"r": 16, "alpha": 32},
-    "data": {"sequence_length": 1024, "packing": "concat"},
-    "training": {
-        **{"steps": 3, "global_batch_size": 8, "micro_batch_size": 4},
         "precision": "bfloat16",
     },
 }
@@ -117,19 +104,6 @@ LEVERS: dict[str, Lever] = {
         }
     ),
 }
-SIZES: dict[str, dict[str, Any]] = {
-    f"{mode}, {rows} x {length} tokens, {checkpointing}": {
-        "data.sequence_length": length,
-        "training.micro_batch_size": rows,
-        "training.global_batch_size": 2 * rows,
-        "training.checkpointing": checkpointing,
-        **({} if mode == "lora" else FULL),
-    }
-    for mode, rows, length, checkpointing in (
-        *(("lora", 4, 1024, "none"), ("lora", 1, 4096, "none"), ("lora", 4, 1024, "full")),
-        *(("full", 4, 1024, "none"), ("full", 1, 4096, "full"), ("lora", 8, 4096, "full")),
-    )
-}
 
 
 def main() -> int:
@@ -144,28 +118,20 @@ def body(device: str, folder: Path, scratch: Path) -> int:
     model |= {"vocab_size": 2048, "intermediate_size": 192}  # the corpus'; and for 8-bit products
     write_json(scratch / "config.json", model)
     levers = LEVERS if device == "cuda" else {"lora": LEVERS["lora"]}
-    content: dict[str, Any] = {"complete": False, "environment": machine(), "room": ROOM}
-    rows = content["levers"], content["sizes"] = [], []
+    rows: list[dict[str, Any]] = []
+    content = {"complete": False, "environment": machine(), "room": ROOM, "levers": rows}
     with (
         Runner(device, scratch).started() as runner,
         ThreadPoolExecutor(1) as alone,
         ThreadPoolExecutor(processes()) as pool,
     ):
         sides = {name: runner.start(alone, pool, name, lever) for name, lever in levers.items()}
-        sizes = {
-            name: alone.submit(runner.train, SIZES_BASE, keys, device, f"size {name}")
-            for name, keys in (SIZES if device == "cuda" else {}).items()
-        }
         for name, lever in levers.items():
-            rows[0].append(lever_row(name, lever, sides[name], sides[lever.like or name]))
-            write_json(folder / "runs.json", content)
-        for name, run in sizes.items():
-            rows[1].append(size_row(name, run.result()))
+            rows.append(lever_row(name, lever, sides[name], sides[lever.like or name]))
             write_json(folder / "runs.json", content)
     write_json(folder / "runs.json", content | {"complete": True})
-    print(table(("lever", "status", "off by", "by rounding"), map(lever_cells, rows[0])))
-    print(table(("size", "status", "measured GiB", "plan"), map(size_cells, rows[1])))
-    return 0 if {row["status"] for row in [*rows[0], *rows[1]]} <= {"ok", "refused"} else 1
+    print(table(("lever", "status", "off by", "by rounding"), map(lever_cells, rows)))
+    return 0 if {row["status"] for row in rows} <= {"ok", "refused"} else 1
 
 
 class Runner:
@@ -173,7 +139,7 @@ class Runner:
 
     def __init__(self, device: str, scratch: Path) -> None:
         self.device, self.scratch = device, scratch
-        self.deadline = Deadline(TOTAL_SECONDS)
+        self.deadline = Deadline(suite.TOTAL_SECONDS)
         self.of_thread = threading.local()
         self.workers: list[Worker] = []
         self.numbers = count()
@@ -232,13 +198,17 @@ class Runner:
             outcome = self.worker(device).ask(request, self.deadline.left(RUN_SECONDS))
         except WorkerError as error:
             outcome = {"status": error.status, "reason": error.reason}
-        # After some errors a process cannot use its device, and runs leave some memory.
-        if outcome["status"] not in ("ok", "refused") or base is SIZES_BASE:
-            self.worker(device).end()
-            del self.of_thread.worker
+        # After some errors a process cannot use its device.
+        if outcome["status"] not in ("ok", "refused"):
+            self.end()
         record = folder / "record.json"
         found = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
         return {**outcome, "record": found, "config": (str(path), more)}
+
+    def end(self) -> None:
+        """End this thread's process."""
+        self.of_thread.worker.end()
+        del self.of_thread.worker
 
 
 def lever_row(name: str, lever: Lever, own: Sides, like: Sides) -> dict[str, Any]:
@@ -264,31 +234,10 @@ def farthest(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def size_row(name: str, run: dict[str, Any]) -> dict[str, Any]:
-    """Return the measured peak of a run, and the planned one."""
-    row = {"size": name, "status": run["status"], "reason": run["reason"]}
-    cfg = load_config(*run["config"])
-    memory = memory_of_run(cfg, describe(cfg, 1))
-    row["planned"] = memory._asdict() | {"total": memory.total}
-    if run["record"]:
-        row["peak_bytes"] = run["record"]["peak_memory_bytes"][0]
-        names = ("kernels", "state_bytes", "memory_parts", "step_seconds", "launches_per_step")
-        row |= {name: run["record"][name] for name in names}
-    return row
-
-
 def lever_cells(row: dict[str, Any]) -> list[object]:
     if "off_by" not in row:
         return [row["lever"], f"{row['status']}: {row['reason'][-200:]}", "", ""]
     return [row["lever"], row["status"], f"{row['off_by']:.1e}", f"{row['by_rounding']:.1e}"]
-
-
-def size_cells(row: dict[str, Any]) -> list[object]:
-    if "peak_bytes" not in row:
-        return [row["size"], f"{row['status']}: {row['reason'][-200:]}", "", ""]
-    planned = row["planned"]["total"] - row["planned"]["overhead"]
-    peak = row["peak_bytes"]
-    return [row["size"], row["status"], f"{peak / 2**30:.2f}", f"{planned / peak - 1:+.1%}"]
 
 
 if __name__ == "__main__":

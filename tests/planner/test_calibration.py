@@ -12,9 +12,10 @@ import torch
 from shardwise.config import UserError
 from shardwise.metrics.hardware import environment
 from shardwise.planner.calibration import Calibration, Collective, prices_of, read, write
+from shardwise.planner.candidates import Question, subject_of
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.unit_work import Product
-from tests.planner.test_step_time import speeds
+from tests.planner.test_step_time import single, speeds
 
 
 def made() -> Calibration:
@@ -31,6 +32,28 @@ def test_what_is_written_is_read_and_used_as_here(tmp_path, monkeypatch):
     assert cluster.calibration == read(tmp_path / "calibration.json")
     assert cluster.num_devices == 4
     assert cluster.device.flops["float32"] == pytest.approx(1e9)
+
+
+def on_a_gpu() -> Calibration:
+    return replace(made(), device="cuda", dtype="bfloat16", environment={"device": "NVIDIA H200"})
+
+
+def test_a_gpu_here_has_its_links_and_no_rate_in_float32(monkeypatch):
+    monkeypatch.setattr("shardwise.planner.cluster.calibration_here", on_a_gpu)
+    here, preset = cluster_of("here"), cluster_of("4xH200")
+    assert (here.inside, here.host) == (preset.inside, preset.host)
+    question = Question(single(), here)
+    assert question.device_type == "cuda"
+    with pytest.raises(UserError, match="give --precision bfloat16"):
+        subject_of(question)
+    assert subject_of(Question(single(precision="bfloat16"), here)).counts.parameters
+
+
+def test_the_file_of_a_gpu_is_refused_where_there_is_none(tmp_path):
+    write(on_a_gpu(), tmp_path / "calibration.json")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="measured on NVIDIA H200, this machine is without a"):
+            read(tmp_path / "calibration.json")
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardwise import cli
+from shardwise.assembly.describe import describe
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import measure_machine, measure_messages
 from shardwise.planner.calibration import FACTORS, read
@@ -25,9 +26,9 @@ def measure_on_rank(path: Path, folder: Path) -> None:
 def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
     references = {"qwen3_5_text": measure_machine.REFERENCES["qwen3_5_text"]}
     monkeypatch.setattr(measure_machine, "REFERENCES", references)
-    monkeypatch.setattr(measure_machine, "SIZES", (8, 16))
-    monkeypatch.setattr(measure_machine, "POINTS", ((32, 32), (64, 64)))
-    monkeypatch.setattr(measure_messages, "MESSAGE_BYTES", (64, 256))
+    small = measure_machine.SCALES["cpu"]._replace(sizes=(8, 16), points=((32, 32), (64, 64)))
+    monkeypatch.setitem(measure_machine.SCALES, "cpu", small)
+    monkeypatch.setitem(measure_messages.MESSAGE_BYTES, "cpu", (64, 256))
     monkeypatch.setattr(measure_messages, "ROUNDS", 1)
     monkeypatch.setattr(measure_messages, "COMPUTING", 1e-4)
     monkeypatch.setattr(measure_messages, "STRETCHES", 5)
@@ -57,10 +58,9 @@ def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
 def backward_seconds(folder: Path) -> dict[str, float]:
     """Return the seconds of the backward of each unit that has one, by its key."""
     mesh = build_mesh(config(tiny("llama"), pp=1), torch.device("cpu"))
-    sizes = measure_machine.REFERENCES["qwen3_5_text"]
-    cfg = measure_machine._reference(folder, "qwen3_5_text", sizes, 32, 32, None)
-    units = measure_machine._unit_seconds(cfg, mesh)
-    return {work.key: backward for work, _, backward in units if work.has_backward}
+    cfg = measure_machine._reference(folder, "cpu", "qwen3_5_text", 32, 32, None)
+    units = measure_machine._unit_seconds(cfg, describe(cfg, 1, mesh.device), mesh)
+    return {work.key: seconds["backward"] for work, seconds, _ in units if work.has_backward}
 
 
 def test_each_kind_of_unit_takes_time(tmp_path):
@@ -71,12 +71,12 @@ def test_each_kind_of_unit_takes_time(tmp_path):
 
 
 def kinds_and_ranks() -> set[tuple[str, int]]:
-    return {(row.kind, row.num_ranks) for row in measure_messages.collectives()}
+    return {(row.kind, row.num_ranks) for row in measure_messages.collectives(torch.device("cpu"))}
 
 
 def test_four_ranks_measure_what_two_of_them_send_too(monkeypatch):
     """Else a plan for four processes would have no price for an axis of two, or for a pipeline."""
-    monkeypatch.setattr(measure_messages, "MESSAGE_BYTES", (64,))
+    monkeypatch.setitem(measure_messages.MESSAGE_BYTES, "cpu", (64,))
     monkeypatch.setattr(measure_messages, "ROUNDS", 1)
     monkeypatch.setattr(measure_messages, "COMPUTING", 1e-4)
     monkeypatch.setattr(measure_messages, "STRETCHES", 1)

@@ -56,6 +56,41 @@ def single(**training) -> RunConfig:
     return replace(config(tiny("qwen3_5"), None, training), parallel=Parallel())
 
 
+def test_a_gpu_waits_for_a_host_that_queues_its_work_more_slowly():
+    cfg = single(precision="bfloat16", checkpointing="full")
+
+    def step(host_seconds: float) -> StepTime:
+        passes = {"forward": host_seconds, "backward": 2 * host_seconds}
+        of = replace(speeds(), host=dict.fromkeys(speeds().units, passes))
+        made = replace(calibrated().calibration, device="cuda", speeds={1: of, 2: of})
+        rates = {"bfloat16": RATE, "float16": RATE}
+        device = replace(cluster_of("1xH200").device, flops=rates)
+        return step_time(cfg, 1, replace(cluster_of("1xH200"), device=device, calibration=made))
+
+    fast, slow = step(1e-9), step(1.0)
+    assert fast.host == 0.0
+    # Two micro-batches: embedding, layers and head; a layer's forward runs twice.
+    num_layers = len(describe(cfg, 1).spec.layers)
+    queued = 2 * (3 + 4 * num_layers + 3)
+    computed = slow.layers + slow.head + slow.recomputation
+    assert slow.host == pytest.approx(queued - computed)
+    assert slow.total == pytest.approx(queued + slow.optimizer)
+
+
+def test_autocast_costs_a_calibrated_gpu_the_bytes_that_it_moves():
+    def step(dtype: str) -> StepTime:
+        cfg = single(precision="bfloat16")
+        cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
+        made = replace(calibrated().calibration, device="cuda")
+        device = replace(cluster_of("1xH200").device, memory_bandwidth=1e6)
+        return step_time(cfg, 1, replace(cluster_of("1xH200"), device=device, calibration=made))
+
+    works = work_of_units(single(), *build(single()))
+    moved = 6 * sum(work.matrices for work in works[1:-1])  # 4 bytes read, 2 written
+    layers = step("float32").layers - step("bfloat16").layers
+    assert layers == pytest.approx(2 * 2 * moved / 1e6)
+
+
 def test_a_step_is_its_products_by_shape_and_the_rest_of_its_units():
     cfg = single()
     works = work_of_units(cfg, *build(cfg))

@@ -12,6 +12,7 @@ from shardwise.launch.local import start_processes
 
 def run(args: Namespace) -> int:
     """Measure this machine, write the file, and print its figures."""
+    import torch
     from rich.console import Console
     from transformers.utils import logging
 
@@ -20,15 +21,25 @@ def run(args: Namespace) -> int:
     from shardwise.planner.measure_machine import calibrate
     from shardwise.process.world import num_cores
 
-    nproc = min(2, num_cores()) if args.nproc is None else args.nproc
+    num_devices, what = torch.cuda.device_count(), "GPUs"
     require(
-        1 <= nproc <= num_cores(),
-        f"--nproc is {nproc}; give 1 to {num_cores()}, as many as this machine has cores",
+        args.device != "cuda" or num_devices > 0,
+        "--device is cuda but torch finds no GPU; give --device cpu",
+    )
+    device = args.device or ("cuda" if num_devices else "cpu")
+    if device == "cpu":
+        num_devices, what = num_cores(), "cores"
+    nproc = args.nproc
+    if nproc is None:
+        nproc = min(2, num_devices) if device == "cpu" else num_devices
+    require(
+        1 <= nproc <= num_devices,
+        f"--nproc is {nproc}; give 1 to {num_devices}, as many as this machine has {what}",
     )
     path = default_path() if args.out is None else Path(args.out)
     require(not path.is_dir(), f"--out {path} is a folder; give the path of a file")
     logging.set_verbosity_error()
-    if code := calibrate(nproc, path, start_processes):
+    if code := calibrate(nproc, path, start_processes, device):
         return code
     calibration = read(path)
     console = Console()
@@ -42,7 +53,15 @@ def run(args: Namespace) -> int:
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="measure up to N busy processes (default 2)"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="measure up to N busy processes (default: one for each GPU, or 2 without a GPU)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="what to measure (default: cuda where there is a GPU)",
     )
     parser.add_argument(
         "-o", "--out", metavar="FILE", help="write the file there, not into the cache"
@@ -52,7 +71,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 COMMAND = Command(
     "calibrate",
     "Measure this machine once for the planner. Time matrix products, layers, AdamW, memory and "
-    "every collective on its CPU cores, in about two minutes, and keep a file in the cache.",
+    "every collective on its GPUs or CPU cores, in a few minutes, and keep a file in the cache.",
     _add_arguments,
     run,
 )

@@ -6,14 +6,15 @@ import itertools
 import json
 import math
 import os
+import statistics
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -70,6 +71,8 @@ class Speeds:
     """Seconds of products by pass: [rows, inner, columns], each over `sizes`."""
     units: Mapping[str, Mapping[str, Sequence[float]]]
     """Seconds per each number of `Rest`, by a unit's key and `forward` or `backward`."""
+    host: Mapping[str, Mapping[str, float]] = field(kw_only=True, default_factory=dict)
+    """Seconds in which the host queues the work of a GPU, in the same way; a CPU is its own."""
     optimizer: Sequence[float]
     """Seconds per tensor, and per element, of the norm, clipping and AdamW."""
 
@@ -97,13 +100,21 @@ class Speeds:
 
         A kind of layer that was not calibrated takes the mean prices of those that were.
         """
-        if key in self.units:
-            prices = np.array(self.units[key][direction])
-        else:
-            mode = key.rpartition(", ")[2]
-            layers = [k for k in self.units if k.endswith(mode) and k.count(",") == 2]
-            prices = np.mean([self.units[k][direction] for k in layers], axis=0)
+        prices = np.mean([self.units[k][direction] for k in self._like(key)], axis=0)
         return float(prices @ np.array(rest))
+
+    def host_seconds(self, key: str, direction: str) -> float:
+        """Return the seconds in which the host queues a pass of a unit, whatever its size."""
+        if not self.host:
+            return 0.0
+        return statistics.mean(self.host[k][direction] for k in self._like(key))
+
+    def _like(self, key: str) -> list[str]:
+        """Return the units by which one is priced: itself, or all layers that were calibrated."""
+        if key in self.units:
+            return [key]
+        mode = key.rpartition(", ")[2]
+        return [k for k in self.units if k.endswith(mode) and k.count(",") == 2]
 
     @cached_property
     def _rates(self) -> dict[str, Any]:
@@ -133,6 +144,10 @@ class Calibration:
     collectives: tuple[Collective, ...]
     jitter: float
     """Seconds that a rank waits for others per second of computing."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What computes in a process: a core, or a GPU."""
+    dtype: str = "float32"
+    """The dtype of the products and layers that were measured."""
 
     @property
     def best_rate(self) -> float:
@@ -221,19 +236,21 @@ def read(path: Path) -> Calibration:
         speeds = {int(number): _speeds(row) for number, row in content.pop("speeds").items()}
         collectives = tuple(Collective(**row) for row in content.pop("collectives"))
         calibration = Calibration(speeds=speeds, collectives=collectives, **content)
-        device = calibration.environment["device"]
+        measured = calibration.environment["device"]
         assert calibration.num_processes in speeds, "its largest number of processes is missing"
     except (OSError, ValueError, AttributeError, KeyError, TypeError, AssertionError) as error:
         what = f"{path}: not a complete calibration ({type(error).__name__}: {error})"
         raise UserError(f"{what}; run shardwise calibrate again") from None
-    here = environment(torch.device("cpu"))["device"]
+    here = "without a GPU"
+    if calibration.device == "cpu" or torch.cuda.is_available():
+        here = environment(torch.device(calibration.device))["device"]
     require(
-        device == here,
-        f"{path}: measured on {device}, this machine is {here}; run shardwise calibrate here",
+        measured == here,
+        f"{path}: measured on {measured}, this machine is {here}; run shardwise calibrate here",
     )
     return calibration
 
 
 def _speeds(row: dict[str, Any]) -> Speeds:
-    sizes = tuple(row["sizes"])
-    return Speeds(sizes, row["products"], row["units"], row["optimizer"])
+    speeds = Speeds(**row)
+    return replace(speeds, sizes=tuple(speeds.sizes))

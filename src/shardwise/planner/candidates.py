@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 from shardwise import rules
 from shardwise.assembly.costs import counted_costs
 from shardwise.assembly.describe import Description, describe
-from shardwise.config import Parallel, RunConfig, UserError
+from shardwise.config import Parallel, RunConfig, UserError, require
 from shardwise.layouts import Facts, ModelFacts, parallel_of
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
+from shardwise.models.dtypes import product_dtype
 from shardwise.planner.choices import Recomputed, as_checkpointing, hashable, is_budget
 from shardwise.planner.cluster import HERE, Cluster
 from shardwise.planner.divisions import Division, divisors, is_meant, layout_name, with_two_ranks
@@ -59,7 +60,9 @@ class Question:
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
         """Whose kernels a rank runs."""
-        return "cpu" if self.cluster.device.name in (HERE, "CPU-core") else "cuda"
+        if (calibration := self.cluster.calibration) is not None:
+            return calibration.device
+        return "cpu" if self.cluster.device.name == "CPU-core" else "cuda"
 
     def values(self, key: str, offered: Any) -> Any:
         """Return the values of a key that are tried: those offered, or the one that is fixed."""
@@ -138,6 +141,7 @@ def subject_of(question: Question) -> Subject:
     """Read a model on meta; UserError where no layout of it can be planned."""
     cfg = question.cfg
     require_memory(cfg)
+    _require_calibrated(question)
     training = replace(
         cfg.training,
         micro_batch_size=1,
@@ -167,6 +171,16 @@ def subject_of(question: Question) -> Subject:
         for choice, units in costs.items()
     }
     return Subject(run, facts, counts, costs["none"], kept)
+
+
+def _require_calibrated(question: Question) -> None:
+    """Raise UserError where a GPU was measured in another dtype; the planner has no rate for it."""
+    products = str(product_dtype(question.cfg)).removeprefix("torch.")
+    require(
+        question.device_type == "cpu" or products in question.cluster.device.flops,
+        f"--devices {HERE}: shardwise calibrate measures a GPU in bfloat16, and this run's "
+        f"products are in {products}; give --precision bfloat16, or --devices with a name",
+    )
 
 
 @dataclass

@@ -147,6 +147,12 @@ def efficiency(part: str) -> float:
     return _table()["efficiency"][part]
 
 
+def preset_of(torch_name: str) -> str | None:
+    """Return the name of the preset of a device, by torch's name of it."""
+    rows = _table()["devices"].items()
+    return next((name for name, row in rows if row.get("torch_name") == torch_name), None)
+
+
 @cache
 def _table() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
@@ -166,12 +172,19 @@ def _link(name: str) -> Link:
 def _here(nodes: int) -> Cluster:
     require(nodes == 1, f"--nodes is {nodes}: --devices {HERE} is one machine; leave --nodes out")
     calibration = calibration_here()
+    rate, name = calibration.best_rate, calibration.environment["device"]
+    is_gpu = calibration.device == "cuda"
     device = Device(
         HERE,
         calibration.memory_bytes,
-        {"float32": calibration.best_rate},
+        {"bfloat16": rate, "float16": rate} if is_gpu else {"float32": rate},
         calibration.memory_bandwidth,
         "measured by shardwise calibrate",
     )
-    link = _link("loopback")
-    return Cluster(device, calibration.num_processes, 1, link, link, link, calibration)
+    # By links layouts are compared roughly, before messages are priced as measured.
+    links = {"inside": "loopback", "host": "loopback"}
+    if is_gpu:
+        preset = preset_of(name)
+        links = _table()["devices"][preset] if preset else {"inside": "PCIe4", "host": "PCIe4"}
+    inside, host = (_link(links[side]) for side in ("inside", "host"))
+    return Cluster(device, calibration.num_processes, 1, inside, inside, host, calibration)

@@ -1,7 +1,8 @@
 """Measure this machine for `shardwise calibrate`: products, units of small models, AdamW, messages.
 
 First rank 0 measures alone while the others wait, then all ranks measure at the same time, since
-busy processes share caches and memory.
+busy processes share caches and memory. What is measured is larger on a GPU: it computes in bfloat16
+there, and the seconds of the host that queues a layer's work are measured beside those of the GPU.
 """
 
 from __future__ import annotations
@@ -11,69 +12,101 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.assembly.describe import describe
+from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.optimizer import make_optimizer
-from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training, UserError
 from shardwise.interfaces import Mesh
 from shardwise.metrics.hardware import environment
 from shardwise.parallel.neighbours import NoNeighbours
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.planner.calibration import Calibration, Speeds, prices_of, write
-from shardwise.planner.measure_messages import ROUNDS, collectives, jitter, median_seconds
+from shardwise.planner.measure_messages import collectives, jitter
 from shardwise.planner.profile import Bench, Start, make_bench
+from shardwise.planner.stopwatch import ROUNDS, Stopwatch
 from shardwise.planner.unit_work import UnitWork, work_of_units
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
 
-SIZES = (8, 64, 256, 1024)
-VOCABULARY = 1024
+DeviceType = Literal["cpu", "cuda"]
+
+
+class Scale(NamedTuple):
+    """How large the things are that are measured on a kind of device."""
+
+    dtype: Literal["float32", "bfloat16"]
+    """Of products and weights."""
+    sizes: tuple[int, ...]
+    """Rows, inner sizes and columns of products."""
+    points: tuple[tuple[int, int], ...]
+    """Hidden sizes of the models, and tokens."""
+    vocabulary: int
+    heads: int
+    """Of attention; half as many have keys."""
+    updated: tuple[tuple[int, int], tuple[int, int]]
+    """The elements of tensors that AdamW updates, and how many there are."""
+    copied: int
+    """Elements of float32."""
+
+
+SCALES = {
+    "cpu": Scale(
+        dtype="float32",
+        sizes=(8, 64, 256, 1024),
+        points=((128, 128), (128, 512), (320, 128), (320, 512)),
+        vocabulary=1024,
+        heads=4,
+        updated=((256, 64), (2**18, 16)),
+        copied=2**23,
+    ),
+    "cuda": Scale(
+        dtype="bfloat16",
+        sizes=(16, 128, 1024, 8192),
+        points=((1024, 2048), (1024, 8192), (2048, 4096)),
+        vocabulary=32768,
+        heads=8,
+        updated=((256, 256), (2**26, 4)),
+        copied=2**28,
+    ),
+}
+"""By the type of the device."""
 REFERENCES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
+        "architectures": ["Qwen3_5ForCausalLM"],
         "layer_types": ["linear_attention", "full_attention"] * 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 4,
     },
-    "bamba": {
-        "attn_layer_indices": [1, 3, 5],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 1,
-    },
-    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1, 3, 5]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
 }
 """Families whose layers are measured, each in models of six layers: so many lie in no cache."""
-POINTS = ((128, 128), (128, 512), (320, 128), (320, 512))
-"""Hidden sizes of these models, and tokens."""
 UNIT_ROUNDS = 3
 """A model has three units of each kind."""
 
 
-def calibrate(num_processes: int, path: Path, start: Start) -> int:
+def calibrate(num_processes: int, path: Path, start: Start, device: DeviceType = "cpu") -> int:
     """Measure this machine with up to so many busy processes, and write the file.
 
-    Returns the exit code of the processes; `start` has printed what went wrong.
+    `device`: cpu or cuda. Returns the exit code of the processes; `start` has printed what went
+    wrong.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         training = Training(output_dir=folder, global_batch_size=num_processes)
         cfg = RunConfig(
             Model(folder, init="random"),
             Data("-"),
-            replace(training, device="cpu"),
+            replace(training, device=device),
             None,
             Parallel(data="ddp"),
         )
@@ -81,7 +114,7 @@ def calibrate(num_processes: int, path: Path, start: Start) -> int:
 
 
 def _on_rank(path: Path, folder: Path, _: RunConfig, mesh: Mesh) -> None:
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    num_ranks, rank, device = dist.get_world_size(), dist.get_rank(), mesh.device
     torch.set_num_threads(threads_each(num_ranks))
     own = folder / f"rank-{rank}"
     alone = _speeds(mesh, own) if rank == 0 or num_ranks == 1 else None
@@ -89,53 +122,67 @@ def _on_rank(path: Path, folder: Path, _: RunConfig, mesh: Mesh) -> None:
     speeds = {1: alone} if alone is not None else {}
     if num_ranks > 1:
         speeds[num_ranks] = _speeds(mesh, own)
-    bandwidth = statistics.mean(of_every_rank(_copy_bandwidth()))
-    messages, waits = tuple(collectives()), jitter()
+    bandwidth = statistics.mean(of_every_rank(_copy_bandwidth(device)))
+    messages, waits = tuple(collectives(device)), jitter(device)
     if rank == 0:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
-        facts = environment(mesh.device)
-        measured = Calibration(facts, num_ranks, memory, bandwidth, speeds, messages, waits)
+        measured = Calibration(
+            environment(device),
+            num_ranks,
+            _memory_bytes(device, num_ranks),
+            bandwidth,
+            speeds,
+            messages,
+            waits,
+            "cuda" if device.type == "cuda" else "cpu",
+            SCALES[device.type].dtype,
+        )
         write(measured, path)
     dist.barrier()
 
 
 def _speeds(mesh: Mesh, folder: Path) -> Speeds:
-    products = {of: _products(of) for of in ("forward", "input", "weight")}
-    speeds = Speeds(SIZES, products, {}, _optimizer())
-    return replace(speeds, units=_units(mesh, folder, speeds))
+    products = {of: _products(of, mesh.device) for of in ("forward", "input", "weight")}
+    sizes = SCALES[mesh.device.type].sizes
+    speeds = Speeds(sizes, products, {}, _optimizer(mesh.device))
+    units, host = _units(mesh, folder, speeds)
+    return replace(speeds, units=units, host=host)
 
 
-def _products(of: str) -> list[list[list[float]]]:
+def _products(of: str, device: torch.device) -> list[list[list[float]]]:
     """Return the seconds of products, laid out in memory as in the pass: [rows, inner, columns].
 
     What is multiplied with, a weight or what a forward kept, was last used long ago in training, so
     no cache of a core holds it. Here it is another part of a large tensor each time.
     """
-    seconds = np.zeros((len(SIZES),) * 3)
-    numbers = torch.randn(max(2**24, 2 * SIZES[-1] ** 2))
+    scale, watch = SCALES[device.type], Stopwatch(device, "device")
+    draw = partial(torch.randn, device=device, dtype=getattr(torch, scale.dtype))
+    seconds = np.zeros((len(scale.sizes),) * 3)
+    numbers = draw(max(2**24, 2 * scale.sizes[-1] ** 2))
     pick = random.Random(0)
-    for index in itertools.product(range(len(SIZES)), repeat=3):
-        rows, inner, columns = (SIZES[i] for i in index)
-        a, size = torch.randn(rows, inner), inner * columns
+    for index in itertools.product(range(len(scale.sizes)), repeat=3):
+        rows, inner, columns = (scale.sizes[i] for i in index)
+        a, size = draw(rows, inner), inner * columns
         starts = [pick.randrange(numbers.numel() - size) for _ in range(ROUNDS + 1)]
-        parts = [numbers[start : start + size].view(inner, columns) for start in starts]
+        # A GPU's units for products take rows that begin at whole 16 bytes, as weights do.
+        parts = [numbers[start // 8 * 8 :][:size].view(inner, columns) for start in starts]
         if of == "forward":  # x W^T, W [columns, inner]
             parts = [part.view(columns, inner).T for part in parts]
         elif of == "weight":  # dy^T x, dy [inner, rows]
-            a = torch.randn(inner, rows).T
+            a = draw(inner, rows).T
         products = map(partial(torch.mm, a), parts)
-        seconds[index] = median_seconds(partial(next, products))
+        seconds[index] = watch.median_seconds(partial(next, products))
         beat()
     return seconds.tolist()
 
 
-def _optimizer() -> list[float]:
+def _optimizer(device: torch.device) -> list[float]:
     """Return the seconds per tensor and per element of the gradient norm, clipping and AdamW."""
     points = []
-    for numel, number in ((256, 64), (2**18, 16)):
-        named = [(f"{i}", torch.nn.Parameter(torch.randn(numel))) for i in range(number)]
+    for numel, number in SCALES[device.type].updated:
+        draw = partial(torch.randn, numel, device=device)
+        named = [(f"{i}", torch.nn.Parameter(draw())) for i in range(number)]
         for _, parameter in named:
-            parameter.grad = torch.randn(numel)
+            parameter.grad = draw()
         update = make_optimizer(Optimizer(), named, ())
         parameters = [parameter for _, parameter in named]
 
@@ -145,110 +192,170 @@ def _optimizer() -> list[float]:
                 parameter.grad.mul_(0.999)
             update.step()
 
-        points.append((numel, median_seconds(step) / number))
+        points.append((numel, Stopwatch(device).median_seconds(step) / number))
     (small, few), (large, many) = points
     per_element = max(0.0, (many - few) / (large - small))
     return [max(0.0, few - per_element * small), per_element]
 
 
-def _units(mesh: Mesh, folder: Path, speeds: Speeds) -> dict[str, dict[str, list[float]]]:
-    """Return the prices of what units do beyond their products, by key and direction."""
+def _units(
+    mesh: Mesh, folder: Path, speeds: Speeds
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """Return the prices of what units do beyond their products, by key and direction.
+
+    Then the seconds of a GPU's host in each pass, the median of all that were measured.
+    """
     points: dict[tuple[str, str], list[tuple[tuple[float, ...], float]]] = defaultdict(list)
-    for (model_type, sizes), (width, tokens), lora in itertools.product(
-        REFERENCES.items(), POINTS, (None, Lora(r=8, targets="auto"))
+    queued: dict[tuple[str, str], list[float]] = defaultdict(list)
+    device: DeviceType = "cuda" if mesh.device.type == "cuda" else "cpu"
+    scale = SCALES[device]
+    for model_type, (width, tokens), lora in itertools.product(
+        REFERENCES, scale.points, (None, Lora(r=8, targets="auto"))
     ):
-        cfg = _reference(folder, model_type, sizes, width, tokens, lora)
-        for work, forward, backward in _unit_seconds(cfg, mesh):
-            forward -= sum(map(speeds.product_seconds, work.forward))
+        cfg = _reference(folder, device, model_type, width, tokens, lora)
+        try:
+            facts = describe(cfg, 1, mesh.device)
+        except UserError as error:  # a GPU without kernels for the model's layers
+            if dist.get_rank() == 0 and (width, tokens) == scale.points[0]:
+                print(f"not measured: {model_type}: {error}", file=sys.stderr)
+            continue
+        for work, seconds, host in _unit_seconds(cfg, facts, mesh):
+            forward = seconds["forward"] - sum(map(speeds.product_seconds, work.forward))
             points[work.key, "forward"].append((work.rest_forward, forward))
+            backward = 0.0
             if work.has_backward:
-                backward -= sum(map(speeds.product_seconds, work.backward))
-                points[work.key, "backward"].append((work.rest_backward, backward))
-            else:
-                points[work.key, "backward"].append((work.rest_backward, 0.0))
+                backward = seconds["backward"] - sum(map(speeds.product_seconds, work.backward))
+            points[work.key, "backward"].append((work.rest_backward, backward))
+            for direction, of_host in host.items():
+                queued[work.key, direction].append(of_host)
         beat()
     units: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for (key, direction), rows in points.items():
         amounts, seconds = zip(*rows, strict=True)
         units[key][direction] = prices_of(np.array(amounts), np.array(seconds))
-    return dict(units)
+    host: dict[str, dict[str, float]] = defaultdict(dict)
+    for (key, direction), seconds in queued.items():
+        host[key][direction] = statistics.median(seconds)
+    return dict(units), dict(host)
 
 
 def _reference(
-    folder: Path, model_type: str, sizes: dict[str, Any], width: int, tokens: int, lora: Lora | None
+    folder: Path, device: DeviceType, model_type: str, width: int, tokens: int, lora: Lora | None
 ) -> RunConfig:
     """Return a run of one row with a small model, whose config is written into the folder."""
-    head = width // sizes["num_attention_heads"]
+    scale = SCALES[device]
+    head = width // scale.heads
     config = {
         "model_type": model_type,
-        "architectures": [_ARCHITECTURES[model_type]],
-        "vocab_size": VOCABULARY,
+        "vocab_size": scale.vocabulary,
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_hidden_layers": 6,
+        "num_attention_heads": scale.heads,
+        "num_key_value_heads": scale.heads // 2,
         "head_dim": head,
         "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 2**15,
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": None,
-        **sizes,
+        **REFERENCES[model_type],
     }
     if model_type == "bamba":
         # States and chunks that follow width and tokens tell the core's FLOPs from its elements.
         config |= {"mamba_d_state": width // 4, "mamba_chunk_size": tokens // 4}
-        config["mamba_d_head"] = 2 * width // sizes["mamba_n_heads"]
-    if "linear_num_key_heads" in sizes:
-        config |= {"linear_key_head_dim": head, "linear_value_head_dim": head}
+        config |= {"mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_d_head": 2 * width // 8}
+        if device == "cuda":  # as large as those that are published
+            config |= {"mamba_d_state": 128, "mamba_chunk_size": 256}
+            config |= {"mamba_n_heads": width // 32, "mamba_d_head": 64}
+    if model_type == "qwen3_5_text":
+        # fla compiles its kernels for each number of heads, and tunes them: for minutes.
+        num_heads, size = (16, 128) if device == "cuda" else (scale.heads, head)
+        config |= {"linear_num_key_heads": num_heads, "linear_num_value_heads": num_heads}
+        config |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    training = Training(output_dir="-", global_batch_size=1, micro_batch_size=1, device="cpu")
+    training = Training(
+        output_dir="-",
+        global_batch_size=1,
+        micro_batch_size=1,
+        device=device,
+        precision=scale.dtype,
+    )
     data = Data("-", sequence_length=tokens)
-    return RunConfig(Model(str(folder), init="random"), data, training, lora, Parallel())
+    model = Model(str(folder), init="random", dtype=scale.dtype)
+    return RunConfig(model, data, training, lora, Parallel())
 
 
-_ARCHITECTURES = {
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "bamba": "BambaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+def _unit_seconds(
+    cfg: RunConfig, facts: Description, mesh: Mesh
+) -> Iterator[tuple[UnitWork, dict[str, float], dict[str, float]]]:
+    """Yield the work of each unit of a model, and its seconds by direction: those of the device,
+    and those of a GPU's host.
 
-
-def _unit_seconds(cfg: RunConfig, mesh: Mesh) -> Iterator[tuple[UnitWork, float, float]]:
-    """Yield the work of each unit of a model, and the median seconds of its two passes.
-
-    Units with a state come twice, once as under `cp` without its messages: the second time their
-    cores compute more, so the two tell the price of a core's FLOPs from that of all else.
+    On a CPU units with a state come twice, once as under `cp` without its messages: the second time
+    their cores compute more, so the two tell the price of a core's FLOPs from that of all else.
     """
-    facts = describe(cfg, 1, mesh.device)
     works = work_of_units(cfg, facts.hf, facts.spec)
     bench = make_bench(cfg, mesh, facts, list(range(len(works))))
     yield from zip(works, *_passes(bench), strict=True)
     with_maps = work_of_units(cfg, facts.hf, facts.spec, has_neighbours=True)
-    if with_maps != works:
+    if with_maps != works and mesh.device.type == "cpu":
         for stage in bench.stages:
             stage.microbatches = [replace(x, neighbours=NoNeighbours()) for x in stage.microbatches]
         yield from zip(with_maps, *_passes(bench), strict=True)
 
 
-def _passes(bench: Bench) -> tuple[list[float], list[float]]:
-    """Return the median seconds of the forward and of the backward of each unit."""
-    for number in range(UNIT_ROUNDS + 1):
-        if number == 1:  # gradients are added up from here on
-            bench.seconds.clear()
-        outputs = []
-        for place in range(len(bench.stages)):
-            bench.forward(0, "again")
-            outputs.append(bench.forward(place))
-        for place in reversed(range(len(bench.stages))):
-            bench.backward(place, *outputs.pop(), halves=False)
+def _passes(bench: Bench) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Return the median seconds of the forward and of the backward of each unit, on the device and
+    on a GPU's host.
+    """
+    device = bench.watch.device
+    _pass(bench)  # gradients are added up from here on, and kernels are compiled
+    if device.type == "cpu":
+        of_device = _medians(bench)
+        return of_device, [{} for _ in of_device]
+    bench.watch = Stopwatch(device, "host")
+    of_host = _medians(bench)
+    bench.watch = Stopwatch(device, "device")
+    bench.watch.held_seconds = 0.001 + 2 * max(max(seconds.values()) for seconds in of_host)
+    return _medians(bench), of_host
+
+
+def _medians(bench: Bench) -> list[dict[str, float]]:
+    bench.seconds.clear()
+    for _ in range(UNIT_ROUNDS):
+        _pass(bench)
     medians = {key: statistics.median(seconds) for key, seconds in bench.seconds.items()}
-    places = range(len(bench.stages))
     around = medians[0, "F"]
-    forwards = [around, *(max(0.0, medians[place, "F"] - around) for place in places[1:])]
-    return forwards, [medians.get((place, "B"), 0.0) for place in places]
+    return [
+        {
+            "forward": max(0.0, medians[place, "F"] - (around if place else 0.0)),
+            "backward": medians.get((place, "B"), 0.0),
+        }
+        for place in range(len(bench.stages))
+    ]
 
 
-def _copy_bandwidth() -> float:
-    source, target = torch.ones(2**23), torch.ones(2**23)
-    return 2 * source.nbytes / median_seconds(partial(target.copy_, source))
+def _pass(bench: Bench) -> None:
+    """Run the forward of each stage, upwards, and then each backward."""
+    outputs = []
+    for place in range(len(bench.stages)):
+        bench.forward(0, "again")
+        outputs.append(bench.forward(place))
+    for place in reversed(range(len(bench.stages))):
+        bench.backward(place, *outputs.pop(), halves=False)
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    numbers = torch.ones(SCALES[device.type].copied, device=device)
+    target = torch.empty_like(numbers)
+    seconds = Stopwatch(device).median_seconds(partial(target.copy_, numbers))
+    return 2 * numbers.nbytes / seconds
+
+
+def _memory_bytes(device: torch.device, num_ranks: int) -> int:
+    """Return the memory of a rank: that of its GPU, or its share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,28 +13,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import all_gather, of_every_rank, reduce_scatter
 from shardwise.planner.calibration import Collective
+from shardwise.planner.stopwatch import ROUNDS, Stopwatch
 from shardwise.process.watchdog import beat
 
-MESSAGE_BYTES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
-ROUNDS = 5
+MESSAGE_BYTES = {
+    "cpu": (2**10, 2**14, 2**17, 2**20, 2**23, 2**25),
+    "cuda": (2**10, 2**16, 2**20, 2**23, 2**26, 2**28),
+}
+"""By the type of the devices."""
+COMPUTED = {"cpu": (256, 512, 512), "cuda": (4096, 4096, 4096)}
+"""Rows, inner size and columns of the products between two messages."""
 COMPUTING = 0.005
 """Seconds of computing between two messages: about a layer of a small model."""
 STRETCHES = 20
 TENSORS_OF_LAYER = 24
 """About eight linears with their adapters."""
-
-
-def median_seconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Return the median seconds of a function, which runs once before."""
-    work()
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 class Rhythm:
@@ -44,11 +38,13 @@ class Rhythm:
     A message right after another one costs less: the ranks come together, and caches hold its data.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._x, self._w = torch.randn(256, 512), torch.randn(512, 512)
-        self._products = max(
-            1, round(seconds / median_seconds(partial(torch.mm, self._x, self._w)))
-        )
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        rows, inner, columns = COMPUTED[device.type]
+        self._x = torch.randn(rows, inner, device=device)
+        self._w = torch.randn(inner, columns, device=device)
+        self._watch = Stopwatch(device)
+        of_product = self._watch.median_seconds(partial(torch.mm, self._x, self._w))
+        self._products = max(1, round(seconds / of_product))
         # Ranks that counted differently would wait for one another.
         self._products = min(of_every_rank(self._products))
         self.seconds = self._seconds_each(lambda: None, STRETCHES)
@@ -65,45 +61,45 @@ class Rhythm:
         return max(of_every_rank(max(1e-6, statistics.median(added))))
 
     def _seconds_each(self, message: Callable[[], Any], stretches: int) -> float:
+        seconds: list[float] = []
         dist.barrier()
-        start = time.perf_counter()
-        for _ in range(stretches):
-            for _ in range(self._products):
-                torch.mm(self._x, self._w)
-            message()
+        with self._watch.taking(seconds):
+            for _ in range(stretches):
+                for _ in range(self._products):
+                    torch.mm(self._x, self._w)
+                message()
         beat()
-        return (time.perf_counter() - start) / stretches
+        return seconds[0] / stretches
 
 
-def collectives() -> Iterator[Collective]:
+def collectives(device: torch.device) -> Iterator[Collective]:
     """Yield the seconds of every collective over sizes of whole tensors: among all ranks, and among
     neighbours of each number that divides them, all of which send at a time.
     """
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return
-    rhythm = Rhythm(COMPUTING)
+    rhythm = Rhythm(device, COMPUTING)
     for n in range(2, num_ranks + 1):
         if num_ranks % n == 0:
-            yield from _among(n, rhythm)
+            yield from _among(n, rhythm, device)
 
 
-def _among(n: int, rhythm: Rhythm) -> Iterator[Collective]:
+def _among(n: int, rhythm: Rhythm, device: torch.device) -> Iterator[Collective]:
     shape = dist.get_world_size() // n, n
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("others", "neighbours"))["neighbours"]
+    meshes = init_device_mesh(device.type, shape, mesh_dim_names=("others", "neighbours"))
+    mesh = meshes["neighbours"]
     group = mesh.get_group()
-    for num_bytes in MESSAGE_BYTES:
-        complete = torch.zeros(num_bytes // 4)
-        shards = torch.zeros(num_bytes // 4 // n * n)
+    for num_bytes in MESSAGE_BYTES[device.type]:
+        complete = torch.zeros(num_bytes // 4, device=device)
+        shards = torch.zeros(num_bytes // 4 // n * n, device=device)
         part = shards[: len(shards) // n]
         into = torch.zeros_like(shards)
         kinds: dict[str, Callable[[], Any]] = {
             "all-reduce": partial(_sum, complete, group),
-            "all-gather": partial(dist.all_gather_single, into, part, group=group),
+            "all-gather": partial(all_gather, into, part, group=group),
             "all-gather of weights": partial(_gather, _sharded_layer(num_bytes, mesh)),
-            "reduce-scatter": partial(
-                dist.reduce_scatter_single, part.clone(), shards, group=group
-            ),
+            "reduce-scatter": partial(reduce_scatter, part.clone(), shards, group=group),
             "reduce-scatter of weights": partial(_scatter_layer, shards, n, group),
             "all-to-all": partial(dist.all_to_all_single, into, shards, group=group),
             "broadcast": partial(dist.broadcast, complete, group=group, group_src=0),
@@ -118,15 +114,15 @@ def _among(n: int, rhythm: Rhythm) -> Iterator[Collective]:
             yield Collective(kind, 2 if kind == "send" else n, num_bytes, seconds)
 
 
-def jitter() -> float:
+def jitter(device: torch.device) -> float:
     """Return the seconds that a rank waits for others per second of computing.
 
     Ranks with equal work do not end together: the longer they compute, the longer one waits.
     """
     if dist.get_world_size() == 1:
         return 0.0
-    tiny = torch.zeros(8)
-    short, long = (Rhythm(seconds) for seconds in (COMPUTING, 8 * COMPUTING))
+    tiny = torch.zeros(8, device=device)
+    short, long = (Rhythm(device, seconds) for seconds in (COMPUTING, 8 * COMPUTING))
     waits = [rhythm.message_seconds(partial(_sum, tiny), STRETCHES) for rhythm in (short, long)]
     return max(0.0, (waits[1] - waits[0]) / (long.seconds - short.seconds))
 
@@ -139,10 +135,10 @@ def _sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
 def _sharded_layer(num_bytes: int, mesh: DeviceMesh) -> FSDPModule:
     """Return a layer of FSDP whose weights have so many bytes, in as many tensors as with LoRA."""
     size = max(1, num_bytes // 4 // TENSORS_OF_LAYER)
-    tensors = [
-        nn.Parameter(torch.zeros(size), requires_grad=False) for _ in range(TENSORS_OF_LAYER)
-    ]
-    layer = nn.ParameterList(tensors)
+    layer = nn.ParameterList(
+        nn.Parameter(torch.zeros(size, device=mesh.device_type), requires_grad=False)
+        for _ in range(TENSORS_OF_LAYER)
+    )
     return fully_shard(layer, mesh=mesh)
 
 
@@ -155,7 +151,7 @@ def _gather(layer: FSDPModule) -> None:
 def _scatter_layer(gradients: torch.Tensor, num_ranks: int, group: dist.ProcessGroup) -> None:
     """Do what FSDP does with a layer's gradients: they are copied and reduced into a new shard."""
     copied = gradients.clone()
-    dist.reduce_scatter_single(copied.new_empty(len(copied) // num_ranks), copied, group=group)
+    reduce_scatter(copied.new_empty(len(copied) // num_ranks), copied, group=group)
 
 
 def _transfer(tensor: torch.Tensor, group: dist.ProcessGroup, is_two_way: bool) -> None:

@@ -37,10 +37,11 @@ TIME_PARTS = {
     "recomputation": "forwards that backwards run again",
     "communication": "what no computation hides",
     "bubble": "waiting for other stages of the pipeline",
+    "host": "a GPU waits until its host has queued its work",
     "optimizer": "the update of the weights",
     "data": "reading rows: taken to be 0, as data.workers read ahead",
 }
-OVERHEADS = ("recomputation", "communication", "bubble", "optimizer", "data")
+OVERHEADS = ("recomputation", "communication", "bubble", "host", "optimizer", "data")
 """Parts of a step in which no device computes what the model needs."""
 
 
@@ -88,7 +89,7 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
         if unknown:
             names = "; ".join(sorted(unknown))
             yield f"not calibrated, priced as the mean of other layers: {names}"
-        if products != "float32":
+        if products not in cluster.device.flops:
             yield f"not calibrated: products in {products} are priced as those in float32"
 
 
@@ -267,7 +268,8 @@ def time_table(choice: Choice) -> Table:
     table = _table("time of a step", ">", ">share", "")
     for part, seconds in time_parts(choice.time).items():
         share = percent(seconds / choice.time.total)
-        table.add_row(part, seconds_text(seconds), share, TIME_PARTS[part])
+        if part != "host" or seconds:  # no datasheet tells it
+            table.add_row(part, seconds_text(seconds), share, TIME_PARTS[part])
     if moved := choice.time.elementwise:
         share = percent(moved / choice.time.total)
         what = "of the first three: what reads and writes whole tensors"

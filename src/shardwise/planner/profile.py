@@ -47,6 +47,7 @@ from shardwise.models.stage import Stage
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.planner.recompute import allowed_ways, as_way
+from shardwise.planner.stopwatch import Stopwatch
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
 
@@ -139,6 +140,7 @@ class Bench:
     needs_input_gradient: list[bool]  # of each stage
     hidden: torch.Tensor  # hidden states [B, T, D], the input of every stage but the first
     loss_scale: float
+    watch: Stopwatch
     number: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     """By stage and kind: F forward, B backward, I and W its halves, `around` and `again` the first
@@ -175,7 +177,8 @@ class Bench:
         Backwards run in one go, then in two halves. The first forward is that of stage `first`;
         after the highest stage comes the lowest.
         """
-        start = self.now()
+        self.watch.wait()
+        start = time.perf_counter()
         places = [(first + place) % len(self.stages) for place in range(len(self.stages))]
         for halves in (False, True):
             self.forward(0, "around")
@@ -185,7 +188,8 @@ class Bench:
                 outputs[place] = self.forward(place)
             for place in reversed(places):
                 self.backward(place, *outputs.pop(place), halves)
-        return self.now() - start
+        self.watch.wait()
+        return time.perf_counter() - start
 
     def forward(self, place: int, kind: str = "F") -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward of a stage and return its input and output."""
@@ -193,9 +197,8 @@ class Bench:
         carried = self.number
         if not stage.spec.first:
             carried = self.hidden.detach().requires_grad_(self.needs_input_gradient[place])
-        start = self.now()
-        output = stage(carried, self.number)
-        self.seconds[place, kind].append(self.now() - start)
+        with self.watch.taking(self.seconds[place, kind]):
+            output = stage(carried, self.number)
         return carried, output
 
     def backward(
@@ -207,22 +210,19 @@ class Bench:
             return
         outputs = [output * self.loss_scale] if stage.spec.last else [output]
         gradients = None if stage.spec.last else [self.hidden]
-        start = self.now()
         if not (halves and self.needs_input_gradient[place]):
             # Given a tuple without gradients, torch would take it that there is nothing to do.
             output_or_outputs = outputs[0] if stage.spec.last else outputs
-            _backward.stage_backward(output_or_outputs, gradients, [carried])
-            self.seconds[place, "B"].append(self.now() - start)
+            with self.watch.taking(self.seconds[place, "B"]):
+                _backward.stage_backward(output_or_outputs, gradients, [carried])
             return
-        with stage.backward_half.running("input"):
+        of_inputs, of_weights = self.seconds[place, "I"], self.seconds[place, "W"]
+        with stage.backward_half.running("input"), self.watch.taking(of_inputs):
             _, groups = _backward.stage_backward_input(
                 outputs, gradients, [carried], stage.parameters()
             )
-        between = self.now()
-        with stage.backward_half.running("weight"):
+        with stage.backward_half.running("weight"), self.watch.taking(of_weights):
             _backward.stage_backward_weight(stage.parameters(), groups)
-        self.seconds[place, "I"].append(between - start)
-        self.seconds[place, "W"].append(self.now() - between)
 
     def kept_bytes(self, place: int) -> int:
         """Return what a stage's forward leaves alive: its input, but not its output.
@@ -237,12 +237,6 @@ class Bench:
         assert memory.entry_bytes is not None
         received = 0 if self.stages[place].spec.first else carried.nbytes
         return memory.exit_bytes - memory.entry_bytes - output.nbytes + received
-
-    def now(self) -> float:
-        """Return the time, once the device has done what it was given."""
-        if self.hidden.is_cuda:
-            torch.cuda.synchronize(self.hidden.device)
-        return time.perf_counter()
 
 
 def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]) -> Bench:
@@ -280,7 +274,8 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
     number = torch.zeros(1, dtype=torch.int64)
     hidden = parts[0](number, number).detach()
     needed = needs_gradient(hf, spec, cfg.parallel.schedule)
-    return Bench(parts, [needed[place] for place in places], hidden, loss_scale)
+    watch = Stopwatch(mesh.device)
+    return Bench(parts, [needed[place] for place in places], hidden, loss_scale, watch)
 
 
 def _random_batch(cfg: RunConfig, vocab_size: int) -> Batch:

@@ -58,6 +58,9 @@ class StepTime:
     """Messages that nothing hides."""
     bubble: float = 0.0
     """A rank of a pipeline waits, for others or for messages between stages."""
+    host: float = 0.0
+    """A GPU waits for its host, which queues its work more slowly than it is done. 0 on presets:
+    no datasheet tells it."""
     optimizer: float = 0.0
     data: float = 0.0
     """0: rows are read ahead while a step runs."""
@@ -71,7 +74,7 @@ class StepTime:
     def total(self) -> float:
         """The seconds of the step."""
         work = self.layers + self.head + self.recomputation + self.optimizer + self.data
-        return work + self.communication + self.bubble
+        return work + self.communication + self.bubble + self.host
 
 
 def time_of_step(
@@ -104,6 +107,7 @@ def time_of_step(
     messages = max(totals, key=sum)
     forwards = m * sum(units[i].forward for i in busiest)
     backwards = m * sum(units[i].backward for i in busiest)
+    again = m * sum(units[i].recomputed for i in busiest)
     hidden = 0.0
     if not _is_cpu(cluster):
         hidden = min(messages.beside_layers, forwards + backwards)
@@ -114,9 +118,10 @@ def time_of_step(
     return StepTime(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),
-        recomputation=m * sum(units[i].recomputed for i in busiest),
+        recomputation=again,
         communication=sum(messages) - hidden + jitter * (forwards + backwards),
         bubble=bubble,
+        host=max(0.0, m * sum(units[i].host for i in busiest) - forwards - backwards - again),
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
         hidden_communication=hidden,
         elementwise=m * sum(units[i].elementwise for i in busiest),
@@ -226,12 +231,13 @@ def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share)
     is_sharded = cfg.parallel.data not in ("single", "ddp")
     numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
     moved = moved_bytes(cfg, numels)
-    if (calibration := cluster.calibration) is not None:
+    calibration, is_offloaded = cluster.calibration, cfg.parallel.offload != "none"
+    if calibration is not None and (_is_cpu(cluster) or not is_offloaded):
         per_tensor, per_element = calibration.of_busy(prod(run.sizes.values())).optimizer
         # It was measured with AdamW in float32.
         seconds = per_tensor * len(numels) + per_element * moved / ADAMW_BYTES
         return seconds + orthogonalising_flops(cfg, share.trained) / calibration.best_rate
-    if cfg.parallel.offload == "none" or _is_cpu(cluster):
+    if _is_cpu(cluster) or not is_offloaded:
         rate = cluster.device.rate(muon_dtype(cfg.training.precision)) * efficiency("product")
         seconds = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
         return seconds + orthogonalising_flops(cfg, share.trained) / rate

@@ -31,6 +31,8 @@ class UnitSeconds(NamedTuple):
     """Elementwise operators, which these three count too."""
     weight_gradients: float
     """The gradients of trained weights, which the backward counts too."""
+    host: float = 0.0
+    """The host of a GPU queues all this, beside what the GPU does; 0 where it was not measured."""
 
     @property
     def total(self) -> float:
@@ -123,16 +125,19 @@ def _measured(
         in_products = sum(map(speeds.product_seconds, products))
         return in_products + speeds.rest_seconds(work.key, direction, rest)
 
-    read_back = _read_back(cfg, cluster, work)
+    extra = _read_back(cfg, cluster, work)
+    if cluster.calibration.device == "cuda":  # which was measured with weights in bfloat16
+        extra += _cast_bytes(cfg, work) / cluster.device.memory_bandwidth
+    host = (1 + (work.way != "none")) * speeds.host_seconds(work.key, "forward")
     return UnitSeconds(
-        forward=seconds(work.forward, "forward", work.rest_forward) + read_back,
+        forward=seconds(work.forward, "forward", work.rest_forward) + extra,
         backward=work.has_backward
-        * (seconds(work.backward, "backward", work.rest_backward) + read_back),
-        recomputed=seconds(work.again, "forward", work.rest_again)
-        + (work.way == "full") * read_back,
+        * (seconds(work.backward, "backward", work.rest_backward) + extra),
+        recomputed=seconds(work.again, "forward", work.rest_again) + (work.way == "full") * extra,
         elementwise=0.0,
         weight_gradients=work.has_backward
         * sum(map(speeds.product_seconds, work.weight_gradients)),
+        host=host + work.has_backward * speeds.host_seconds(work.key, "backward"),
     )
 
 
@@ -143,9 +148,7 @@ def _roofline(
     device, dtype, hidden = cluster.device, product_dtype(cfg), hidden_dtype(cfg)
     bandwidth = device.memory_bandwidth * efficiency("memory")
     rate = device.rate(dtype) * efficiency("core")
-    # Autocast reads each matrix and writes it in the dtype of products. In a backward LoRA's
-    # kernels do so again, and gradients of trained matrices go back.
-    cast = (hidden.itemsize + dtype.itemsize) * work.matrices * (hidden != dtype)
+    cast = _cast_bytes(cfg, work)
 
     def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> Work:
         in_products = sum(_product_seconds(cfg, cluster, product) for product in products)
@@ -172,6 +175,15 @@ def _roofline(
         weight_gradients=work.has_backward
         * sum(_product_seconds(cfg, cluster, product) for product in work.weight_gradients),
     )
+
+
+def _cast_bytes(cfg: RunConfig, work: UnitWork) -> float:
+    """Return the bytes that autocast moves: it reads each matrix and writes it in another dtype.
+
+    In a backward LoRA's kernels do so again, and gradients of trained matrices go back.
+    """
+    dtype, hidden = product_dtype(cfg), hidden_dtype(cfg)
+    return (hidden.itemsize + dtype.itemsize) * work.matrices * (hidden != dtype)
 
 
 def _read_back(cfg: RunConfig, cluster: Cluster, work: UnitWork) -> float:

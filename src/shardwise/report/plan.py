@@ -11,8 +11,10 @@ from shardwise.words import number, percent, seconds, size
 MEMORY_PARTS = (
     *("weights", "gradients", "optimizer", "activations", "buffers", "temporary", "overhead"),
 )
-TIME_PARTS = (*("layers", "head", "recomputation", "communication", "bubble", "optimizer", "data"),)
-COLOURS = ("#3b6fb6", "#d98032", "#4c9a5b", "#b6524e", "#8065a9", "#8a6a54", "#8f98a5")
+TIME_PARTS = (
+    *("layers", "head", "recomputation", "communication", "bubble", "optimizer", "data", "host"),
+)
+COLOURS = ("#3b6fb6", "#d98032", "#4c9a5b", "#b6524e", "#8065a9", "#8a6a54", "#8f98a5", "#c2a33a")
 """One for each part."""
 WIDTH, HEIGHT = 620, 300
 """Of the plane, in pixels."""
