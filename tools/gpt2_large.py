@@ -27,7 +27,14 @@ from shardwise.run_file import load_config
 from shardwise.words import NOTHING
 
 ROOT = Path(__file__).parents[1]
-PUBLISHED_GB = {"single": 21, "ddp": 21, "zero3": 20, "fsdp2-tp": 6}
+PUBLISHED_GIB = {
+    ("ddp", 8): 21.37,
+    ("zero3", 8): 8.33,
+    ("fsdp2-tp", 8): 6.36,
+    ("fsdp2-tp", 32): 17.81,
+}
+"""torch.cuda.max_memory_allocated by layout and rows per GPU: README of
+github.com/makramab/hybrid-parallelism, commit 7daabf26."""
 NUM_GPUS = {"single": 1, "ddp": 4, "zero3": 4, "fsdp2-tp": 4}
 ROWS = (8, 32)
 LOSSES = ("chunked", "plain")
@@ -38,15 +45,16 @@ COLUMNS = (
 HEAD = """\
 # GPT-2 Large, 1,024 tokens, bfloat16 products, AdamW, checkpoints: GB (10^9 bytes) on rank 0
 
-States are exact, peaks planned, neither measured on GPUs. Published are peaks of an unknown batch
-size. Nothing is planned of a loss that gathers all logits over tensor-parallel ranks.
+States are exact, peaks planned, neither measured on GPUs. Published are peaks of another program,
+in float16 and with dropout (makramab/hybrid-parallelism, commit 7daabf26). Nothing is planned of a
+loss that gathers all logits over tensor-parallel ranks.
 
 """
 
 
 def main() -> None:
     options = command_line(__doc__, ROOT / "results" / "gpt2-large").parse_args()
-    rows = [row_of(layout, rows) for layout in PUBLISHED_GB for rows in ROWS]
+    rows = [row_of(layout, rows) for layout in NUM_GPUS for rows in ROWS]
     result = {"environment": environment(), "unit": "bytes on rank 0", "rows": rows}
     write_json(options.out / "memory.json", result)
     page = page_of(rows)
@@ -74,7 +82,7 @@ def row_of(layout: str, rows: int) -> dict[str, Any]:
             loss: peak and {"bytes": peak.total - peak.overhead, "moment": peak.moment}
             for loss, peak in peaks.items()
         },
-        "published_peak_gb": PUBLISHED_GB[layout],
+        "published_peak_gib": PUBLISHED_GIB.get((layout, rows)),
     }
 
 
@@ -100,7 +108,8 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     cells = [row["layout"], str(row["rows_per_device"]), *sizes]
     for peak in row["peaks"].values():
         cells += [f"{peak['bytes'] / 1e9:.1f}", peak["moment"]] if peak else [NOTHING, NOTHING]
-    return [*cells, str(row["published_peak_gb"])]
+    published = row["published_peak_gib"]
+    return [*cells, NOTHING if published is None else f"{published * 2**30 / 1e9:.1f}"]
 
 
 if __name__ == "__main__":

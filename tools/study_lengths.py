@@ -65,7 +65,7 @@ def lengths(study: Study) -> Drawn | None:
         f"measured peaks of these rows they give those of the study's other length to within "
         f"{percent(max(errors), 1)}."
     )
-    return Drawn("lengths", "Context length at a fixed memory", caption, figure)
+    return Drawn("lengths", "Context length at a fixed memory, planned", caption, figure)
 
 
 def mode_of(row: Row) -> str:

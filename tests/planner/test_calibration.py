@@ -11,7 +11,14 @@ import torch
 
 from shardwise.config import UserError
 from shardwise.metrics.hardware import environment
-from shardwise.planner.calibration import Calibration, Collective, prices_of, read, write
+from shardwise.planner.calibration import (
+    LEAST_SECONDS,
+    Calibration,
+    Collective,
+    prices_of,
+    read,
+    write,
+)
 from shardwise.planner.candidates import Question, subject_of
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.unit_work import Product
@@ -20,8 +27,11 @@ from tests.planner.test_step_time import single, speeds
 
 def made() -> Calibration:
     facts = environment(torch.device("cpu"))
-    messages = (Collective("all-reduce", 4, 1000, 1e-6), Collective("all-reduce", 4, 3000, 2e-6))
-    # A latency of 0.5 us, and 2 GB/s.
+    messages = (
+        Collective("all-reduce", 4, 10**4, 1e-5),
+        Collective("all-reduce", 4, 3 * 10**4, 2e-5),
+    )
+    # A latency of 5 us, and 2 GB/s.
     return Calibration(facts, 4, 2**30, 1e10, {1: speeds(), 4: speeds()}, messages, 0.0)
 
 
@@ -44,7 +54,7 @@ def test_a_gpu_here_has_its_links_and_no_rate_in_float32(monkeypatch):
     assert (here.inside, here.host) == (preset.inside, preset.host)
     question = Question(single(), here)
     assert question.device_type == "cuda"
-    with pytest.raises(UserError, match="give --precision bfloat16"):
+    with pytest.raises(UserError, match="shardwise calibrate measures a GPU in bfloat16"):
         subject_of(question)
     assert subject_of(Question(single(precision="bfloat16"), here)).counts.parameters
 
@@ -67,7 +77,19 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
 @pytest.mark.parametrize("num_bytes", [10, 2000, 6000])
 def test_a_message_is_a_latency_and_bytes_over_a_bandwidth(num_bytes):
     seconds = made().message_seconds("all-reduce", 4, num_bytes)
-    assert seconds == pytest.approx(0.5e-6 + num_bytes / 2e9)
+    assert seconds == pytest.approx(5e-6 + num_bytes / 2e9)
+
+
+def test_a_message_that_was_lost_in_noise_says_nothing_of_the_others():
+    messages = (*made().collectives, Collective("all-reduce", 4, 1000, LEAST_SECONDS))
+    lost = replace(made(), collectives=messages)
+    assert lost.message_seconds("all-reduce", 4, 2000) == pytest.approx(5e-6 + 2000 / 2e9)
+
+
+def test_a_product_thinner_than_any_measured_one_takes_as_long():
+    measured = replace(speeds(), sizes=(16, 4096))
+    thin, least = (Product("forward", 1024, inner, 1024) for inner in (4, 16))
+    assert measured.product_seconds(thin) == measured.product_seconds(least)
 
 
 def test_more_ranks_than_were_measured_are_refused():

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from shardwise import cli
 from shardwise.assembly.describe import describe
+from shardwise.config import Lora
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import measure_machine, measure_messages
 from shardwise.planner.calibration import FACTORS, read
 from shardwise.planner.calibration_view import collectives_table, summary
+from shardwise.planner.unit_time import amounts_of
+from shardwise.planner.unit_work import Rest, work_of_units
 from tests.assembly.test_costs import config, tiny
 from tests.distributed import PATIENCE, run_ranks
 
@@ -26,12 +32,12 @@ def measure_on_rank(path: Path, folder: Path) -> None:
 def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
     references = {"qwen3_5_text": measure_machine.REFERENCES["qwen3_5_text"]}
     monkeypatch.setattr(measure_machine, "REFERENCES", references)
-    small = measure_machine.SCALES["cpu"]._replace(sizes=(8, 16), points=((32, 32), (64, 64)))
+    small = measure_machine.SCALES["cpu"]._replace(sizes=(8, 16), points=((32, 1, 32), (64, 1, 64)))
     monkeypatch.setitem(measure_machine.SCALES, "cpu", small)
     monkeypatch.setitem(measure_messages.MESSAGE_BYTES, "cpu", (64, 256))
     monkeypatch.setattr(measure_messages, "ROUNDS", 1)
-    monkeypatch.setattr(measure_messages, "COMPUTING", 1e-4)
-    monkeypatch.setattr(measure_messages, "STRETCHES", 5)
+    monkeypatch.setitem(measure_messages.COMPUTING, "cpu", 1e-4)
+    monkeypatch.setitem(measure_messages.STRETCHES, "cpu", 5)
     path = tmp_path / "cache" / "calibration.json"
     run_ranks(2, measure_on_rank, path, tmp_path)
     made = read(path)
@@ -58,9 +64,9 @@ def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
 def backward_seconds(folder: Path) -> dict[str, float]:
     """Return the seconds of the backward of each unit that has one, by its key."""
     mesh = build_mesh(config(tiny("llama"), pp=1), torch.device("cpu"))
-    cfg = measure_machine._reference(folder, "cpu", "qwen3_5_text", 32, 32, None)
-    units = measure_machine._unit_seconds(cfg, describe(cfg, 1, mesh.device), mesh)
-    return {work.key: seconds["backward"] for work, seconds, _ in units if work.has_backward}
+    cfg = measure_machine._reference(folder, "cpu", "qwen3_5_text", (32, 1, 32), None)
+    units = measure_machine._unit_seconds(cfg, mesh)
+    return {work.key: seconds["backward"] for _, work, seconds, _ in units if work.has_backward}
 
 
 def test_each_kind_of_unit_takes_time(tmp_path):
@@ -78,15 +84,33 @@ def test_four_ranks_measure_what_two_of_them_send_too(monkeypatch):
     """Else a plan for four processes would have no price for an axis of two, or for a pipeline."""
     monkeypatch.setitem(measure_messages.MESSAGE_BYTES, "cpu", (64,))
     monkeypatch.setattr(measure_messages, "ROUNDS", 1)
-    monkeypatch.setattr(measure_messages, "COMPUTING", 1e-4)
-    monkeypatch.setattr(measure_messages, "STRETCHES", 1)
+    monkeypatch.setitem(measure_messages.COMPUTING, "cpu", 1e-4)
+    monkeypatch.setitem(measure_messages.STRETCHES, "cpu", 1)
     expected = {(kind, n) for kind, n in product(FACTORS, (2, 4)) if (kind, n) != ("send", 4)}
     assert run_ranks(4, kinds_and_ranks) == [expected] * 4
 
 
 @pytest.mark.parametrize("nproc", ["0", "100000"])
 def test_a_wrong_number_of_processes_ends_with_2(nproc, capsys):
-    assert cli.main(["calibrate", "--nproc", nproc]) == 2
+    assert cli.main(["calibrate", "--device", "cpu", "--nproc", nproc]) == 2
     error = capsys.readouterr().err
     assert "as many as this machine has cores" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=8, targets="auto")], ids=["full", "lora"])
+def test_the_models_of_a_gpu_tell_its_prices_apart(lora, tmp_path):
+    """With one row, or one length, a core's FLOPs would be a sum of the other amounts."""
+    amounts: dict[str, list[Rest]] = defaultdict(list)
+    points = measure_machine.SCALES["cuda"].points
+    for model_type, point in product(measure_machine.REFERENCES, points):
+        cfg = measure_machine._reference(tmp_path, "cuda", model_type, point, lora)
+        cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
+        facts = describe(cfg, 1)
+        for work in work_of_units(cfg, facts.hf, facts.spec):
+            of = cfg, facts.spec.family, "cuda", work.key, "backward"
+            amounts[work.key].append(amounts_of(*of, work.rest_backward))
+    for key, rows in amounts.items():
+        columns = np.array(rows)
+        columns = columns[:, columns.any(axis=0)]
+        assert np.linalg.cond(columns / np.linalg.norm(columns, axis=0)) < 100, key

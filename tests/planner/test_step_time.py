@@ -17,8 +17,8 @@ from shardwise.planner.calibration import FACTORS, Calibration, Collective, Spee
 from shardwise.planner.cluster import Cluster, Link, cluster_of, efficiency
 from shardwise.planner.communication import of_data, step_of
 from shardwise.planner.shares import Shares
-from shardwise.planner.step_time import StepTime, time_of_step
-from shardwise.planner.unit_time import seconds_of_units
+from shardwise.planner.step_time import StepTime, _waits_for_host, time_of_step
+from shardwise.planner.unit_time import UnitSeconds, seconds_of_units
 from shardwise.planner.unit_work import work_of_units
 from shardwise.planner.weights import shapes_of
 from tests.assembly.test_costs import build, config, tiny
@@ -67,14 +67,26 @@ def test_a_gpu_waits_for_a_host_that_queues_its_work_more_slowly():
         device = replace(cluster_of("1xH200").device, flops=rates)
         return step_time(cfg, 1, replace(cluster_of("1xH200"), device=device, calibration=made))
 
-    fast, slow = step(1e-9), step(1.0)
-    assert fast.host == 0.0
+    fast, slow = step(1e-9), step(1e3)
+    assert fast.host < 1e-6
     # Two micro-batches: embedding, layers and head; a layer's forward runs twice.
     num_layers = len(describe(cfg, 1).spec.layers)
-    queued = 2 * (3 + 4 * num_layers + 3)
+    queued = 1e3 * 2 * (3 + 4 * num_layers + 3)
     computed = slow.layers + slow.head + slow.recomputation
     assert slow.host == pytest.approx(queued - computed)
     assert slow.total == pytest.approx(queued + slow.optimizer)
+
+
+def test_a_gpu_that_ran_ahead_waits_though_it_is_slower_in_all():
+    def unit(forward: float, backward: float) -> UnitSeconds:
+        return UnitSeconds(forward, backward, 0.0, 0.0, 0.0, host_forward=2.0, host_backward=1.0)
+
+    # It waits for the forward, which it does in half the host's time, and then works a queue off.
+    assert _waits_for_host([unit(1.0, 5.0)], 1) == pytest.approx(1.0)
+    # The host queues the second forward meanwhile.
+    assert _waits_for_host([unit(1.0, 5.0)], 2) == pytest.approx(1.0)
+    assert _waits_for_host([unit(1.0, 5.0)], 1000) == pytest.approx(1.0)
+    assert _waits_for_host([unit(1.0, 1.5)], 1000) == pytest.approx(1000 * 0.5, rel=0.01)
 
 
 def test_autocast_costs_a_calibrated_gpu_the_bytes_that_it_moves():
@@ -277,6 +289,15 @@ def test_an_update_takes_what_its_optimizer_moves_and_multiplies(cluster):
         ).optimizer
 
     assert seconds("sgd") < seconds("adamw") < seconds("muon")
+
+
+def test_a_norm_reads_gradients_and_clipping_reads_and_writes_them():
+    def seconds(limit: float | None) -> float:
+        cfg = single()
+        cfg = replace(cfg, optimizer=replace(cfg.optimizer, max_grad_norm=limit))
+        return step_time(cfg, 1, cluster_of("1xH100-80GB")).optimizer
+
+    assert seconds(None) == pytest.approx(8 / 10 * seconds(1.0))  # beside AdamW's 7
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

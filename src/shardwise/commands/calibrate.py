@@ -21,7 +21,7 @@ def run(args: Namespace) -> int:
     from shardwise.planner.measure_machine import calibrate
     from shardwise.process.world import num_cores
 
-    num_devices, what = torch.cuda.device_count(), "GPUs"
+    num_devices, what = torch.cuda.device_count() * torch.cuda.is_available(), "GPUs"
     require(
         args.device != "cuda" or num_devices > 0,
         "--device is cuda but torch finds no GPU; give --device cpu",

@@ -41,6 +41,10 @@ FACTORS = {
 (doc/PERFORMANCE.md). Those "of weights" have the copies of FSDP and ZeRO in their seconds."""
 
 
+LEAST_SECONDS = 1e-6
+"""What a message adds to a step at least."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """What a collective among `num_ranks`, on a tensor of `num_bytes` in all, adds to a step."""
@@ -79,10 +83,12 @@ class Speeds:
     def product_seconds(self, product: Product) -> float:
         """Return the seconds of a product: FLOPs over a rate that is interpolated in logarithms.
 
-        Beyond the measured sizes the rate is that of the nearest one.
+        Beyond the largest size that was measured the rate is that of this one.
         """
         rates = self._rates[product.of]
-        places = [self._place(size) for size in product[1:4]]
+        # One with fewer rows or columns than the smallest that was measured takes as long.
+        rows, inner, columns = (max(size, self.sizes[0]) for size in product[1:4])
+        places = [self._place(size) for size in (rows, inner, columns)]
         rate = 0.0
         for corner in itertools.product((0, 1), repeat=3):
             share = math.prod(
@@ -92,8 +98,7 @@ class Speeds:
             if share:
                 index = tuple(low + up for up, (low, _) in zip(corner, places, strict=True))
                 rate += share * rates[index]
-        flops = 2.0 * product.rows * product.inner * product.columns
-        return product.times * flops / math.exp(rate)
+        return product.times * 2.0 * rows * inner * columns / math.exp(rate)
 
     def rest_seconds(self, key: str, direction: str, rest: Rest) -> float:
         """Return the seconds of a unit beyond its products; `direction`: forward or backward.
@@ -152,7 +157,7 @@ class Calibration:
     @property
     def best_rate(self) -> float:
         """FLOP/s of the fastest product, while all processes are busy."""
-        rates = self.speeds[self.num_processes]._rates.values()
+        rates = self.of_busy(self.num_processes)._rates.values()
         return float(max(np.exp(table).max() for table in rates))
 
     def of_busy(self, num_ranks: int) -> Speeds:
@@ -180,9 +185,11 @@ class Calibration:
             rows[row.kind, row.num_ranks].append(row)
         lines = {}
         for key, of_key in rows.items():
-            amounts = np.array([(1.0, row.num_bytes) for row in of_key])
-            seconds = np.array([[row.seconds] for row in of_key])
-            lines[key] = prices_of(amounts / seconds, np.ones(len(of_key)))
+            # Of a message at the floor it is only known that it was lost in noise.
+            told = [row for row in of_key if row.seconds > LEAST_SECONDS] or of_key
+            amounts = np.array([(1.0, row.num_bytes) for row in told])
+            seconds = np.array([[row.seconds] for row in told])
+            lines[key] = prices_of(amounts / seconds, np.ones(len(told)))
         return lines
 
 
@@ -237,7 +244,7 @@ def read(path: Path) -> Calibration:
         collectives = tuple(Collective(**row) for row in content.pop("collectives"))
         calibration = Calibration(speeds=speeds, collectives=collectives, **content)
         measured = calibration.environment["device"]
-        assert calibration.num_processes in speeds, "its largest number of processes is missing"
+        assert speeds, "it has no speeds"
     except (OSError, ValueError, AttributeError, KeyError, TypeError, AssertionError) as error:
         what = f"{path}: not a complete calibration ({type(error).__name__}: {error})"
         raise UserError(f"{what}; run shardwise calibrate again") from None

@@ -174,12 +174,23 @@ def subject_of(question: Question) -> Subject:
 
 
 def _require_calibrated(question: Question) -> None:
-    """Raise UserError where a GPU was measured in another dtype; the planner has no rate for it."""
+    """Raise UserError where another device was measured than the run asks for, or a GPU in another
+    dtype, for which the planner has no rate.
+    """
+    wanted, measured = question.cfg.training.device, question.device_type
+    if question.cluster.calibration is None:
+        return
+    require(
+        wanted in ("auto", measured),
+        f"--devices {HERE} was calibrated on {measured}, and training.device is {wanted}; run "
+        f"shardwise calibrate --device {wanted}",
+    )
     products = str(product_dtype(question.cfg)).removeprefix("torch.")
     require(
-        question.device_type == "cpu" or products in question.cluster.device.flops,
+        measured == "cpu" or products in question.cluster.device.flops,
         f"--devices {HERE}: shardwise calibrate measures a GPU in bfloat16, and this run's "
-        f"products are in {products}; give --precision bfloat16, or --devices with a name",
+        f"products are in {products}; set training.precision to bfloat16 (plan: --precision "
+        "bfloat16), or give --devices with a name",
     )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from shardwise.assembly.costs import gradient_bytes
 from shardwise.config import RunConfig
@@ -26,7 +28,7 @@ class Unit:
     memory: UnitMemory
     weights: tuple[Weight, ...]
 
-    @property
+    @cached_property
     def trained(self) -> tuple[Weight, ...]:
         """The weights that the optimizer updates."""
         return tuple(weight for weight in self.weights if weight.is_trained)
@@ -48,6 +50,9 @@ class Whole:
     The first micro-batch leaves its gradients. Those of a later one are added to them, one weight
     after the other.
     """
+
+    repeats = False
+    """Whether every micro-batch after the first one is like the second."""
 
     def __init__(
         self,
@@ -129,17 +134,16 @@ class Ddp(Whole):
     are more.
     """
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        in_16_bits = [[w for w in unit.trained if w.itemsize < 4] for unit in self.units]
+        sizes = [sum(map(self._gradient, of_unit)) for of_unit in in_16_bits]
+        self.filled = [*accumulate(reversed(sizes), initial=0)][::-1]
+        """The bytes of gradients in 16 bits of each unit and of those above it; 0 above all."""
+
     def _copied(self, place: int) -> int:
         """Return the bytes of the copy that is summed as the backward of a unit fills a bucket."""
-        above, filled = (
-            sum(
-                self._gradient(w)
-                for unit in self.units[low:]
-                for w in unit.trained
-                if w.itemsize < 4
-            )
-            for low in (place + 1, place)
-        )
+        filled, above = self.filled[place : place + 2]
         is_full = place == 0 or filled // BUCKET_BYTES > above // BUCKET_BYTES
         return 2 * min(BUCKET_BYTES, filled) if is_full else 0
 
@@ -198,19 +202,12 @@ class Zero2(Zero1):
     through the forward of the next micro-batch, too (parallel/zero.py).
     """
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        units: Sequence[Unit],
-        num_shards: int,
-        is_gloo: bool,
-        tied: Weight | None = None,
-    ) -> None:
-        super().__init__(cfg, units, num_shards, is_gloo, tied)
-        places = {w: place for place, unit in enumerate(units) for w in unit.trained}
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        places = {w: place for place, unit in enumerate(self.units) for w in unit.trained}
         self.ready: dict[int, list[list[Weight]]] = {}
         """The buckets that the backward of a unit completes, by its place."""
-        for bucket in buckets([w for unit in units[::-1] for w in unit.trained[::-1]]):
+        for bucket in buckets([w for unit in self.units[::-1] for w in unit.trained[::-1]]):
             self.ready.setdefault(places[bucket[-1]], []).append(bucket)
         self.shards = self.pending = 0
         """Bytes of the shards' gradients, and of those that wait for the rest of their bucket."""

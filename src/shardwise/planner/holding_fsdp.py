@@ -24,6 +24,8 @@ class Sharded(Whole):
     has all (`whole`), with their gradients: experts that `ep` spreads over all shards, above all.
     """
 
+    repeats = True
+
     def __init__(
         self,
         cfg: RunConfig,

@@ -1,8 +1,9 @@
 """Measure this machine for `shardwise calibrate`: products, units of small models, AdamW, messages.
 
 First rank 0 measures alone while the others wait, then all ranks measure at the same time, since
-busy processes share caches and memory. What is measured is larger on a GPU: it computes in bfloat16
-there, and the seconds of the host that queues a layer's work are measured beside those of the GPU.
+busy processes share caches and memory. GPUs share neither, so all measure at once. What is measured
+is larger there and in bfloat16, and the seconds of the host that queues a layer's work are measured
+beside those of the GPU.
 """
 
 from __future__ import annotations
@@ -25,17 +26,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.assembly.describe import Description, describe
+from shardwise.assembly.describe import describe
 from shardwise.assembly.optimizer import make_optimizer
-from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training, UserError
+from shardwise.config import (
+    Data,
+    Launch,
+    Lora,
+    Model,
+    Optimizer,
+    Parallel,
+    RunConfig,
+    Training,
+    UserError,
+)
 from shardwise.interfaces import Mesh
 from shardwise.metrics.hardware import environment
+from shardwise.metrics.rounds import free_cache
+from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.neighbours import NoNeighbours
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.planner.calibration import Calibration, Speeds, prices_of, write
 from shardwise.planner.measure_messages import collectives, jitter
 from shardwise.planner.profile import Bench, Start, make_bench
 from shardwise.planner.stopwatch import ROUNDS, Stopwatch
+from shardwise.planner.traffic import Direction
+from shardwise.planner.unit_time import amounts_of
 from shardwise.planner.unit_work import UnitWork, work_of_units
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
@@ -50,11 +65,9 @@ class Scale(NamedTuple):
     """Of products and weights."""
     sizes: tuple[int, ...]
     """Rows, inner sizes and columns of products."""
-    points: tuple[tuple[int, int], ...]
-    """Hidden sizes of the models, and tokens."""
+    points: tuple[tuple[int, int, int], ...]
+    """Hidden sizes of the models, rows, and tokens of a row."""
     vocabulary: int
-    heads: int
-    """Of attention; half as many have keys."""
     updated: tuple[tuple[int, int], tuple[int, int]]
     """The elements of tensors that AdamW updates, and how many there are."""
     copied: int
@@ -65,18 +78,23 @@ SCALES = {
     "cpu": Scale(
         dtype="float32",
         sizes=(8, 64, 256, 1024),
-        points=((128, 128), (128, 512), (320, 128), (320, 512)),
+        points=((128, 1, 128), (128, 1, 512), (320, 1, 128), (320, 1, 512)),
         vocabulary=1024,
-        heads=4,
         updated=((256, 64), (2**18, 16)),
         copied=2**23,
     ),
     "cuda": Scale(
         dtype="bfloat16",
-        sizes=(16, 128, 1024, 8192),
-        points=((1024, 2048), (1024, 8192), (2048, 2048), (2048, 8192)),
+        sizes=(16, 64, 256, 1024, 2048, 4096, 8192),
+        # Rows and lengths tell the elements of a layer from its core.
+        points=(
+            (1024, 1, 2048),
+            (1024, 4, 2048),
+            (1024, 1, 8192),
+            (2048, 1, 2048),
+            (2048, 4, 2048),
+        ),
         vocabulary=32768,
-        heads=8,
         updated=((256, 256), (2**26, 4)),
         copied=2**28,
     ),
@@ -93,6 +111,9 @@ REFERENCES: dict[str, dict[str, Any]] = {
 """Families whose layers are measured, each in models of six layers: so many lie in no cache."""
 UNIT_ROUNDS = 3
 """A model has three units of each kind."""
+TIMEOUT_SECONDS = 3600.0
+"""While fla's kernels are compiled, or other ranks wait for the first, nothing is finished for
+minutes."""
 
 
 def calibrate(num_processes: int, path: Path, start: Start, device: DeviceType = "cpu") -> int:
@@ -109,6 +130,7 @@ def calibrate(num_processes: int, path: Path, start: Start, device: DeviceType =
             replace(training, device=device),
             None,
             Parallel(data="ddp"),
+            launch=Launch(timeout_seconds=TIMEOUT_SECONDS),
         )
         return start(cfg, num_processes, partial(_on_rank, path, Path(folder)))
 
@@ -117,10 +139,11 @@ def _on_rank(path: Path, folder: Path, _: RunConfig, mesh: Mesh) -> None:
     num_ranks, rank, device = dist.get_world_size(), dist.get_rank(), mesh.device
     torch.set_num_threads(threads_each(num_ranks))
     own = folder / f"rank-{rank}"
-    alone = _speeds(mesh, own) if rank == 0 or num_ranks == 1 else None
+    speeds: dict[int, Speeds] = {}
+    if rank == 0 or device.type == "cuda":
+        speeds[1] = _speeds(mesh, own)
     dist.barrier()
-    speeds = {1: alone} if alone is not None else {}
-    if num_ranks > 1:
+    if num_ranks > 1 and device.type == "cpu":
         speeds[num_ranks] = _speeds(mesh, own)
     bandwidth = statistics.mean(of_every_rank(_copy_bandwidth(device)))
     messages, waits = tuple(collectives(device)), jitter(device)
@@ -143,7 +166,7 @@ def _on_rank(path: Path, folder: Path, _: RunConfig, mesh: Mesh) -> None:
 def _speeds(mesh: Mesh, folder: Path) -> Speeds:
     products = {of: _products(of, mesh.device) for of in ("forward", "input", "weight")}
     sizes = SCALES[mesh.device.type].sizes
-    speeds = Speeds(sizes, products, {}, _optimizer(mesh.device))
+    speeds = Speeds(sizes, products, {}, _optimizer(mesh))
     units, host = _units(mesh, folder, speeds)
     return replace(speeds, units=units, host=host)
 
@@ -175,11 +198,11 @@ def _products(of: str, device: torch.device) -> list[list[list[float]]]:
     return seconds.tolist()
 
 
-def _optimizer(device: torch.device) -> list[float]:
+def _optimizer(mesh: Mesh) -> list[float]:
     """Return the seconds per tensor and per element of the gradient norm, clipping and AdamW."""
     points = []
-    for numel, number in SCALES[device.type].updated:
-        draw = partial(torch.randn, numel, device=device)
+    for numel, number in SCALES[mesh.device.type].updated:
+        draw = partial(torch.randn, numel, device=mesh.device)
         named = [(f"{i}", torch.nn.Parameter(draw())) for i in range(number)]
         for _, parameter in named:
             parameter.grad = draw()
@@ -187,12 +210,10 @@ def _optimizer(device: torch.device) -> list[float]:
         parameters = [parameter for _, parameter in named]
 
         def step(update: Any = update, parameters: Any = parameters) -> None:
-            for parameter in parameters:
-                parameter.grad.float().square().sum()
-                parameter.grad.mul_(0.999)
+            clip_by_global_norm(parameters, mesh, {}, max_norm=1.0)
             update.step()
 
-        points.append((numel, Stopwatch(device).median_seconds(step) / number))
+        points.append((numel, Stopwatch(mesh.device).median_seconds(step) / number))
     (small, few), (large, many) = points
     per_element = max(0.0, (many - few) / (large - small))
     return [max(0.0, few - per_element * small), per_element]
@@ -208,52 +229,61 @@ def _units(
     points: dict[tuple[str, str], list[tuple[tuple[float, ...], float]]] = defaultdict(list)
     queued: dict[tuple[str, str], list[float]] = defaultdict(list)
     device: DeviceType = "cuda" if mesh.device.type == "cuda" else "cpu"
-    scale = SCALES[device]
-    for model_type, (width, tokens), lora in itertools.product(
-        REFERENCES, scale.points, (None, Lora(r=8, targets="auto"))
+    left_out = set[str]()
+    for model_type, point, lora in itertools.product(
+        REFERENCES, SCALES[device].points, (None, Lora(r=8, targets="auto"))
     ):
-        cfg = _reference(folder, device, model_type, width, tokens, lora)
+        cfg = _reference(folder, device, model_type, point, lora)
         try:
-            facts = describe(cfg, 1, mesh.device)
-        except UserError as error:  # a GPU without kernels for the model's layers
-            if dist.get_rank() == 0 and (width, tokens) == scale.points[0]:
-                print(f"not measured: {model_type}: {error}", file=sys.stderr)
-            continue
-        for work, seconds, host in _unit_seconds(cfg, facts, mesh):
-            forward = seconds["forward"] - sum(map(speeds.product_seconds, work.forward))
-            points[work.key, "forward"].append((work.rest_forward, forward))
-            backward = 0.0
-            if work.has_backward:
-                backward = seconds["backward"] - sum(map(speeds.product_seconds, work.backward))
-            points[work.key, "backward"].append((work.rest_backward, backward))
-            for direction, of_host in host.items():
-                queued[work.key, direction].append(of_host)
+            for family, work, seconds, host in _unit_seconds(cfg, mesh):
+                backward = work.backward if work.has_backward else ()
+                for direction, products, rest in (
+                    ("forward", work.forward, work.rest_forward),
+                    ("backward", backward, work.rest_backward),
+                ):
+                    amounts = amounts_of(cfg, family, device, work.key, direction, rest)
+                    of_rest = seconds[direction] - sum(map(speeds.product_seconds, products))
+                    points[work.key, direction].append((amounts, of_rest))
+                for direction, of_pass in host.items():
+                    queued[work.key, direction].append(of_pass)
+        except (UserError, RuntimeError, NotImplementedError) as error:
+            # A GPU may lack kernels for a family's layers, or memory.
+            if device == "cpu":
+                raise
+            left_out.add(f"not measured: {model_type}: {error}".splitlines()[0])
+        free_cache(mesh.device)
         beat()
+    if dist.get_rank() == 0:
+        print(*sorted(left_out), sep="\n", end="\n" if left_out else "", file=sys.stderr)
     units: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for (key, direction), rows in points.items():
-        amounts, seconds = zip(*rows, strict=True)
-        units[key][direction] = prices_of(np.array(amounts), np.array(seconds))
-    host: dict[str, dict[str, float]] = defaultdict(dict)
-    for (key, direction), seconds in queued.items():
-        host[key][direction] = statistics.median(seconds)
-    return dict(units), dict(host)
+        amounts, of_rest = zip(*rows, strict=True)
+        units[key][direction] = prices_of(np.array(amounts), np.array(of_rest))
+    medians: dict[str, dict[str, float]] = defaultdict(dict)
+    for (key, direction), of_host in queued.items():
+        medians[key][direction] = statistics.median(of_host)
+    return dict(units), dict(medians)
 
 
 def _reference(
-    folder: Path, device: DeviceType, model_type: str, width: int, tokens: int, lora: Lora | None
+    folder: Path,
+    device: DeviceType,
+    model_type: str,
+    point: tuple[int, int, int],
+    lora: Lora | None,
 ) -> RunConfig:
-    """Return a run of one row with a small model, whose config is written into the folder."""
-    scale = SCALES[device]
-    head = width // scale.heads
+    """Return a run of one micro-batch with a small model, whose config is written to the folder."""
+    scale, (width, rows, length) = SCALES[device], point
+    heads = width // 128 if device == "cuda" else 4
     config = {
         "model_type": model_type,
         "vocab_size": scale.vocabulary,
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_hidden_layers": 6,
-        "num_attention_heads": scale.heads,
-        "num_key_value_heads": scale.heads // 2,
-        "head_dim": head,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": width // heads,
         "tie_word_embeddings": False,
         "max_position_embeddings": 2**15,
         "bos_token_id": None,
@@ -263,50 +293,52 @@ def _reference(
     }
     if model_type == "bamba":
         # States and chunks that follow width and tokens tell the core's FLOPs from its elements.
-        config |= {"mamba_d_state": width // 4, "mamba_chunk_size": tokens // 4}
+        config |= {"mamba_d_state": width // 4, "mamba_chunk_size": length // 4}
         config |= {"mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_d_head": 2 * width // 8}
-        if device == "cuda":  # as large as those that are published
-            config |= {"mamba_d_state": 128, "mamba_chunk_size": 256}
+        if device == "cuda":  # about as large as those that are published
+            config |= {"mamba_d_state": width // 8, "mamba_chunk_size": 256}
             config |= {"mamba_n_heads": width // 32, "mamba_d_head": 64}
     if model_type == "qwen3_5_text":
         # fla compiles its kernels for each number of heads, and tunes them: for minutes.
-        num_heads, size = (16, 128) if device == "cuda" else (scale.heads, head)
+        num_heads, size = (16, 128) if device == "cuda" else (heads, width // heads)
         config |= {"linear_num_key_heads": num_heads, "linear_num_value_heads": num_heads}
         config |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     training = Training(
         output_dir="-",
-        global_batch_size=1,
-        micro_batch_size=1,
+        global_batch_size=rows,
+        micro_batch_size=rows,
         device=device,
         precision=scale.dtype,
     )
-    data = Data("-", sequence_length=tokens)
+    data = Data("-", sequence_length=length)
     model = Model(str(folder), init="random", dtype=scale.dtype)
     return RunConfig(model, data, training, lora, Parallel())
 
 
 def _unit_seconds(
-    cfg: RunConfig, facts: Description, mesh: Mesh
-) -> Iterator[tuple[UnitWork, dict[str, float], dict[str, float]]]:
-    """Yield the work of each unit of a model, and its seconds by direction: those of the device,
-    and those of a GPU's host.
+    cfg: RunConfig, mesh: Mesh
+) -> Iterator[tuple[str, UnitWork, dict[Direction, float], dict[Direction, float]]]:
+    """Yield the family of a model and, of each of its units, the work and the seconds by direction:
+    those of the device, and those of a GPU's host.
 
     On a CPU units with a state come twice, once as under `cp` without its messages: the second time
     their cores compute more, so the two tell the price of a core's FLOPs from that of all else.
     """
+    facts = describe(cfg, 1, mesh.device)
+    family = itertools.repeat(facts.spec.family)
     works = work_of_units(cfg, facts.hf, facts.spec)
     bench = make_bench(cfg, mesh, facts, list(range(len(works))))
-    yield from zip(works, *_passes(bench), strict=True)
+    yield from zip(family, works, *_passes(bench))
     with_maps = work_of_units(cfg, facts.hf, facts.spec, has_neighbours=True)
     if with_maps != works and mesh.device.type == "cpu":
         for stage in bench.stages:
             stage.microbatches = [replace(x, neighbours=NoNeighbours()) for x in stage.microbatches]
-        yield from zip(with_maps, *_passes(bench), strict=True)
+        yield from zip(family, with_maps, *_passes(bench))
 
 
-def _passes(bench: Bench) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+def _passes(bench: Bench) -> tuple[list[dict[Direction, float]], list[dict[Direction, float]]]:
     """Return the median seconds of the forward and of the backward of each unit, on the device and
     on a GPU's host.
     """
@@ -322,9 +354,9 @@ def _passes(bench: Bench) -> tuple[list[dict[str, float]], list[dict[str, float]
     return _medians(bench), of_host
 
 
-def _medians(bench: Bench) -> list[dict[str, float]]:
+def _medians(bench: Bench) -> list[dict[Direction, float]]:
     bench.seconds.clear()
-    for _ in range(UNIT_ROUNDS):
+    while not bench.seconds or min(map(len, bench.seconds.values())) < UNIT_ROUNDS:
         _pass(bench)
     medians = {key: statistics.median(seconds) for key, seconds in bench.seconds.items()}
     around = medians[0, "F"]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardwise.parallel.reduce import all_gather, of_every_rank, reduce_scatter
-from shardwise.planner.calibration import Collective
+from shardwise.planner.calibration import LEAST_SECONDS, Collective
 from shardwise.planner.stopwatch import ROUNDS, Stopwatch
 from shardwise.process.watchdog import beat
 
@@ -25,9 +25,10 @@ MESSAGE_BYTES = {
 """By the type of the devices."""
 COMPUTED = {"cpu": (256, 512, 512), "cuda": (4096, 4096, 4096)}
 """Rows, inner size and columns of the products between two messages."""
-COMPUTING = 0.005
+COMPUTING = {"cpu": 0.005, "cuda": 0.0005}
 """Seconds of computing between two messages: about a layer of a small model."""
-STRETCHES = 20
+STRETCHES = {"cpu": 20, "cuda": 400}
+"""Of a GPU there are more: a short message is a small part of what it is added to."""
 TENSORS_OF_LAYER = 24
 """About eight linears with their adapters."""
 
@@ -47,7 +48,8 @@ class Rhythm:
         self._products = max(1, round(seconds / of_product))
         # Ranks that counted differently would wait for one another.
         self._products = min(of_every_rank(self._products))
-        self.seconds = self._seconds_each(lambda: None, STRETCHES)
+        self.stretches = STRETCHES[device.type]
+        self.seconds = self._seconds_each(lambda: None, self.stretches)
 
     def message_seconds(self, message: Callable[[], Any], stretches: int) -> float:
         """Return what one message adds to a stretch of computing, on the rank that it costs most.
@@ -58,7 +60,7 @@ class Rhythm:
             self._seconds_each(message, stretches) - self._seconds_each(lambda: None, stretches)
             for _ in range(ROUNDS)
         ]
-        return max(of_every_rank(max(1e-6, statistics.median(added))))
+        return max(of_every_rank(max(LEAST_SECONDS, statistics.median(added))))
 
     def _seconds_each(self, message: Callable[[], Any], stretches: int) -> float:
         seconds: list[float] = []
@@ -79,7 +81,7 @@ def collectives(device: torch.device) -> Iterator[Collective]:
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return
-    rhythm = Rhythm(device, COMPUTING)
+    rhythm = Rhythm(device, COMPUTING[device.type])
     for n in range(2, num_ranks + 1):
         if num_ranks % n == 0:
             yield from _among(n, rhythm, device)
@@ -107,7 +109,7 @@ def _among(n: int, rhythm: Rhythm, device: torch.device) -> Iterator[Collective]
             "send": partial(_transfer, complete, group, is_two_way=False),
             "exchange": partial(_transfer, complete, group, is_two_way=True),
         }
-        stretches = STRETCHES if num_bytes < 2**23 else STRETCHES // 5
+        stretches = rhythm.stretches if num_bytes < 2**23 else rhythm.stretches // 5
         for kind, message in kinds.items():
             seconds = rhythm.message_seconds(message, stretches)
             # A pipeline's ranks send to one other rank, however many they are.
@@ -122,8 +124,10 @@ def jitter(device: torch.device) -> float:
     if dist.get_world_size() == 1:
         return 0.0
     tiny = torch.zeros(8, device=device)
-    short, long = (Rhythm(device, seconds) for seconds in (COMPUTING, 8 * COMPUTING))
-    waits = [rhythm.message_seconds(partial(_sum, tiny), STRETCHES) for rhythm in (short, long)]
+    short, long = (Rhythm(device, times * COMPUTING[device.type]) for times in (1, 8))
+    waits = [
+        rhythm.message_seconds(partial(_sum, tiny), rhythm.stretches) for rhythm in (short, long)
+    ]
     return max(0.0, (waits[1] - waits[0]) / (long.seconds - short.seconds))
 
 

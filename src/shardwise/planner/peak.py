@@ -269,7 +269,7 @@ class Rank:
         """Yield the first, a middle and the last micro-batch of a model in one part."""
         ((units,), (holding,)) = self.chunks, self.holdings
         last = self.num_microbatches - 1
-        for number in sorted({0, min(1, last), last}):
+        for number in sorted({0, min(1, last), min(1, last) if holding.repeats else last}):
             holding.begin(number == 0, number == last)
             moments = *self._forward(units, holding), *self._backward(units, holding)
             yield Pass(0, moments, (0,))

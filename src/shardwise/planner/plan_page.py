@@ -91,6 +91,10 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
             yield f"not calibrated, priced as the mean of other layers: {names}"
         if products not in cluster.device.flops:
             yield f"not calibrated: products in {products} are priced as those in float32"
+        if cfg.training.matmul != "default":
+            yield f"not calibrated: training.matmul {cfg.training.matmul} is priced as {products}"
+        if cfg.training.compile != "none" and question.device_type == "cuda":
+            yield "not calibrated: the host is priced as without training.compile"
 
 
 def best_table(answer: Answer) -> Table:

@@ -37,8 +37,11 @@ from shardwise.schedule.simulate import step_seconds
 
 RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 """Messages whose bytes go round all ranks."""
-ADAMW_BYTES = 7 * 4
-"""Bytes that AdamW moves of an element in float32."""
+ADAMW_BYTES = 10 * 4
+"""Bytes that AdamW moves of an element in float32, with the gradient norm and clipping."""
+
+MOST_FOLLOWED = 64
+"""Micro-batches that are followed one by one."""
 
 HOST_MEMORY_BANDWIDTH = 5e10
 """Bytes per second of a rank's share of its host's memory, where an offloaded optimizer works:
@@ -121,11 +124,31 @@ def time_of_step(
         recomputation=again,
         communication=sum(messages) - hidden + jitter * (forwards + backwards),
         bubble=bubble,
-        host=max(0.0, m * sum(units[i].host for i in busiest) - forwards - backwards - again),
+        host=_waits_for_host([units[i] for i in busiest], m),
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
         hidden_communication=hidden,
         elementwise=m * sum(units[i].elementwise for i in busiest),
     )
+
+
+def _waits_for_host(units: Sequence[UnitSeconds], num_microbatches: int) -> float:
+    """Return the seconds of a step in which a GPU waits for its host, from first to last pass.
+
+    Both begin together. The host queues one pass after the other, and none ends before it is queued
+    as a whole. Of many micro-batches the last ones are taken to be alike.
+    """
+    if not any(unit.host_forward for unit in units):
+        return 0.0
+    passes = [(unit.forward, unit.host_forward) for unit in units]
+    passes += [(unit.backward + unit.recomputed, unit.host_backward) for unit in reversed(units)]
+    queued, done, ends = 0.0, 0.0, [0.0]
+    for _ in range(min(num_microbatches, MOST_FOLLOWED)):
+        for seconds, of_host in passes:
+            queued += of_host
+            done = max(done + seconds, queued)
+        ends.append(done)
+    done += (num_microbatches - len(ends) + 1) * (ends[-1] - ends[-2])
+    return max(0.0, done - num_microbatches * sum(seconds for seconds, _ in passes))
 
 
 def alike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) -> list[int]:
@@ -224,17 +247,14 @@ def _is_cpu(cluster: Cluster) -> bool:
 
 
 def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
-    """Return the seconds of the update of a rank's shards.
-
-    As calibrated they include the gradient norm and clipping; by a datasheet they do not.
-    """
+    """Return the seconds of the update of a rank's shards, with the norm and clipping before it."""
     is_sharded = cfg.parallel.data not in ("single", "ddp")
     numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
     moved = moved_bytes(cfg, numels)
     calibration, is_offloaded = cluster.calibration, cfg.parallel.offload != "none"
     if calibration is not None and (_is_cpu(cluster) or not is_offloaded):
         per_tensor, per_element = calibration.of_busy(prod(run.sizes.values())).optimizer
-        # It was measured with AdamW in float32.
+        # It was measured with AdamW in float32, and with both.
         seconds = per_tensor * len(numels) + per_element * moved / ADAMW_BYTES
         return seconds + orthogonalising_flops(cfg, share.trained) / calibration.best_rate
     if _is_cpu(cluster) or not is_offloaded:

@@ -17,7 +17,11 @@ from typing import Any, Literal
 import torch
 
 ROUNDS = 5
-HELD_BYTES = 2**28
+HELD_SIZE = 4096
+"""Rows and columns of the products that hold a GPU back. They empty its caches, as other layers do
+in a step, and keep it as hot."""
+MOST_SECONDS = 0.2
+"""A GPU is held back for so long at most: longer than a host needs for a layer."""
 
 
 class Stopwatch:
@@ -32,29 +36,34 @@ class Stopwatch:
     ) -> None:
         self.device, self.of = device, of
         self.is_gpu = device.type == "cuda"
+        self.is_held = self.is_gpu and of == "device"
         self.held_seconds = 0.001
-        """How long a GPU is held back: longer than the host takes to queue the work."""
-        if self.is_gpu and of == "device":
-            self._held = torch.empty(HELD_BYTES, dtype=torch.uint8, device=device)
-            self._seconds_each = 0.0
-            held: list[float] = []
-            for _ in range(ROUNDS):
-                with self.taking(held):
-                    self._held.zero_()
-            self._seconds_each = statistics.median(held)
+        """How long a GPU is held back. It grows where the host needed longer."""
+        if self.is_held:
+            shape = 3, HELD_SIZE, HELD_SIZE
+            self._a, self._b, self._out = torch.randn(shape, device=device, dtype=torch.bfloat16)
+            self._seconds_each = Stopwatch(device).median_seconds(self._multiply)
 
     @contextmanager
     def taking(self, into: list[float]) -> Generator[None]:
-        """Append the seconds of what runs within to a list."""
+        """Append the seconds of what runs within to a list.
+
+        Nothing is appended if a GPU that was held back was free before the host had queued all.
+        """
         self.wait()
-        if self.is_gpu and self.of == "device":
+        if self.is_held:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._hold()
+            for _ in range(ceil(self.held_seconds / self._seconds_each)):
+                self._multiply()
             start.record()
             yield
+            was_free = start.query()
             end.record()
             end.synchronize()
-            into.append(start.elapsed_time(end) / 1e3)
+            if was_free and self.held_seconds < MOST_SECONDS:
+                self.held_seconds *= 2
+            else:
+                into.append(start.elapsed_time(end) / 1e3)
             return
         began = time.perf_counter()
         yield
@@ -66,7 +75,7 @@ class Stopwatch:
         """Return the median seconds of a function, which runs once before."""
         work()
         seconds: list[float] = []
-        for _ in range(rounds):
+        while len(seconds) < rounds:
             with self.taking(seconds):
                 work()
         return statistics.median(seconds)
@@ -76,8 +85,5 @@ class Stopwatch:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
-    def _hold(self) -> None:
-        """Give the device other work, which empties its caches, too."""
-        if self._seconds_each:
-            for _ in range(ceil(self.held_seconds / self._seconds_each)):
-                self._held.zero_()
+    def _multiply(self) -> None:
+        torch.mm(self._a, self._b, out=self._out)

@@ -20,6 +20,7 @@ from shardwise.models.dtypes import hidden_dtype, product_dtype
 
 PATH = Path(__file__).with_name("traffic.yaml")
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Table = dict[str, dict[str, dict[str, list[float]]]]
 
 
@@ -53,7 +54,7 @@ def _is_compiled(cfg: RunConfig, key: str) -> bool:
 
 @cache
 def _counted(family: str, key: str, dtypes: str, direction: Direction) -> float:
-    place, table = ("forward", "backward").index(direction), _table()
+    place, table = DIRECTIONS.index(direction), _table()
     if key in table.get(family, {}):
         return table[family][key][dtypes][place]
     rows = [row for of_family in table.values() for k, row in of_family.items() if k == key]

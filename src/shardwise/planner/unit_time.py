@@ -16,7 +16,7 @@ from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches, num_strategy_ranks
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.planner.cluster import Cluster, efficiency
-from shardwise.planner.traffic import Direction, passes
+from shardwise.planner.traffic import DIRECTIONS, Direction, passes
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
 from shardwise.planner.weights import shapes_of
 
@@ -31,8 +31,10 @@ class UnitSeconds(NamedTuple):
     """Elementwise operators, which these three count too."""
     weight_gradients: float
     """The gradients of trained weights, which the backward counts too."""
-    host: float = 0.0
-    """The host of a GPU queues all this, beside what the GPU does; 0 where it was not measured."""
+    host_forward: float = 0.0
+    """The host of a GPU queues the forward, beside what the GPU does; 0 if that is not known."""
+    host_backward: float = 0.0
+    """The same for the backward and what is computed again in it."""
 
     @property
     def total(self) -> float:
@@ -118,26 +120,31 @@ def _measured(
     cfg: RunConfig, family: str, cluster: Cluster, num_busy: int, work: UnitWork
 ) -> UnitSeconds:
     """Return the seconds of a unit on a machine as it is calibrated."""
-    assert cluster.calibration is not None
-    speeds = cluster.calibration.of_busy(num_busy)
+    calibration = cluster.calibration
+    assert calibration is not None
+    speeds = calibration.of_busy(num_busy)
 
     def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> float:
         in_products = sum(map(speeds.product_seconds, products))
-        return in_products + speeds.rest_seconds(work.key, direction, rest)
+        amounts = amounts_of(cfg, family, calibration.device, work.key, direction, rest)
+        result = in_products + speeds.rest_seconds(work.key, direction, amounts)
+        if calibration.device == "cuda":  # which was measured with weights in bfloat16
+            result += _cast_bytes(cfg, work, products, rest) / cluster.device.memory_bandwidth
+        return result
 
-    extra = _read_back(cfg, cluster, work)
-    if cluster.calibration.device == "cuda":  # which was measured with weights in bfloat16
-        extra += _cast_bytes(cfg, work) / cluster.device.memory_bandwidth
-    host = (1 + (work.way != "none")) * speeds.host_seconds(work.key, "forward")
+    read_back = _read_back(cfg, cluster, work)
+    host_forward, host_backward = (speeds.host_seconds(work.key, of) for of in DIRECTIONS)
     return UnitSeconds(
-        forward=seconds(work.forward, "forward", work.rest_forward) + extra,
+        forward=seconds(work.forward, "forward", work.rest_forward) + read_back,
         backward=work.has_backward
-        * (seconds(work.backward, "backward", work.rest_backward) + extra),
-        recomputed=seconds(work.again, "forward", work.rest_again) + (work.way == "full") * extra,
+        * (seconds(work.backward, "backward", work.rest_backward) + read_back),
+        recomputed=seconds(work.again, "forward", work.rest_again)
+        + (work.way == "full") * read_back,
         elementwise=0.0,
         weight_gradients=work.has_backward
         * sum(map(speeds.product_seconds, work.weight_gradients)),
-        host=host + work.has_backward * speeds.host_seconds(work.key, "backward"),
+        host_forward=host_forward,
+        host_backward=work.has_backward * host_backward + (work.way != "none") * host_forward,
     )
 
 
@@ -148,14 +155,12 @@ def _roofline(
     device, dtype, hidden = cluster.device, product_dtype(cfg), hidden_dtype(cfg)
     bandwidth = device.memory_bandwidth * efficiency("memory")
     rate = device.rate(dtype) * efficiency("core")
-    cast = _cast_bytes(cfg, work)
 
     def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> Work:
         in_products = sum(_product_seconds(cfg, cluster, product) for product in products)
         times = passes(cfg, family, work.key, direction)
         moved = 2 * times * rest.elements * dtype.itemsize
-        # A chunked loss has no products, and no casts, in its backward.
-        moved += cast * (bool(products) or (rest.calls > 0 and work.way == "operators"))
+        moved += _cast_bytes(cfg, work, products, rest)
         # A gradient is read, added to a sum, and the sum is written.
         moved += 3 * rest.trained * hidden.itemsize
         return Work(in_products + rest.core_flops / rate, moved / bandwidth)
@@ -177,20 +182,39 @@ def _roofline(
     )
 
 
-def _cast_bytes(cfg: RunConfig, work: UnitWork) -> float:
-    """Return the bytes that autocast moves: it reads each matrix and writes it in another dtype.
+def amounts_of(
+    cfg: RunConfig, family: str, device: str, key: str, direction: Direction, rest: Rest
+) -> Rest:
+    """Return what a calibration prices of the rest of a unit.
 
-    In a backward LoRA's kernels do so again, and gradients of trained matrices go back.
+    On a GPU elements count in bytes, as often as elementwise operators move them, and so do trained
+    weights, so that a price holds for other dtypes and kinds of layers than were measured.
+    """
+    if device == "cpu":
+        return rest
+    moved = passes(cfg, family, key, direction) * product_dtype(cfg).itemsize
+    trained = rest.trained * hidden_dtype(cfg).itemsize
+    return rest._replace(elements=moved * rest.elements, trained=trained)
+
+
+def _cast_bytes(cfg: RunConfig, work: UnitWork, products: Sequence[Product], rest: Rest) -> float:
+    """Return the bytes that autocast moves in a pass: it reads each matrix and writes it in the
+    dtype of products.
+
+    In a backward LoRA's kernels do so again, and gradients of trained matrices go back. A chunked
+    loss has no products, and no casts, in its backward.
     """
     dtype, hidden = product_dtype(cfg), hidden_dtype(cfg)
-    return (hidden.itemsize + dtype.itemsize) * work.matrices * (hidden != dtype)
+    is_cast = bool(products) or (rest.calls > 0 and work.way == "operators")
+    return is_cast * (hidden.itemsize + dtype.itemsize) * work.matrices * (hidden != dtype)
 
 
 def _read_back(cfg: RunConfig, cluster: Cluster, work: UnitWork) -> float:
     """Return the seconds in which stored matrices are read and written in the dtype of products."""
     form = 0.5 if cfg.model.base.startswith("nf4") else 1.0
     moved = work.stored * (form + product_dtype(cfg).itemsize)
-    return moved / (cluster.device.memory_bandwidth * efficiency("memory"))
+    share = 1.0 if cluster.calibration else efficiency("memory")
+    return moved / (cluster.device.memory_bandwidth * share)
 
 
 def _product_seconds(cfg: RunConfig, cluster: Cluster, product: Product) -> float:

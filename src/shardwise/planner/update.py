@@ -44,9 +44,14 @@ def _is_strided(cfg: RunConfig, weight: Weight) -> bool:
 
 def moved_bytes(cfg: RunConfig, numels: Iterable[tuple[Weight, int]]) -> int:
     """Return the bytes that an update of so many elements of each weight reads and writes: weights,
-    gradients and states.
+    gradients and states, and the gradients before it, for their norm and clipping.
     """
-    return sum(_moved_by_element(cfg.optimizer.name, weight) * n for weight, n in numels)
+    passes = 1 if cfg.optimizer.max_grad_norm is None else 3
+    return sum(
+        _moved_by_element(cfg.optimizer.name, weight) * n
+        + passes * gradient_bytes(cfg, n, weight.itemsize)
+        for weight, n in numels
+    )
 
 
 def _moved_by_element(name: str, weight: Weight) -> int:

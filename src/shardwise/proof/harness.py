@@ -28,9 +28,9 @@ from shardwise.models.families import family_of, spec_of
 from shardwise.models.kinds import RATES
 from shardwise.models.names import hf_name
 from shardwise.models.quantise import Format, stored_paths
+from shardwise.parallel.clip import PLAIN, sharded_axes
 from shardwise.parallel.place import full_tensor
 from shardwise.training.evaluate import evaluate
-from shardwise.training.gradients import PLAIN, sharded_axes
 from shardwise.training.step import forward_backward, training_step
 
 TOLERANCE = {"loss": 1e-6, "grad": 1e-5, "norm": 1e-5, "param": 1e-5, "saved": 1e-5}

@@ -134,7 +134,7 @@ def spread(families: Sequence[Seeds]) -> Drawn:
         "seeds",
         "Spread over seeds",
         "A dot for each seed, a tick at the median, and a line over the range. Cells that differ "
-        "in their layout alone have the same loss for the same seed, so their dots coincide; what "
-        "lies between the dots of a row is what another seed does.",
+        "in their layout alone have the same loss for the same seed up to rounding, so their dots "
+        "nearly coincide; what lies between the dots of a row is what another seed does.",
         figure,
     )

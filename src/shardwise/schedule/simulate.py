@@ -8,6 +8,7 @@ work nor other messages, and takes no time within a rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.schedule.costs import Cost
-from shardwise.schedule.orders import Action, Kind, Pipeline
+from shardwise.schedule.orders import KIND_NAMES, Action, Kind, Pipeline
 from shardwise.schedule.timeline import Event, Timeline
 
 Floats = npt.NDArray[np.float64]
@@ -163,18 +164,45 @@ def step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, lis
 def _step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, list[float]]:
     assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs, {pipeline.num_chunks} chunks"
     work = Work.of(pipeline, chunks, np.arange(len(chunks) + 1)[None])
-    seconds = {kind: column[:, 0].tolist() for kind, column in _seconds(work).items()}
-    delays = {kind: column[:, 0].tolist() for kind, column in _delays(pipeline, work).items()}
+    actions, numbers = _sorts(pipeline)
+    seconds, delays = [0.0] * len(numbers), [0.0] * len(numbers)
+    for columns, by_sort in ((_seconds(work), seconds), (_delays(pipeline, work), delays)):
+        for kind, column in columns.items():
+            first = _sort(pipeline, kind, 0)
+            by_sort[first : first + len(column)] = column[:, 0].tolist()
     ends: list[float] = []
-    busy, free = [0.0] * pipeline.num_ranks, [0.0] * pipeline.num_ranks
-    for (chunk, kind, _, _), rank, _, source in _plan(pipeline):
-        start = free[rank]
+    free = [0.0] * pipeline.num_ranks
+    # There are many actions: `max`, and a look-up by kind and chunk, take longer.
+    for sort, rank, source in actions:
+        end = free[rank]
         if source >= 0:
-            start = max(start, ends[source] + delays[kind][chunk])
-        busy[rank] += seconds[kind][chunk]
-        free[rank] = start + seconds[kind][chunk]
-        ends.append(free[rank])
+            arrival = ends[source] + delays[sort]
+            if arrival > end:
+                end = arrival
+        end += seconds[sort]
+        free[rank] = end
+        ends.append(end)
+    busy = [0.0] * pipeline.num_ranks
+    for sort, number in enumerate(numbers):
+        busy[pipeline.rank_of(sort % pipeline.num_chunks)] += number * seconds[sort]
     return max(free), busy
+
+
+def _sort(pipeline: Pipeline, kind: Kind, chunk: int) -> int:
+    return [*KIND_NAMES].index(kind) * pipeline.num_chunks + chunk
+
+
+@lru_cache(maxsize=32)
+def _sorts(pipeline: Pipeline) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
+    """Return `_plan` in numbers, and how many actions of each sort it has.
+
+    They are the sort of an action, which tells its kind and chunk, its rank, and the index of the
+    action whose message it waits for.
+    """
+    firsts = {kind: _sort(pipeline, kind, 0) for kind in KIND_NAMES}
+    actions = tuple((firsts[a.kind] + a.chunk, rank, of) for a, rank, _, of in _plan(pipeline))
+    found = Counter(sort for sort, *_ in actions)
+    return actions, tuple(found[i] for i in range(len(firsts) * pipeline.num_chunks))
 
 
 # A search asks for one several times in turn. Not all are kept: a long pipeline has many actions.

@@ -32,9 +32,9 @@ from shardwise.metrics.memory import PeakMemory, StateTensors, state_bytes, stat
 from shardwise.metrics.meter import Meter
 from shardwise.models.counts import ModelCounts
 from shardwise.models.part import ModelPart
+from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.records.record import RunRecord
-from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
 from shardwise.training.step import forward_backward
 

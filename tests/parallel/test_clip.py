@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.interfaces import Mesh
-from shardwise.training.gradients import clip_by_global_norm, global_norm
+from shardwise.parallel.clip import clip_by_global_norm, global_norm
 from tests.distributed import run_ranks
 
 
