@@ -14,10 +14,9 @@ from shardwise.models import expert_plan
 from shardwise.models.patches import experts
 from shardwise.models.patches.capacity import Capacity
 from shardwise.models.tensor_cuts import Cut, even
-from shardwise.parallel import ddp, expert_axis, expert_parallel, fsdp2
+from shardwise.parallel import clip, ddp, expert_axis, expert_parallel, fsdp2
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
-from shardwise.training import gradients
 from tests.parity.spread_experts import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
@@ -76,22 +75,22 @@ def experts_of_other_ranks_added_up():
 
 
 def norm_of_the_experts_of_one_rank():
-    sharded_axes = gradients.sharded_axes
+    sharded_axes = clip.sharded_axes
 
     def without_experts(parameter, facts):
         return tuple(axis for axis in sharded_axes(parameter, facts) if axis != "ep")
 
-    gradients.sharded_axes = without_experts
+    clip.sharded_axes = without_experts
 
 
 def norm_that_counts_copies_of_experts():
-    sharded_axes = gradients.sharded_axes
+    sharded_axes = clip.sharded_axes
 
     def with_copies(parameter, facts):
         axes = sharded_axes(parameter, facts)
         return (*axes, "dp_expert") if "ep" in axes else axes
 
-    gradients.sharded_axes = with_copies
+    clip.sharded_axes = with_copies
 
 
 def factors_cut_as_if_experts_came_first():

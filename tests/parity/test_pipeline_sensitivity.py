@@ -12,9 +12,8 @@ from shardwise.assembly import build, order
 from shardwise.models import stage
 from shardwise.models.patches import embedding
 from shardwise.models.patches.dropout import DropoutState
-from shardwise.parallel import activation_checkpoint, ddp, pipeline_parallel, pipeline_stage
+from shardwise.parallel import activation_checkpoint, clip, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
-from shardwise.training import gradients
 from tests.parity.harness import Cell
 from tests.parity.pipelines import cell
 from tests.parity.test_sensitivity import check_caught, fsdp_mean_instead_of_sum, planted
@@ -62,7 +61,7 @@ def a_layer_in_two_stages():
 
 
 def norm_of_one_stage_only():
-    gradients.sum_over = lambda tensor, mesh, axes: sum_over(tensor, mesh, set(axes) - {"pp"})
+    clip.sum_over = lambda tensor, mesh, axes: sum_over(tensor, mesh, set(axes) - {"pp"})
 
 
 def after_tying(change):

@@ -19,10 +19,10 @@ from shardwise.models import lora
 from shardwise.models.families import FAMILIES
 from shardwise.models.names import is_adapter
 from shardwise.models.patches import experts, lora_kernel, router_loss
-from shardwise.parallel import context_parallel, ddp, tensor_parallel
+from shardwise.parallel import clip, context_parallel, ddp, tensor_parallel
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
-from shardwise.training import gradients, step
+from shardwise.training import step
 from tests.models import test_lora
 from tests.parity.dora import FIXED as DORA
 from tests.parity.harness import Cell
@@ -98,12 +98,12 @@ def schedule_that_counts_each_ranks_steps():
 
 
 def replicated_gradients_counted_by_each_tensor_rank():
-    sharded_axes = gradients.sharded_axes
+    sharded_axes = clip.sharded_axes
 
     def always_over_tp(parameter, facts):
         return tuple({*sharded_axes(parameter, facts), "tp"})
 
-    gradients.sharded_axes = always_over_tp
+    clip.sharded_axes = always_over_tp
 
 
 def frozen_norms_trained_under_tensor_parallelism():

@@ -27,8 +27,18 @@ from shardwise.models import lora
 from shardwise.models.part import ModelPart
 from shardwise.models.patches import dropout, isolation, lora_kernel, router_loss
 from shardwise.models.patches import loss as loss_patch
-from shardwise.parallel import activation_offload, ddp, flat, fsdp1, fsdp2, offload, place, zero
-from shardwise.training import gradients, step
+from shardwise.parallel import (
+    activation_offload,
+    clip,
+    ddp,
+    flat,
+    fsdp1,
+    fsdp2,
+    offload,
+    place,
+    zero,
+)
+from shardwise.training import step
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict
@@ -185,12 +195,12 @@ def local_token_count():
 
 
 def clip_by_the_local_norm():
-    gradients.sharded_axes = lambda tensor, facts: ()
+    clip.sharded_axes = lambda tensor, facts: ()
 
 
 def replicas_counted_again_in_the_norm():
-    sharded = gradients.sharded_axes
-    gradients.sharded_axes = lambda tensor, facts: ("dp_replicate", *sharded(tensor, facts))
+    sharded = clip.sharded_axes
+    clip.sharded_axes = lambda tensor, facts: ("dp_replicate", *sharded(tensor, facts))
 
 
 def stale_gradient_kept():
@@ -225,13 +235,13 @@ def loss_scale_not_divided_out():
 
 
 def overflow_seen_by_one_rank_only():
-    overflown = gradients.global_norm
+    overflown = clip.global_norm
 
     def partly(parameters, mesh, facts):
         norm = overflown(parameters, mesh, facts)
         return norm if dist.get_rank() == 1 else torch.nan_to_num(norm, nan=1.0, posinf=1.0)
 
-    gradients.global_norm = partly
+    clip.global_norm = partly
 
 
 def norms_decayed():

@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.models import tensor_cuts
 from shardwise.models.kinds import attention, jet_block
 from shardwise.models.patches import experts, router_loss
-from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
+from shardwise.parallel import clip, ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_over, sum_over_copies
-from shardwise.training import gradients
 from tests.parity.harness import Cell
 from tests.parity.tensors import cell
 from tests.parity.test_sensitivity import check_caught, planted
@@ -96,7 +95,7 @@ def gradients_of_shared_heads_not_summed():
 
 
 def shared_heads_counted_by_each_rank():
-    gradients.counted = lambda parameter, facts: [gradients.local(parameter.grad)]
+    clip.counted = lambda parameter, facts: [clip.local(parameter.grad)]
 
 
 def mask_of_the_first_features_on_every_rank():
@@ -134,7 +133,7 @@ def squares_of_own_heads_only():
 
 
 def norm_of_own_shares_only():
-    gradients.sum_over = lambda tensor, mesh, axes: sum_over(tensor, mesh, set(axes) - {"tp"})
+    clip.sum_over = lambda tensor, mesh, axes: sum_over(tensor, mesh, set(axes) - {"tp"})
 
 
 def tokens_of_the_first_rank_on_every_rank():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -137,10 +139,18 @@ class Clocked:
         return carried
 
 
-class ClockedBench(profile.Bench):
-    def now(self) -> float:
-        return Clocked.clock
+class ClockedWatch:
+    @contextmanager
+    def taking(self, into: list[float]) -> Generator[None]:
+        start = Clocked.clock
+        yield
+        into.append(Clocked.clock - start)
 
+    def wait(self) -> None:
+        pass
+
+
+class ClockedBench(profile.Bench):
     def backward(
         self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool
     ) -> None:
@@ -149,7 +159,8 @@ class ClockedBench(profile.Bench):
 
 def clocked_means() -> list[dict[str, float]]:
     stages = [Clocked(0.0), Clocked(5.0), Clocked(8.0)]
-    return ClockedBench(stages, [False] * 3, torch.zeros(1), 1.0).means(4, together=True)
+    bench = ClockedBench(stages, [False] * 3, torch.zeros(1), 1.0, ClockedWatch())
+    return bench.means(4, together=True)
 
 
 def test_what_is_around_a_unit_is_taken_off_as_warm_as_it_was_there():

@@ -85,7 +85,7 @@ def bar(choice: dict[str, Any], kind: str, parts: tuple[str, ...], most: float) 
             "share": 100 * choice[kind][part] / most,
             "colour": colour,
         }
-        for part, colour in zip(parts, COLOURS, strict=True)
+        for part, colour in zip(parts, COLOURS)
     ]
     return {
         "title": choice["title"],
