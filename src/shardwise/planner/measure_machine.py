@@ -246,7 +246,7 @@ def _units(
                     points[work.key, direction].append((amounts, of_rest))
                 for direction, of_pass in host.items():
                     queued[work.key, direction].append(of_pass)
-        except (UserError, RuntimeError, NotImplementedError) as error:
+        except (UserError, RuntimeError) as error:
             # A GPU may lack kernels for a family's layers, or memory.
             if device == "cpu":
                 raise
