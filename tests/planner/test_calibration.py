@@ -54,7 +54,7 @@ def test_a_gpu_here_has_its_links_and_no_rate_in_float32(monkeypatch):
     assert (here.inside, here.host) == (preset.inside, preset.host)
     question = Question(single(), here)
     assert question.device_type == "cuda"
-    with pytest.raises(UserError, match="shardwise calibrate measures a GPU in bfloat16"):
+    with pytest.raises(UserError, match="was calibrated in bfloat16"):
         subject_of(question)
     assert subject_of(Question(single(precision="bfloat16"), here)).counts.parameters
 

@@ -18,6 +18,6 @@ def test_a_cpu_is_its_own_host(of):
 
 
 def test_what_runs_first_is_not_timed():
-    seconds = iter([0.2, 0.0])
+    seconds = iter([2.0, 0.0])
     watch = Stopwatch(torch.device("cpu"))
-    assert watch.median_seconds(lambda: time.sleep(next(seconds)), rounds=1) < 0.1
+    assert watch.median_seconds(lambda: time.sleep(next(seconds)), rounds=1) < 1.0

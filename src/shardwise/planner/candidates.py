@@ -178,7 +178,7 @@ def _require_calibrated(question: Question) -> None:
     dtype, for which the planner has no rate.
     """
     wanted, measured = question.cfg.training.device, question.device_type
-    if question.cluster.calibration is None:
+    if (calibration := question.cluster.calibration) is None:
         return
     require(
         wanted in ("auto", measured),
@@ -188,9 +188,9 @@ def _require_calibrated(question: Question) -> None:
     products = str(product_dtype(question.cfg)).removeprefix("torch.")
     require(
         measured == "cpu" or products in question.cluster.device.flops,
-        f"--devices {HERE}: shardwise calibrate measures a GPU in bfloat16, and this run's "
-        f"products are in {products}; set training.precision to bfloat16 (plan: --precision "
-        "bfloat16), or give --devices with a name",
+        f"--devices {HERE} was calibrated in {calibration.dtype}, and this run's products are in "
+        f"{products}; set training.precision to {calibration.dtype} (plan: --precision "
+        f"{calibration.dtype}), or give --devices with a name",
     )
 
 

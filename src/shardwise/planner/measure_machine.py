@@ -62,7 +62,7 @@ class Scale(NamedTuple):
     """How large the things are that are measured on a kind of device."""
 
     dtype: Literal["float32", "bfloat16"]
-    """Of products and weights."""
+    """The dtype of products and weights."""
     sizes: tuple[int, ...]
     """Rows, inner sizes and columns of products."""
     points: tuple[tuple[int, int, int], ...]
@@ -99,7 +99,7 @@ SCALES = {
         copied=2**28,
     ),
 }
-"""By the type of the device."""
+"""What is measured on each type of device."""
 REFERENCES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "architectures": ["Qwen3_5ForCausalLM"],

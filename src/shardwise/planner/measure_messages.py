@@ -22,13 +22,13 @@ MESSAGE_BYTES = {
     "cpu": (2**10, 2**14, 2**17, 2**20, 2**23, 2**25),
     "cuda": (2**10, 2**16, 2**20, 2**23, 2**26, 2**28),
 }
-"""By the type of the devices."""
+"""The sizes of whole tensors, for each type of device."""
 COMPUTED = {"cpu": (256, 512, 512), "cuda": (4096, 4096, 4096)}
 """Rows, inner size and columns of the products between two messages."""
 COMPUTING = {"cpu": 0.005, "cuda": 0.0005}
 """Seconds of computing between two messages: about a layer of a small model."""
 STRETCHES = {"cpu": 20, "cuda": 400}
-"""Of a GPU there are more: a short message is a small part of what it is added to."""
+"""A GPU needs more of them, since a short message is a small part of what it is added to."""
 TENSORS_OF_LAYER = 24
 """About eight linears with their adapters."""
 

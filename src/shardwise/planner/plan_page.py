@@ -90,7 +90,8 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
             names = "; ".join(sorted(unknown))
             yield f"not calibrated, priced as the mean of other layers: {names}"
         if products not in cluster.device.flops:
-            yield f"not calibrated: products in {products} are priced as those in float32"
+            measured = cluster.calibration.dtype
+            yield f"not calibrated: products in {products} are priced as those in {measured}"
         if cfg.training.matmul != "default":
             yield f"not calibrated: training.matmul {cfg.training.matmul} is priced as {products}"
         if cfg.training.compile != "none" and question.device_type == "cuda":

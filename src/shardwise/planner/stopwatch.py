@@ -48,7 +48,8 @@ class Stopwatch:
     def taking(self, into: list[float]) -> Generator[None]:
         """Append the seconds of what runs within to a list.
 
-        Nothing is appended if a GPU that was held back was free before the host had queued all.
+        Nothing is appended if a GPU was free before the host had queued all, unless it was held
+        back for MOST_SECONDS: no layer needs as long.
         """
         self.wait()
         if self.is_held:
