@@ -18,12 +18,13 @@ from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, U
 from shardwise.layouts import Facts, layout_of
 from shardwise.planner.calibration import Speeds
 from shardwise.planner.candidates import Question, Space, subject_of
+from shardwise.planner.changes import bases
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.divisions import Division, division_of, layout_name, title
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import USABLE, Choice, Exact, explain
 from shardwise.planner.peak import memory_of_rank
-from shardwise.planner.plan_page import heading
+from shardwise.planner.plan_page import heading, verdict
 from shardwise.planner.search import Answer, search
 from shardwise.presets import MODELS
 from tests.models.quantised_folders import NF4
@@ -247,6 +248,41 @@ def test_the_best_is_shown_with_one_thing_changed():
     assert "products in bfloat16" not in search(asked).changes
     sharded = search(replace(asked, wanted={"fsdp2": ()}))
     assert {"offload optimizer", "offload all"} <= sharded.changes.keys()
+
+
+@cache
+def tight() -> Answer:
+    """What fits where all layers are computed again, and not where only their operators are."""
+    return search(question("olmo-hybrid-7b", "1xRTX4090", length=4096))
+
+
+def test_no_more_is_computed_again_than_memory_asks_for():
+    best, full = tight().best, tight().changes["checkpointing full"]
+    budget = best.cfg.training.budget_bytes
+    assert 0.99 * tight().question.cluster.device.memory_bytes < budget
+    assert best.memory.total <= tight().limit_bytes
+    chosen = best.applied.training.checkpointing
+    assert chosen.full
+    assert chosen.operators
+    assert best.time.total < 0.95 * full.time.total
+
+
+def test_a_base_in_fewer_bits_shows_what_then_fits():
+    changes = {name: choice for name, choice in tight().changes.items() if name[:4] == "base"}
+    int8, nf4 = changes.values()
+    assert [choice.cfg.model.base for choice in (tight().best, int8, nf4)] == [
+        "none",
+        "int8",
+        "nf4",
+    ]
+    assert int8.fits
+    assert nf4.fits
+    # The smaller the base, the less is computed again.
+    assert nf4.time.total < int8.time.total < 0.95 * tight().best.time.total
+    assert verdict(nf4, tight()).endswith("with other losses")
+    asked = tight().question
+    assert not bases(replace(asked, fixed=frozenset(["model.base"])))
+    assert not bases(replace(asked, cfg=replace(asked.cfg, lora=None)))
 
 
 def test_the_best_layout_does_not_depend_on_how_many_are_shown():

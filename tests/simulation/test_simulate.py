@@ -14,6 +14,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.peak import memory_of_run
+from shardwise.simulation import simulate as module
 from shardwise.simulation.simulate import full_batches, simulate
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
@@ -114,6 +115,18 @@ def test_what_cannot_be_simulated(change, fragment):
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
     with pytest.raises(UserError, match=f"{fragment}.*; go by the formulas"):
         simulate(cfg, 2, 0)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp2"])
+def test_micro_batches_between_the_first_and_the_last_are_alike(layout, monkeypatch):
+    cfg = config(Cell("llama", layout, "full", 2))
+    cfg = replace(cfg, training=replace(cfg.training, micro_batch_size=1, global_batch_size=12))
+    some = simulate(cfg, 2, 0)
+    monkeypatch.setattr(module, "UNLIKE", 6)
+    every = simulate(cfg, 2, 0)
+    assert (some.peak_bytes, some.parts) == (every.peak_bytes, every.parts)
+    monkeypatch.setattr(module, "UNLIKE", 1)
+    assert simulate(cfg, 2, 0).peak_bytes < every.peak_bytes  # it finds no gradients
 
 
 def test_a_rank_that_is_not_there_and_a_run_that_may_not_begin():

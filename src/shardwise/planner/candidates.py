@@ -137,8 +137,11 @@ class Subject:
         return sum(getattr(unit, name) for unit in self.units)
 
 
-def subject_of(question: Question) -> Subject:
-    """Read a model on meta; UserError where no layout of it can be planned."""
+def subject_of(question: Question, run: Description | None = None) -> Subject:
+    """Read a model on meta; UserError where no layout of it can be planned.
+
+    `run`: what another question has read, where only precision or the base's stored form differs.
+    """
     cfg = question.cfg
     require_memory(cfg)
     _require_calibrated(question)
@@ -150,7 +153,7 @@ def subject_of(question: Question) -> Subject:
         check_copies_every=0,  # on one process there are none
     )
     one = replace(cfg, parallel=Parallel(), training=training)
-    run = describe(one, 1)
+    run = describe(one, 1) if run is None else run
     facts = run.facts
     if not facts.is_listed:
         raise UserError(

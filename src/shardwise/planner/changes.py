@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import floor
+from typing import Literal
 
 import torch
 
+from shardwise.config import Recomputation
 from shardwise.models.dtypes import product_dtype
 from shardwise.planner.candidates import (
     RECOMPUTATION,
@@ -16,6 +19,7 @@ from shardwise.planner.candidates import (
     Space,
     subject_of,
 )
+from shardwise.planner.choices import is_budget
 from shardwise.planner.divisions import Division, moved
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, split_by_cost
@@ -51,6 +55,12 @@ class Climb:
             best = faster
         return best
 
+    def asked(self, question: Question) -> Climb:
+        """Return the same for a question that differs in its dtypes alone."""
+        subject = subject_of(question, self.exact.subject.run)
+        exact, space = Exact(question, subject), Space(question, subject)
+        return Climb(exact, space, Estimates(question, subject), self.divisions)
+
     def _beside(self, best: Choice) -> Iterator[Candidate]:
         """Yield the fastest candidates of divisions beside that of a choice, if they may be faster
         than it.
@@ -69,6 +79,11 @@ def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate
         for choice in RECOMPUTATION:
             if choice != candidate.recomputation:
                 yield f"checkpointing {choice}", candidate._replace(recomputation=choice)
+        if candidate.recomputation != "none" and not is_budget(candidate.recomputation):
+            # In three digits, rounded down.
+            budget = floor(question.cluster.device.memory_bytes / 2**30 * 10) / 10
+            within = Recomputation(budget_gib=budget)
+            yield f"checkpointing within {budget:g} GiB", candidate._replace(recomputation=within)
     rows = question.cfg.training.global_batch_size // candidate.division.num_data
     size = candidate.micro_batch_size
     if "training.micro_batch_size" not in question.fixed:
@@ -114,15 +129,38 @@ def split_otherwise(exact: Exact, best: Choice) -> dict[str, Choice]:
     return {} if choice is None else {change: choice}
 
 
-def in_half_precision(question: Question, best: Choice) -> dict[str, Choice]:
-    """Return a choice with products in bfloat16, if they are faster: to be seen, not to be taken.
+def with_other_losses(climb: Climb, best: Choice) -> dict[str, Choice]:
+    """Return where coarser numbers lead from a choice: to be seen, not to be taken.
 
-    Its losses are others.
+    They are products in bfloat16 where these are faster, and with LoRA a base in int8 or in nf4,
+    whose memory may let other things fit.
     """
-    training, device = question.cfg.training, question.cluster.device
-    if device.rate(product_dtype(question.cfg)) >= device.rate(torch.bfloat16):
-        return {}
-    half = replace(question.cfg, training=replace(training, precision="bfloat16"))
-    other = replace(question, cfg=half)
-    choice = Exact(other, subject_of(other)).of(best.candidate)
-    return {} if choice is None else {"products in bfloat16": choice}
+    question, changes = climb.exact.question, dict[str, Choice]()
+    cfg, device = question.cfg, question.cluster.device
+    if device.rate(product_dtype(cfg)) < device.rate(torch.bfloat16):
+        half = replace(cfg, training=replace(cfg.training, precision="bfloat16"))
+        choice = climb.asked(replace(question, cfg=half)).exact.of(best.candidate)
+        changes |= {} if choice is None else {"products in bfloat16": choice}
+    for base in bases(question):
+        stored = replace(cfg, model=replace(cfg.model, base=base))
+        other = climb.asked(replace(question, cfg=stored))
+        choice = other.exact.of(best.candidate)
+        if choice is None:  # the family, or the folder, cannot be stored so
+            continue
+        choice = other.from_choice(choice) if choice.fits else choice
+        words = [f"base in {base}"]
+        if choice.candidate.division != best.candidate.division:
+            words.append(choice.title)
+        if choice.candidate != best.candidate:
+            words.append(choice.details)
+        changes[", ".join(words)] = choice
+    return changes
+
+
+def bases(question: Question) -> tuple[Literal["int8", "nf4"], ...]:
+    """Return the forms in which a frozen base may be stored in place of the run's, the finest
+    first.
+    """
+    cfg = question.cfg
+    is_open = cfg.lora is not None and "model.base" not in question.fixed
+    return ("int8", "nf4") if is_open and cfg.model.base == "none" else ()

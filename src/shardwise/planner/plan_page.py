@@ -180,8 +180,8 @@ def verdict(choice: Choice, answer: Answer) -> str:
     best = answer.best
     ratio = choice.time.total / best.time.total
     if ratio < 0.995:
-        is_other = choice.cfg.training.precision != best.cfg.training.precision
-        return f"{ratio:.2f} times as long{', with other losses' if is_other else ''}"
+        other = {(c.cfg.training.precision, c.cfg.model.base) for c in (choice, best)}
+        return f"{ratio:.2f} times as long{', with other losses' if len(other) > 1 else ''}"
     if ratio < 1.005:
         share = choice.memory.total / answer.limit_bytes
         return f"as fast, but takes {share:.0%} of the memory" if choice.is_tight else "as fast"

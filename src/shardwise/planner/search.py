@@ -14,7 +14,7 @@ from time import perf_counter
 
 from shardwise.config import UserError
 from shardwise.planner.candidates import Candidate, Question, Space, Subject, subject_of
-from shardwise.planner.changes import Climb, changes_of, in_half_precision, split_otherwise
+from shardwise.planner.changes import Climb, bases, changes_of, split_otherwise, with_other_losses
 from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, usable_bytes
@@ -89,7 +89,7 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         by_cost = [choice for choice in split_otherwise(exact, best).values() if choice.fits]
         best = min([best, *by_cost], key=Choice.order)
         changes = changes_of(exact, space, best) | split_otherwise(exact, best)
-        answer.changes = changes | in_half_precision(question, best)
+        answer.changes = changes | with_other_losses(climb, best)
     best_of_each = _best_of_each(exact)
     for choice in reversed(best_of_each):  # the best of a layout at last
         if (name := layout_name(choice.candidate.division)) in answer.simpler:
@@ -108,11 +108,9 @@ def with_smaller_base(question: Question) -> Answer | None:
 
     It is for where nothing fits otherwise: rounded weights give other losses.
     """
-    model = question.cfg.model
-    if question.cfg.lora is None or "model.base" in question.fixed or model.base != "none":
-        return None
-    for base in ("int8", "nf4"):
-        smaller = replace(question, cfg=replace(question.cfg, model=replace(model, base=base)))
+    for base in bases(question):
+        model = replace(question.cfg.model, base=base)
+        smaller = replace(question, cfg=replace(question.cfg, model=model))
         try:
             answer = search(smaller)
         except UserError:  # the family, or the folder, cannot be stored so

@@ -34,6 +34,10 @@ from shardwise.simulation.tensors import WAY_OUT, SimulatedTensors
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import forward_backward
 
+UNLIKE = 3
+"""Micro-batches whose memory differs: the first finds no gradients, the last sums them over ranks,
+and all between them are alike."""
+
 
 @dataclass(frozen=True)
 class Simulated:
@@ -114,13 +118,16 @@ def _simulate(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
         stack.enter_context(SimulatedTensors(recorder, copies_whole=uses_gloo))
         mesh = build_mesh(cfg, torch.device("cpu"))
         job = build(cfg, mesh, AfterOneStep())
-        batches = full_batches(cfg, mesh, job)
-        if job.cut is not None:
+        batches, others = full_batches(cfg, mesh, job), list[Batch]()
+        if job.cut is None:
+            batches, others = batches[:UNLIKE], [b.to(mesh.device) for b in batches[UNLIKE:]]
+        else:
             _know_lower_stages(job)
             # torch's stages allocate more in their first step.
             forward_backward(job.pm, batches, mesh)
             job.optimizer.zero_grad(set_to_none=True)
         memory = measure_memory(moments.watched(job), batches, mesh, cfg, recorder)
+        del others  # not before: a step holds all its micro-batches
     return Simulated(memory.peak_bytes[0], memory.parts[0], recorder.peak_moment, seconds=0.0)
 
 
