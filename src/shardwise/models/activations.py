@@ -51,6 +51,8 @@ class UnitMemory(NamedTuple):
     late: int = 0
     """What the first half of a backward leaves for the second, beside what is kept: the gradients
     of what is computed with trained weights."""
+    inputs: int = 0
+    """As `backward`, while only the gradients of inputs are computed, and what it kept stays."""
     keeps_input: bool = True
     """Whether its input is alive so long. A norm that computes in float32 keeps its input in that
     dtype, and no other operation reads bfloat16 hidden states again."""
@@ -64,16 +66,11 @@ def unit_memory(
     Every rank of `tp` counts as the first one, whose share is the largest. The cores are the
     project's own (kernels/*); those of other packages keep somewhat more or less.
     """
-    run = _Unit(cfg, hf, spec, unit_index)
-    if unit_index == 0:
-        return run.memory(run.embedding, itself=False)
-    if unit_index == len(spec.layers) + 1:
-        return run.memory(run.head)
-    layer = spec.layers[unit_index - 1]
-    way = way_of(cfg.training.checkpointing, layer.number, layer.kind)
-    if way != "none":
-        return run.memory_recomputed(lambda x: run.layer(layer, x), way == "operators")
-    return run.memory(lambda x: run.layer(layer, x))
+    memory = _Unit(cfg, hf, spec, unit_index).memory_of_unit()
+    if cfg.parallel.schedule not in HALVING:
+        return memory
+    halved = _Unit(cfg, hf, spec, unit_index, is_halved=True).memory_of_unit()
+    return memory._replace(late=halved.late, inputs=halved.backward)
 
 
 def offloaded(layers: Sequence[UnitMemory]) -> list[UnitMemory]:
@@ -84,17 +81,24 @@ def offloaded(layers: Sequence[UnitMemory]) -> list[UnitMemory]:
     """
     below = [0, *(layer.kept for layer in layers)]
     return [
-        UnitMemory(0, forward + near, kept + near + backward, late)
-        for near, (kept, forward, backward, late, _) in zip(below, layers)
+        layer._replace(
+            kept=0,
+            forward=layer.forward + near,
+            backward=layer.kept + near + layer.backward,
+            inputs=layer.kept + near + layer.inputs,
+        )
+        for near, layer in zip(below, layers)
     ]
 
 
 class _Unit:
     """One unit of a run, whose forward can be run on a tape."""
 
-    def __init__(self, cfg: RunConfig, hf: Any, spec: ModelSpec, unit_index: int) -> None:
-        self.cfg, self.hf, self.spec = cfg, hf, spec
-        self.tape = Tape(is_halved=cfg.parallel.schedule in HALVING)
+    def __init__(
+        self, cfg: RunConfig, hf: Any, spec: ModelSpec, unit_index: int, is_halved: bool = False
+    ) -> None:
+        self.cfg, self.hf, self.spec, self.unit_index = cfg, hf, spec, unit_index
+        self.tape = Tape(is_halved=is_halved)
         self.hidden = hidden_dtype(cfg).itemsize
         self.length = cfg.data.sequence_length // cfg.parallel.cp
         self.num_shares = cfg.parallel.tp if cfg.parallel.sequence_parallel else 1
@@ -103,6 +107,18 @@ class _Unit:
         self.x = self.tape.tensor(numel // self.num_shares, self.hidden)
         if cfg.parallel.schedule in HALVING or is_trained_below(hf, spec, unit_index):
             self.x.slot = Slot(self.x.num_bytes)
+
+    def memory_of_unit(self) -> UnitMemory:
+        """Return the memory of the unit."""
+        if self.unit_index == 0:
+            return self.memory(self.embedding, itself=False)
+        if self.unit_index == len(self.spec.layers) + 1:
+            return self.memory(self.head)
+        layer = self.spec.layers[self.unit_index - 1]
+        way = way_of(self.cfg.training.checkpointing, layer.number, layer.kind)
+        if way != "none":
+            return self.memory_recomputed(lambda x: self.layer(layer, x), way == "operators")
+        return self.memory(lambda x: self.layer(layer, x))
 
     def memory(self, forward: Callable[[Tensor], Tensor], itself: bool = True) -> UnitMemory:
         """Return the memory of a unit; `itself`: it has hidden states for an input."""
@@ -119,7 +135,8 @@ class _Unit:
             return UnitMemory(0, forward_bytes, 0)
         del out
         backward_bytes = self._backward(slot, [Memory(tape, num_bytes)])
-        return UnitMemory(kept, forward_bytes, backward_bytes, tape.late_bytes, keeps_input)
+        late = tape.late_bytes
+        return UnitMemory(kept, forward_bytes, backward_bytes, late, keeps_input=keeps_input)
 
     def memory_recomputed(
         self, forward: Callable[[Tensor], Tensor], keeps_products: bool

@@ -124,6 +124,11 @@ class Whole:
         """Yield what is held after the last backward of a step."""
         yield from ()
 
+    def between(self, moment: str) -> Held:
+        """Return what is held in a half of a backward: no new gradient, all weights."""
+        gradients = 0 if self.is_first else self.total
+        return Held(moment, gradients, self.gathered_bytes, runs=moment == "backward")
+
 
 class Ddp(Whole):
     """Buckets hold a gradient of every weight, also between steps (parallel/ddp.py).

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.models.activations import UnitMemory
-from shardwise.planner.holding import Held
+from shardwise.planner.holding import Held, Unit, Whole
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import kept_messages
 
-FORWARD, BACKWARD = UnitMemory._fields.index("forward"), UnitMemory._fields.index("backward")
+FORWARD, BACKWARD, INPUTS = map(UnitMemory._fields.index, ("forward", "backward", "inputs"))
+"""Fields of UnitMemory: what a unit needs while it runs."""
 
 
 class Moment(NamedTuple):
@@ -28,7 +29,7 @@ class Moment(NamedTuple):
     beside: int
     """Bytes of hidden states and their gradients."""
     kind: int
-    """FORWARD or BACKWARD: the field of UnitMemory that the unit needs while it runs."""
+    """FORWARD, BACKWARD or INPUTS."""
 
 
 class Pass(NamedTuple):
@@ -49,7 +50,8 @@ class Pass(NamedTuple):
 class Action(NamedTuple):
     """An action of a rank of a pipeline, of those that hold the same the first."""
 
-    is_forward: bool
+    kind: str
+    """F, B, I or W, as in schedule/orders.py."""
     place: int
     """The place of its chunk among those of the rank."""
     is_first: bool
@@ -70,6 +72,53 @@ class Progress(NamedTuple):
     backwards: tuple[int, ...]
     after_backward: tuple[bool, ...]
     """Whether the last action before was a backward; where nobody asks, it is False."""
+
+
+def forward(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+    """Yield the moments of a chunk's forward; `hidden`: the bytes of hidden states."""
+    for place in range(len(units)):
+        for held in holding.forward(place):
+            # What a unit needs does not include its input.
+            yield Moment(held, place, place, hidden if place else 0, FORWARD)
+
+
+def backward(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+    """Yield the moments of a chunk's backward."""
+    for place, unit in reversed(list(enumerate(units))):
+        for held in holding.backward(place):
+            yield Moment(held, place, place + 1, _gradient(unit, hidden), BACKWARD)
+        for held in holding.reduction(place):
+            yield Moment(held, place, place, hidden, BACKWARD)
+
+
+def backward_of_inputs(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+    """Yield the moments of the first half of a backward, which frees nothing.
+
+    A unit leaves what the second half reads.
+    """
+    late = 0
+    for place, unit in reversed(list(enumerate(units))):
+        held = holding.between("backward")
+        yield Moment(held, place, len(units), _gradient(unit, hidden) + late, INPUTS)
+        late += unit.memory.late
+
+
+def backward_of_weights(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+    """Yield the start of the second half of a backward; all that it reads counts as in flight.
+
+    A new gradient is added to the older one.
+    """
+    largest = 0 if holding.is_first else max(holding.largest)
+    yield Moment(holding.between("gradients of weights"), 0, 0, largest, BACKWARD)
+
+
+PASSES = {"F": forward, "B": backward, "I": backward_of_inputs, "W": backward_of_weights}
+"""The moments of an action, by its kind."""
+
+
+def _gradient(unit: Unit, hidden: int) -> int:
+    """Return the bytes of the gradient of a unit's output. The loss's is a number."""
+    return 0 if unit.name == "the head" else hidden
 
 
 @lru_cache(maxsize=1024)
@@ -95,15 +144,19 @@ def progress_of(
             for numbers in ended.values():
                 numbers[:] = [count + left_out for count in numbers]
         place = chunks.index(chunk)
+        if chunk == 0 and kind in "IW":
+            # torch's first stage runs all of a halved backward in the second half.
+            if kind == "I":
+                continue
+            kind = "B"
         if kind in "BI":
             in_flight[place] -= 1
-        if kind != "W":
-            action = Action(kind == "F", place, not has_gradients[place])
-            forwards, backwards = (tuple(min(count, most) for count in ended[of]) for of in "FB")
-            flags = tuple(has_gradients), forwards, backwards, tuple(after_backward)
-            now = Progress(tuple(in_flight), tuple(halved), *flags)
-            found.setdefault(action, {})[now] = None
-            after_backward[place] = tells_last and kind in "BI"
+        action = Action(kind, place, not has_gradients[place])
+        forwards, backwards = (tuple(min(count, most) for count in ended[of]) for of in "FB")
+        flags = tuple(has_gradients), forwards, backwards, tuple(after_backward)
+        now = Progress(tuple(in_flight), tuple(halved), *flags)
+        found.setdefault(action, {})[now] = None
+        after_backward[place] = tells_last and kind != "F"
         if kind == "F":
             ended["F"][place] += 1
             in_flight[place] += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 
 from torch import nn
@@ -32,7 +32,16 @@ from shardwise.models.dtypes import hidden_dtype
 from shardwise.planner.holding import Ddp, Unit, Whole, Zero1, Zero2, buckets
 from shardwise.planner.holding_fsdp import Fsdp1, Fsdp2, Fsdp2Stage
 from shardwise.planner.memory import Memory, state_bytes
-from shardwise.planner.passes import BACKWARD, FORWARD, Moment, Pass, Progress, progress_of
+from shardwise.planner.passes import (
+    FORWARD,
+    PASSES,
+    Moment,
+    Pass,
+    Progress,
+    backward,
+    forward,
+    progress_of,
+)
 from shardwise.planner.share import Chunk, Share, boundaries_of, share_of
 from shardwise.planner.units import left_whole
 from shardwise.planner.update import summed_bytes, update_bytes
@@ -271,23 +280,8 @@ class Rank:
         last = self.num_microbatches - 1
         for number in sorted({0, min(1, last), min(1, last) if holding.repeats else last}):
             holding.begin(number == 0, number == last)
-            moments = *self._forward(units, holding), *self._backward(units, holding)
-            yield Pass(0, moments, (0,))
-
-    def _forward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Moment]:
-        for place in range(len(units)):
-            for held in holding.forward(place):
-                # What a unit needs does not include its input.
-                yield Moment(held, place, place, self.hidden if place else 0, FORWARD)
-
-    def _backward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Moment]:
-        for place, unit in reversed(list(enumerate(units))):
-            # The gradient of its output. The loss's is a number.
-            output = 0 if unit.name == "the head" else self.hidden
-            for held in holding.backward(place):
-                yield Moment(held, place, place + 1, output, BACKWARD)
-            for held in holding.reduction(place):
-                yield Moment(held, place, place, self.hidden, BACKWARD)
+            passes = (run(units, holding, self.hidden) for run in (forward, backward))
+            yield Pass(0, tuple(chain(*passes)), (0,))
 
     def _memories(self, units: Sequence[Unit], moments: Iterable[Moment]) -> Iterator[Memory]:
         kept = [0, *accumulate(unit.memory.kept for unit in units)]
@@ -321,10 +315,9 @@ class Rank:
         late = [sum(unit.memory.late for unit in units) for units in self.chunks]
         frees = self.cfg.parallel.data == "fsdp2" and self.cfg.parallel.reshard_after_forward
         actions = progress_of(self.run.pipeline, self.coordinates["pp"], tells_last=frees)
-        for (is_forward, place, is_first), progress in actions.items():
+        for (kind, place, is_first), progress in actions.items():
             holding = self.holdings[place]
             holding.is_first = is_first
-            run = self._forward if is_forward else self._backward
             by_gathered: dict[bool, tuple[Moment, ...]] = {}
             for now in progress:
                 # torch's stage leaves weights gathered after a backward; a forward frees them.
@@ -332,18 +325,19 @@ class Rank:
                 gathered = now.after_backward if frees else tuple(map(bool, ran))
                 holding.is_gathered = gathered[place]
                 if holding.is_gathered not in by_gathered:
-                    by_gathered[holding.is_gathered] = tuple(run(self.chunks[place], holding))
+                    moments = PASSES[kind](self.chunks[place], holding, self.hidden)
+                    by_gathered[holding.is_gathered] = tuple(moments)
                 left = sum(map(prod, zip(now.halved, late)))
                 others = [
                     (h.total * has, h.gathered_bytes * there)
                     for h, has, there in zip(self.holdings, now.has_gradients, gathered)
                     if h is not holding
                 ]
-                gradients, buffers = map(sum, zip((0, self._messages(is_forward, now)), *others))
+                gradients, buffers = map(sum, zip((0, self._messages(kind, now)), *others))
                 moments = by_gathered[holding.is_gathered]
                 yield Pass(place, moments, now.in_flight, left, gradients, buffers)
 
-    def _messages(self, is_forward: bool, now: Progress) -> int:
+    def _messages(self, kind: str, now: Progress) -> int:
         """Return the bytes of hidden states and their gradients that torch keeps around an action.
 
         A chunk's output stays until its backward. gpipe and 1f1b drop what they have sent with the
@@ -357,7 +351,7 @@ class Rank:
                 number += now.forwards[place] if is_kept else now.in_flight[place]
             if chunk.receives_from is not None and chunk.needs_input_gradient:
                 number += now.backwards[place]
-            if is_forward and chunk.sends_to is not None and not keeps_all:
+            if kind == "F" and chunk.sends_to is not None and not keeps_all:
                 number += now.backwards[place]
         return number * self.passed_on
 
