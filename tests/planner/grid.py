@@ -79,6 +79,12 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "zero1-ep": {"data": "zero1", "ep": 2},
 }
 """Further compositions, each of four ranks."""
+HALVED: dict[str, dict[str, Any]] = {
+    "zbv": LAYOUTS["zbv"],
+    "zero-bubble": {"pp": 2, "schedule": "interleaved-zero-bubble"},
+    "dualpipe-v": {"pp": 2, "schedule": "dualpipe-v"},
+}
+"""Pipelines that run a backward in two halves, with chunks of several layers."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32 sums": {"training.accumulation": "float32"},
     **{name: {"optimizer.name": name} for name in ("sgd", "muon", "adamw8bit")},
@@ -89,7 +95,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "naive": {"parallel.fsdp1_wrap": "naive"},
 }
 """Keys of the run file that are not the default."""
-OF_MODEL = ("dora",)
+DEEP = "twelve layers"
+OF_MODEL = ("dora", DEEP)
 """Those that change the model."""
 
 STORED_SHORT = "bfloat16 weights"
@@ -164,7 +171,7 @@ def cells() -> list[Cell]:
     places = [(1, "single"), *((2, layout) for layout in ("ddp", "fsdp2", "tp", "1f1b"))]
     for (num_ranks, layout), family in product(places, hybrids[:3]):
         grid.append(Cell(family, layout, "lora", num_ranks, 256, 2, 4, "none", STORED_SHORT))
-    return list(dict.fromkeys([*grid, *_composed(), *_varied()]))
+    return list(dict.fromkeys([*grid, *_composed(), *_varied(), *_halved()]))
 
 
 def _composed() -> Iterator[Cell]:
@@ -174,6 +181,13 @@ def _composed() -> Iterator[Cell]:
         for family, mode in product(families, ("lora", "full")):
             checkpointing = ("none", "full")[number % 2]
             yield Cell(family, layout, mode, 4, 256, 1, 4, checkpointing, "float32")
+
+
+def _halved() -> Iterator[Cell]:
+    """Yield the cells of HALVED."""
+    for layout, family, mode in product(HALVED, ("llama", "qwen3_5"), ("lora", "full")):
+        precision = "bfloat16" if layout == "zbv" else "float32"
+        yield Cell(family, layout, mode, 2, 256, 1, 4, "none", precision, variant=DEEP)
 
 
 def _varied() -> Iterator[Cell]:
@@ -206,17 +220,21 @@ def _varied() -> Iterator[Cell]:
 
 def config_of(cell: Cell, folder: Path) -> RunConfig:
     """Return the run file of a cell; `folder` gets the model's config."""
-    model = folder / cell.family
+    is_deep = cell.variant == DEEP
+    model = folder / f"{cell.family}{'-deep' * is_deep}"
     if not (model / "config.json").exists():
         tiny = json.loads((CONFIGS / f"tiny-{cell.family}" / "config.json").read_text())
         width = {} if cell.family == "gpt2" else {"hidden_size": WIDTH}
         model.mkdir(parents=True, exist_ok=True)
         config = tiny | width | {"vocab_size": VOCABULARY} | WIDER[cell.family]
+        if is_deep:
+            config["num_hidden_layers"] *= 3
+            config |= {"layer_types": 3 * tiny["layer_types"]} if "layer_types" in tiny else {}
         # Each rank writes a file of its own, which then takes the place of another's.
         written = model / f"{os.getpid()}.json"
         written.write_text(json.dumps(config))
         written.replace(model / "config.json")
-    parallel = Parallel(**(LAYOUTS | COMPOSED)[cell.layout])
+    parallel = Parallel(**(LAYOUTS | COMPOSED | HALVED)[cell.layout])
     ways = cell.num_ranks // parallel.ranks_of_a_model
     is_short = cell.precision == STORED_SHORT
     dtype, precision = ("bfloat16", "bfloat16") if is_short else ("float32", cell.precision)
