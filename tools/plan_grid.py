@@ -6,7 +6,8 @@ Every cell of tests/planner/grid.py takes two steps on its ranks, forked process
 second one is measured: the exact bytes of the rank with the most. `error` is predicted over
 measured, less 1; `simulated` is the peak of a simulated step of that rank, where there is one. No
 cell is used to fit anything. With `--keep-measured` the rows of the file stay as they are measured
-and simulated, and only predictions are made again.
+and simulated, and only predictions are made again; a cell that the file lacks is measured, and its
+row has the environment.
 A figure beside the file draws predicted over measured peaks.
 """
 
@@ -45,7 +46,13 @@ def main() -> None:
         folder = Path(name)
         if options.keep_measured:
             content = json.loads(options.out.read_text(encoding="utf-8"))
-            rows, equal = content["rows"], content["environment"]
+            kept, equal = content["rows"], content["environment"]
+            added = Results(options.out.with_suffix(".added.json"), {"environment": environment()})
+            lacking = {case: cell for case, cell in grid.items() if case not in kept}
+            rows = {case: kept[case] for case in grid if case in kept}
+            for case, row in measured_rows(added, lacking, folder).items():
+                rows[case] = row | added.equal
+            added.path.unlink(missing_ok=True)
         else:
             equal = environment()
             rows = measured_rows(Results(options.out, {"environment": equal}), grid, folder)
