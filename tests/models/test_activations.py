@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from shardwise.batches import Batch
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
@@ -170,6 +171,31 @@ def layers_and_settings() -> Iterator[Any]:
                 is_now = family == "llama" or setting == in_turn[place % len(in_turn)]
                 is_later = not is_now or family in LIKE_OTHERS
                 yield pytest.param(family, setting, marks=[pytest.mark.slow] * is_later)
+
+
+def left_by_half(part: Part, layer: LayerSpec) -> int:
+    """The bytes that the first half of torch's backward of a layer leaves for the second."""
+    module = part.hf.get_submodule(layer.name)
+    args, kwargs = part.calls[layer.name]
+    leaf = args[0].detach().clone().requires_grad_()
+    with part.part.autocast(part.batch):
+        out = module(leaf.clone(), *args[1:], **kwargs)
+    trained = (p for p in module.parameters() if p.requires_grad)
+    with part.part.backward_half.running("input"):
+        _, groups = stage_backward_input([out], [torch.ones_like(out)], [leaf], trained)
+    gradients = (x for group in groups for of_node in group["grads"] for x in of_node)
+    left = {x.untyped_storage()._cdata: x.untyped_storage() for x in gradients if x is not None}
+    return sum(storage.nbytes() for storage in left.values())
+
+
+@pytest.mark.parametrize("setting", ["full", "mixed", "bfloat16", "lora"])
+@pytest.mark.parametrize("family", ["llama", "olmo_hybrid", "lfm2", "jamba"])
+def test_half_a_backward_leaves_what_its_formula_says(family, setting):
+    setting = Setting(None, precision="bfloat16") if setting == "mixed" else SETTINGS[setting]
+    part = Part(config(family, setting, pp=2, schedule="zbv", virtual_stages=2))
+    for place, layer in layers_of_every_kind(part):
+        formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
+        assert formula.late == left_by_half(part, layer) > 0
 
 
 @pytest.mark.parametrize(("family", "setting"), [*layers_and_settings()])

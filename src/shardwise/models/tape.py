@@ -206,9 +206,15 @@ class Tape:
             if self.is_halved:
                 self._late.append(node)
                 if any(slot.of_weights for slot in node.inputs):
-                    self._late_gradients += [s.gradient for s in node.outputs if s.gradient]
+                    self._leave([s.gradient for s in node.outputs if s.gradient])
             self._run_backward(node)
         self._untaken.clear()
+
+    def _leave(self, gradients: Sequence[Memory]) -> None:
+        """Keep gradients for the other half. Nothing more is added to them in place."""
+        for gradient in gradients:
+            gradient.num_slots += 1
+        self._late_gradients += gradients
 
     @property
     def late_bytes(self) -> int:
