@@ -19,7 +19,6 @@ from shardwise.planner.candidates import (
     Space,
     subject_of,
 )
-from shardwise.planner.choices import is_budget
 from shardwise.planner.divisions import Division, moved
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, split_by_cost
@@ -56,10 +55,10 @@ class Climb:
         return best
 
     def asked(self, question: Question) -> Climb:
-        """Return the same for a question that differs in its dtypes alone."""
+        """Return one within a division, for a question that differs in its dtypes alone."""
         subject = subject_of(question, self.exact.subject.run)
         exact, space = Exact(question, subject), Space(question, subject)
-        return Climb(exact, space, Estimates(question, subject), self.divisions)
+        return Climb(exact, space, Estimates(question, subject), frozenset())
 
     def _beside(self, best: Choice) -> Iterator[Candidate]:
         """Yield the fastest candidates of divisions beside that of a choice, if they may be faster
@@ -79,11 +78,6 @@ def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate
         for choice in RECOMPUTATION:
             if choice != candidate.recomputation:
                 yield f"checkpointing {choice}", candidate._replace(recomputation=choice)
-        if candidate.recomputation != "none" and not is_budget(candidate.recomputation):
-            # In three digits, rounded down.
-            budget = floor(question.cluster.device.memory_bytes / 2**30 * 10) / 10
-            within = Recomputation(budget_gib=budget)
-            yield f"checkpointing within {budget:g} GiB", candidate._replace(recomputation=within)
     rows = question.cfg.training.global_batch_size // candidate.division.num_data
     size = candidate.micro_batch_size
     if "training.micro_batch_size" not in question.fixed:
@@ -113,6 +107,18 @@ def changes_of(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
     """Return a choice with each single thing changed, by what it is."""
     options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
     return {change: choice for change, choice in options.items() if choice is not None}
+
+
+def no_more_again(exact: Exact, best: Choice) -> Choice:
+    """Return a choice that computes no more again than memory asks for, if it is faster."""
+    question, candidate = exact.question, best.candidate
+    if "training.checkpointing" in question.fixed or candidate.recomputation == "none":
+        return best
+    # In tenths, rounded down.
+    budget = floor(question.cluster.device.memory_bytes / 2**30 * 10) / 10
+    within = Recomputation(budget_gib=budget)
+    choice = exact.of(candidate._replace(recomputation=within))
+    return best if choice is None or not choice.fits else min(best, choice, key=Choice.order)
 
 
 def split_otherwise(exact: Exact, best: Choice) -> dict[str, Choice]:
@@ -147,10 +153,9 @@ def with_other_losses(climb: Climb, best: Choice) -> dict[str, Choice]:
         choice = other.exact.of(best.candidate)
         if choice is None:  # the family, or the folder, cannot be stored so
             continue
-        choice = other.from_choice(choice) if choice.fits else choice
+        if choice.fits and (best.candidate.recomputation, best.candidate.offload) != ("none",) * 2:
+            choice = no_more_again(other.exact, other.from_choice(choice))
         words = [f"base in {base}"]
-        if choice.candidate.division != best.candidate.division:
-            words.append(choice.title)
         if choice.candidate != best.candidate:
             words.append(choice.details)
         changes[", ".join(words)] = choice

@@ -197,7 +197,8 @@ class Exact:
         given, words = cfg, ""
         if cfg.training.budget_bytes is not None:
             device = question.device_type
-            chosen = within_budget(cfg, run, device, False, boundaries, self._units)
+            is_given = question.cfg.training.budget_bytes is not None
+            chosen = within_budget(cfg, run, device, False, boundaries, self._units, is_given)
             cfg, words = chosen.applied(cfg), chosen.layers
             priced = as_way(priced, cfg.training.checkpointing)
         # Ranks of a pipeline differ: the first has most in flight, the last has the head, and one

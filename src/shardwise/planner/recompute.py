@@ -65,14 +65,15 @@ def within_budget(
     is_here: bool = True,
     boundaries: Boundaries = None,
     memories: dict[object, UnitMemory] | None = None,
+    tells_least: bool = True,
 ) -> Chosen:
     """Return the cheapest choice in which every rank is within the budget.
 
     `device`: cpu or cuda, whose memory it is. `is_here`: it is one of this machine, whose profiles
     have prices. `boundaries`: those of a pipeline's split. By default the splits are tried that the
     run would choose if nothing were computed again, only operators or everything. `memories`: see
-    `memory_of_share`. TooSmallError with the smallest possible budget where nothing is within this
-    one.
+    `memory_of_share`. TooSmallError where nothing is within this one, with the smallest possible
+    budget if `tells_least`: that takes as long as twenty choices.
     """
     budget = cfg.training.budget_bytes
     assert budget is not None
@@ -86,6 +87,8 @@ def within_budget(
     plans = [_Stages(on_device, run, split, ways, prices, memories) for split in splits]
     found = [plan.choice(int(USABLE * budget)) for plan in plans]
     chosen = [replace(one, source=source, budget_bytes=budget) for one in found if one is not None]
+    if not chosen and not tells_least:
+        raise TooSmallError(f"nothing is within a budget of {budget / 2**30:.3g} GiB")
     if not chosen:
         least = min(plan.least() for plan in plans) / USABLE
         raise TooSmallError(

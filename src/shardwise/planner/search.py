@@ -14,7 +14,14 @@ from time import perf_counter
 
 from shardwise.config import UserError
 from shardwise.planner.candidates import Candidate, Question, Space, Subject, subject_of
-from shardwise.planner.changes import Climb, bases, changes_of, split_otherwise, with_other_losses
+from shardwise.planner.changes import (
+    Climb,
+    bases,
+    changes_of,
+    no_more_again,
+    split_otherwise,
+    with_other_losses,
+)
 from shardwise.planner.divisions import Division, layout_name, most_sharded
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, usable_bytes
@@ -87,7 +94,7 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         climb = Climb(exact, space, estimates, frozenset(divisions))
         best = min((climb.from_choice(choice) for choice in choices[:2]), key=Choice.order)
         by_cost = [choice for choice in split_otherwise(exact, best).values() if choice.fits]
-        best = min([best, *by_cost], key=Choice.order)
+        best = no_more_again(exact, min([best, *by_cost], key=Choice.order))
         changes = changes_of(exact, space, best) | split_otherwise(exact, best)
         answer.changes = changes | with_other_losses(climb, best)
     best_of_each = _best_of_each(exact)
