@@ -52,7 +52,7 @@ class UnitMemory(NamedTuple):
     """What the first half of a backward leaves for the second, beside what is kept: the gradients
     of what is computed with trained weights."""
     inputs: int = 0
-    """As `backward`, while only the gradients of inputs are computed, and what it kept stays."""
+    """The same while only gradients of inputs are computed, and what it kept stays."""
     keeps_input: bool = True
     """Whether its input is alive so long. A norm that computes in float32 keeps its input in that
     dtype, and no other operation reads bfloat16 hidden states again."""

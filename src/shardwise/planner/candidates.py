@@ -137,11 +137,8 @@ class Subject:
         return sum(getattr(unit, name) for unit in self.units)
 
 
-def subject_of(question: Question, run: Description | None = None) -> Subject:
-    """Read a model on meta; UserError where no layout of it can be planned.
-
-    `run`: what another question has read, where only precision or the base's stored form differs.
-    """
+def subject_of(question: Question) -> Subject:
+    """Read a model on meta; UserError where no layout of it can be planned."""
     cfg = question.cfg
     require_memory(cfg)
     _require_calibrated(question)
@@ -153,7 +150,7 @@ def subject_of(question: Question, run: Description | None = None) -> Subject:
         check_copies_every=0,  # on one process there are none
     )
     one = replace(cfg, parallel=Parallel(), training=training)
-    run = describe(one, 1) if run is None else run
+    run = describe(one, 1)
     facts = run.facts
     if not facts.is_listed:
         raise UserError(

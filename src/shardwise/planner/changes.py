@@ -11,14 +11,7 @@ import torch
 
 from shardwise.config import Recomputation
 from shardwise.models.dtypes import product_dtype
-from shardwise.planner.candidates import (
-    RECOMPUTATION,
-    SCHEDULES,
-    Candidate,
-    Question,
-    Space,
-    subject_of,
-)
+from shardwise.planner.candidates import RECOMPUTATION, SCHEDULES, Candidate, Question, Space
 from shardwise.planner.divisions import Division, moved
 from shardwise.planner.estimate import Estimates
 from shardwise.planner.exact import Choice, Exact, split_by_cost
@@ -56,9 +49,9 @@ class Climb:
 
     def asked(self, question: Question) -> Climb:
         """Return one within a division, for a question that differs in its dtypes alone."""
-        subject = subject_of(question, self.exact.subject.run)
+        subject = self.exact.subject
         exact, space = Exact(question, subject), Space(question, subject)
-        return Climb(exact, space, Estimates(question, subject), frozenset())
+        return Climb(exact, space, self.estimates, frozenset())
 
     def _beside(self, best: Choice) -> Iterator[Candidate]:
         """Yield the fastest candidates of divisions beside that of a choice, if they may be faster

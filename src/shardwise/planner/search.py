@@ -94,7 +94,8 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         climb = Climb(exact, space, estimates, frozenset(divisions))
         best = min((climb.from_choice(choice) for choice in choices[:2]), key=Choice.order)
         by_cost = [choice for choice in split_otherwise(exact, best).values() if choice.fits]
-        best = no_more_again(exact, min([best, *by_cost], key=Choice.order))
+        best = min([best, *by_cost], key=Choice.order)
+        best = climb.from_choice(no_more_again(exact, best))
         changes = changes_of(exact, space, best) | split_otherwise(exact, best)
         answer.changes = changes | with_other_losses(climb, best)
     best_of_each = _best_of_each(exact)
