@@ -99,16 +99,17 @@ def test_a_wrong_number_of_processes_ends_with_2(nproc, capsys):
 
 
 @pytest.mark.parametrize("lora", [None, Lora(r=8, targets="auto")], ids=["full", "lora"])
-def test_the_models_of_a_gpu_tell_its_prices_apart(lora, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_measured_models_tell_prices_apart(device, lora, tmp_path):
     """With one row, or one length, a core's FLOPs would be a sum of the other amounts."""
     amounts: dict[str, list[Rest]] = defaultdict(list)
-    points = measure_machine.SCALES["cuda"].points
+    points = measure_machine.SCALES[device].points
     for model_type, point in product(measure_machine.REFERENCES, points):
-        cfg = measure_machine._reference(tmp_path, "cuda", model_type, point, lora)
+        cfg = measure_machine._reference(tmp_path, device, model_type, point, lora)
         cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
         facts = describe(cfg, 1)
         for work in work_of_units(cfg, facts.hf, facts.spec):
-            of = cfg, facts.spec.family, "cuda", work.key, "backward"
+            of = cfg, facts.spec.family, device, work.key, "backward"
             amounts[work.key].append(amounts_of(*of, work.rest_backward))
     for key, rows in amounts.items():
         columns = np.array(rows)

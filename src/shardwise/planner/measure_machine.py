@@ -78,7 +78,8 @@ SCALES = {
     "cpu": Scale(
         dtype="float32",
         sizes=(8, 64, 256, 1024),
-        points=((128, 1, 128), (128, 1, 512), (320, 1, 128), (320, 1, 512)),
+        # Rows and lengths tell the elements of a layer from its core.
+        points=((128, 1, 128), (128, 4, 128), (128, 1, 512), (320, 1, 128), (320, 4, 128)),
         vocabulary=1024,
         updated=((256, 64), (2**18, 16)),
         copied=2**23,
@@ -86,7 +87,6 @@ SCALES = {
     "cuda": Scale(
         dtype="bfloat16",
         sizes=(16, 64, 256, 1024, 2048, 4096, 8192),
-        # Rows and lengths tell the elements of a layer from its core.
         points=(
             (1024, 1, 2048),
             (1024, 4, 2048),
