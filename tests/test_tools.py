@@ -226,8 +226,9 @@ def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):
     tool = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "plan_pages.py"))
     needs = tool["needs"]
     monkeypatch.setitem(needs.__globals__, "CASES", needs.__globals__["CASES"][:1])
-    pages = {name: (tool["DOCS"] / name).read_text(encoding="utf-8") for name in tool["PAGES"]}
-    assert all(f"\n{line}\n" in pages["what-do-i-need.md"] for line in needs())
+    pages = {name: (tool["DOCS"] / name).read_text(encoding="utf-8") for name in tool["TABLES"]}
+    lines = [*needs(), *tool["sizes"]()]
+    assert all(f"\n{line}\n" in pages["what-do-i-need.md"] for line in lines)
     rows = tool["published"]({"gpt2-large-zero3-tp"})
     assert all(f"\n{line}\n" in pages["published-layouts.md"] for line in rows)
 

@@ -1,18 +1,16 @@
 """Write the tables of the planner's guides: `python tools/plan_pages.py [--check]`.
 
-docs/guides/what-do-i-need.md has the best layout of models on devices, and
-docs/guides/published-layouts.md the arithmetic of published ones.
+docs/guides/what-do-i-need.md has the best layout of models on devices, and what states and
+activations take; docs/guides/published-layouts.md has the arithmetic of published layouts.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.planner.candidates import Question
@@ -21,12 +19,11 @@ from shardwise.planner.divisions import layout_name
 from shardwise.planner.exact import Choice, explain
 from shardwise.planner.plan_page import OVERHEADS, on_the_host, time_parts, why_not_fitting
 from shardwise.planner.search import search
-from shardwise.presets import MODELS
+from shardwise.presets import MODELS, published_runs
 from shardwise.words import percent, seconds, size
 
 DOCS = Path(__file__).parents[1] / "docs" / "guides"
-PUBLISHED = MODELS.parent / "published.yaml"
-START, END = "<!-- tools/plan_pages.py -->", "<!-- end -->"
+START, END = "<!-- tools/plan_pages.py {} -->", "<!-- end -->"
 FAST, SLOW, OLDER = "8xH100-80GB", "8xRTX4090", "8xA100-40GB"
 CASES = (
     ("qwen3_5-0.8b", "1xRTX4090", 1, None),
@@ -35,19 +32,22 @@ CASES = (
     ("qwen3_5-0.8b", FAST, 4, "400Gbps"),
     ("qwen3_5-0.8b", SLOW, 4, "25Gbps"),
     ("qwen3_5-9b", FAST, 1, None),
+    ("qwen3_5-9b", FAST, 1, "PCIe4"),
     ("qwen3_5-9b", SLOW, 1, None),
     ("llama-3.1-70b", FAST, 1, None),
+    ("llama-3.1-70b", FAST, 1, "PCIe4"),
     ("llama-3.1-70b", FAST, 4, "400Gbps"),
     ("llama-3.1-70b", FAST, 4, "25Gbps"),
     ("llama-3.1-405b", OLDER, 1, None),
     ("llama-3.1-405b", SLOW, 1, None),
     ("llama-3.1-405b", OLDER, 64, "400Gbps"),
     ("llama-3.1-405b", FAST, 64, "400Gbps"),
+    ("deepseek-v3", SLOW, 1, None),
     ("deepseek-v3", SLOW, 64, "100Gbps"),
     ("deepseek-v3", FAST, 64, "400Gbps"),
 )
-"""Preset, devices of a node, nodes, link between them. Links within a node are fast except for
-RTX4090."""
+"""Preset, devices of a node, nodes, and the link between them, or that of one node's devices where
+it is not the usual one."""
 ROWS, LENGTH = 512, 8_192
 
 
@@ -69,7 +69,7 @@ def needs() -> Iterator[str]:
     yield "| model | devices | LoRA r=16 | in full |"
     yield "|---|---|---|---|"
     for preset, devices, nodes, link in CASES:
-        where = devices if nodes == 1 else f"{nodes} x {devices}, {link}"
+        where = ", ".join(filter(None, [f"{nodes} x {devices}" if nodes > 1 else devices, link]))
         cells = [_best(question(preset, devices, nodes, link, lora)) for lora in (True, False)]
         yield f"| {preset} | {where} | {' | '.join(cells)} |"
 
@@ -95,6 +95,27 @@ def _best(asked: Question) -> str:
     return f"*{case}*: `{best.title}`, {best.details}: {used}{host}{why}"
 
 
+def sizes() -> Iterator[str]:
+    """Yield the table of states and activations on one device that has room for all of them."""
+    yield (
+        "| model | LoRA: states | activations of a row | operators recomputed | all recomputed | "
+        "in full: states | activations of a row | all recomputed |"
+    )
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    for preset in dict.fromkeys(preset for preset, *_ in CASES):
+        cells = [preset]
+        for lora, ways in ((True, ("none", "operators", "full")), (False, ("none", "full"))):
+            asked = question(preset, f"1x{FAST.partition('x')[2]}", 1, None, lora)
+            memories = []
+            for way in ways:
+                training = replace(asked.cfg.training, global_batch_size=1, checkpointing=way)
+                cfg = replace(asked.cfg, training=training)
+                memories.append(explain(replace(asked, cfg=cfg))[0].memory)
+            states = memories[0].weights + memories[0].gradients + memories[0].optimizer
+            cells += [size(states), *(size(memory.activations) for memory in memories)]
+        yield f"| {' | '.join(cells)} |"
+
+
 def _largest_loss(choice: Choice) -> str:
     """Return the part of a step that loses most time, if any loses a twentieth."""
     parts = time_parts(choice.time)
@@ -105,8 +126,7 @@ def _largest_loss(choice: Choice) -> str:
 
 def published(names: Container[str] | None = None) -> Iterator[str]:
     """Yield the table of published layouts, by default of all, then where each comes from."""
-    every = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
-    runs = {name: run for name, run in every.items() if names is None or name in names}
+    runs = {name: run for name, run in published_runs().items() if names is None or name in names}
     yield "| run | layout | devices | memory | step | MFU | most time lost |"
     yield "|---|---|---|---:|---:|---:|---|"
     for name, run in runs.items():
@@ -163,23 +183,28 @@ def _question_of(run: dict[str, Any], checkpointing: str) -> Question:
     )
 
 
-def with_table(text: str, lines: Iterable[str]) -> str:
+def with_table(text: str, lines: Iterable[str], start: str) -> str:
     """Return a page with other lines between its two marks."""
-    before, _, rest = text.partition(START)
+    before, _, rest = text.partition(start)
     _, _, after = rest.partition(END)
-    return "\n".join([before + START, *lines, END + after])
+    return "\n".join([before + start, *lines, END + after])
 
 
-PAGES = {"what-do-i-need.md": needs, "published-layouts.md": published}
+TABLES: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
+    "what-do-i-need.md": {"needs": needs, "sizes": sizes},
+    "published-layouts.md": {"published": published},
+}
+"""The tables of each page, by the name in the comment before it."""
 
 
 def main() -> int:
     """Write the pages, or with --check return 1 where one is not what the planner says."""
     stale = []
-    for name, table in PAGES.items():
-        path, lines = DOCS / name, [*table()]
-        text = path.read_text(encoding="utf-8")
-        new = with_table(text, lines)
+    for name, tables in TABLES.items():
+        path = DOCS / name
+        text = new = path.read_text(encoding="utf-8")
+        for kind, table in tables.items():
+            new = with_table(new, table(), START.format(kind))
         if new != text:
             stale.append(name)
             if "--check" not in sys.argv:

@@ -12,7 +12,8 @@ rows. Nothing is fitted to these runs.
 
 The cases are a grid, and for each model and way to train the layout that `search` finds with the
 first calibration, among all that it knows. `choices` has by how much that one is slower than the
-fastest of all that were measured.
+fastest on two processes. As the least of many noisy figures is too low, that one and those which
+looked fastest are measured once more, in turns, and only these figures count.
 
 The calibrations are kept in OUT/calibrations. With `--keep-measured` predictions alone are made
 again from them, in a minute, on a machine with the same processor.
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.assembly.describe import describe
-from shardwise.benchmark.paired import command_line, write_json
+from shardwise.benchmark.paired import command_line, turns, write_json
 from shardwise.config import RunConfig
 from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.launch.local import launch, start_processes
@@ -51,6 +52,8 @@ from shardwise.words import counted
 
 ROOT = Path(__file__).parents[1]
 STEPS, WARM_UP = 5, 2
+FINALISTS, FINAL_ROUNDS = 3, 10
+"""How many runs of each model and way to train are compared with what the search found."""
 GLOBAL_ROWS = 8
 MICRO_BATCHES = (1, 4)
 """Rows."""
@@ -120,15 +123,16 @@ def main() -> None:
         content = json.loads((options.out / "times.json").read_text())
         facts = content["environment"]
         measured = {r["case"]: [of["measured"] for of in r["rounds"]] for r in content["rows"]}
+        chosen = content["choices"]
         if new := [case.name for case in cases if case.name not in measured]:
             sys.exit(f"never measured: {'; '.join(new)}; leave --keep-measured out")
     else:
         facts = environment(torch.device("cpu"))
         measured = measure(cases, options.rounds, calibrations)
+        chosen = choices(cases, measured)
     rows = [middle_of(rounds) for rounds in predict(cases, measured, calibrations)]
     errors = sorted(abs(row["error"]) for row in rows)
     summary = {"cases": len(rows), "median": statistics.median(errors), "worst": errors[-1]}
-    chosen = choices(cases, rows)
     summary["regret"] = max(choice["regret"] for choice in chosen)
     content = {"environment": facts, "error": summary, "choices": chosen, "rows": rows}
     write_json(options.out / "times.json", content)
@@ -154,14 +158,19 @@ def measure(cases: list[Case], num_rounds: int, calibrations: Path) -> dict[str,
     for number in range(num_rounds):
         for case in cases[:: 1 if number % 2 == 0 else -1]:
             print(f"round {number}: {case.name}", flush=True)
-            folder = Path(case.cfg.training.output_dir)
-            shutil.rmtree(folder, ignore_errors=True)
-            assert launch(case.cfg, case.num_processes) == 0, case.name
-            steps = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-            seconds = [step["seconds"] for step in steps if "seconds" in step]
-            measured[case.name].append(round(statistics.median(seconds[WARM_UP:]), 5))
+            measured[case.name].append(seconds_of(case))
         calibrate_into(calibrations / f"{number + 1}.json")
     return measured
+
+
+def seconds_of(case: Case) -> float:
+    """Train a case and return the seconds of its median step."""
+    folder = Path(case.cfg.training.output_dir)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert launch(case.cfg, case.num_processes) == 0, case.name
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    seconds = [step["seconds"] for step in steps if "seconds" in step]
+    return round(statistics.median(seconds[WARM_UP:]), 5)
 
 
 def predict(
@@ -268,28 +277,40 @@ def middle_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def choices(cases: list[Case], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return per model and way to train what the search found, and the fastest on two processes.
-
-    Its regret is how much longer its measured step is than that of the fastest. Where the search
-    finds a run of the grid, it was measured twice, and both count.
+def choices(cases: list[Case], measured: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Measure what the search found again, per model and way to train, beside those that looked
+    fastest on two processes; return by how much longer its step is than that of the fastest.
     """
-    groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    last: dict[str, str] = {}
-    for case, row in zip(cases, rows, strict=True):
-        if case.num_processes == 2:
-            name = f"{case.model}, {case.mode}"
-            training = replace(case.cfg.training, output_dir="-")
-            last[name] = repr(replace(case.cfg, training=training))
-            groups.setdefault(name, {}).setdefault(last[name], []).append(row)
+    finals = [*finalists(cases, measured)]
+    seconds = {case.name: list[float]() for of_group in finals for case in of_group}
+    for number, case in turns([case for of_group in finals for case in of_group], FINAL_ROUNDS):
+        print(f"final round {number}: {case.name}", flush=True)
+        seconds[case.name].append(seconds_of(case))
     chosen = []
-    for name, runs in groups.items():
-        seconds = {run: statistics.mean(r["measured"] for r in of) for run, of in runs.items()}
-        fastest, found_one = min(seconds, key=seconds.__getitem__), last[name]
-        regret = round(seconds[found_one] / seconds[fastest] - 1, 4)
-        by_case = {"found": runs[found_one][-1]["case"], "fastest": runs[fastest][0]["case"]}
-        chosen.append({"of": name, "regret": regret, **by_case})
+    for of_group in finals:
+        medians = {case.name: statistics.median(seconds[case.name]) for case in of_group}
+        found_one, fastest = of_group[0].name, min(medians, key=medians.__getitem__)
+        regret = round(medians[found_one] / medians[fastest] - 1, 4)
+        rounds = {case.name: seconds[case.name] for case in of_group}
+        chosen.append({"regret": regret, "found": found_one, "fastest": fastest, "rounds": rounds})
     return chosen
+
+
+def finalists(cases: list[Case], measured: dict[str, list[float]]) -> Iterator[list[Case]]:
+    """Yield what the search found for a model and a way to train, and the fastest other runs."""
+    groups: dict[tuple[str, str], list[Case]] = defaultdict(list)
+    for case in cases:
+        if case.num_processes == 2:
+            groups[case.model, case.mode].append(case)
+    for *grid_cases, found_one in groups.values():
+        same = replace(found_one.cfg, training=replace(found_one.cfg.training, output_dir="-"))
+        others = [
+            case
+            for case in grid_cases
+            if replace(case.cfg, training=replace(case.cfg.training, output_dir="-")) != same
+        ]
+        others.sort(key=lambda case: statistics.median(measured[case.name]))
+        yield [found_one, *others[:FINALISTS]]
 
 
 def figure_of(cases: list[Case], rows: list[dict[str, Any]]) -> str:

@@ -51,14 +51,16 @@ def strategies(study: Study) -> Drawn | None:
     # Marks of one strategy stand a little below one another, so that none hides another.
     height = 0.64 / len(groups)
     for place, (title, cells) in enumerate(groups):
+        name = COLOURS[place % len(COLOURS)]
         style: dict[str, Any] = {
             "marker": MARKERS[place % len(MARKERS)],
-            "color": colour(COLOURS[place % len(COLOURS)]),
+            "color": colour(name),
             "linestyle": "none",
             "markersize": 5,
         }
         base = next((row for row in cells if row.is_baseline), None)
         for row in cells:
+            style["markerfacecolor"] = colour("paper" if row.state == "unchecked" else name)
             y = labels.index(row.label) + (place - (len(groups) - 1) / 2) * height
             if row.speedup is not None and row.tokens_range and row.tokens_per_second:
                 ends = [row.speedup * end / row.tokens_per_second for end in row.tokens_range]
@@ -67,6 +69,7 @@ def strategies(study: Study) -> Drawn | None:
                 left.plot(row.speedup, y, **style)
             if base and base.peak_memory_bytes and row.peak_memory_bytes:
                 right.plot(row.peak_memory_bytes / base.peak_memory_bytes, y, **style)
+        style["markerfacecolor"] = colour(name)
         handles.append((title or "all cells", left.plot([], [], **style)[0]))
     for panel, quantity in ((left, "Tokens/s"), (right, "Peak of a rank")):
         panel.set_title(f"{quantity}, over {labels[0]}")
@@ -85,10 +88,12 @@ def strategies(study: Study) -> Drawn | None:
         left.axvline(2, color=colour("accent"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
     draw_legend_below(figure, handles)
     caption = (
-        "Medians; a line reaches from the slowest to the fastest round. Tokens/s over twice those "
-        "of one process are the efficiency on two: at 2.0 (right dashed line) it is 100 %."
+        "Medians; a line reaches from the slowest to the fastest round. Half of what two processes "
+        "have over one is their efficiency: at 2.0 (right dashed line) it is 100 %."
     )
-    return Drawn("strategies", "Tokens/s and memory by strategy", caption, figure)
+    if any(row.state == "unchecked" for _, cells in groups for row in cells):
+        caption += " Hollow: the losses of these cells could not be checked."
+    return Drawn("strategies", "Tokens/s and memory by strategy", shown(groups) + caption, figure)
 
 
 def draw_legend_below(figure: Any, handles: Sequence[tuple[str, Any]]) -> None:
@@ -135,9 +140,10 @@ def curves(study: Study) -> Drawn | None:
         names.remove()
     drawn.figure.set_figheight(max(3.4, 0.24 * len(groups[0][1]) + 0.9))
     caption = (
-        "Left: the curves of all cells lie on one another. Right: the largest difference of each "
-        "(large mark) and that of every step (dots) from the reference; linear up to one rounding "
-        "of float32, then logarithmic. Grey: up to the noise control. Red: the tolerance."
+        "Left, in nats per token: the curves of all cells lie on one another. Right: the largest "
+        "difference of each (large mark) and that of every step (dots) from the reference; linear "
+        "up to one rounding of float32, then logarithmic. Grey: up to the noise control. Red: the "
+        "tolerance."
     )
     return narrow(drawn, caption=f"{shown(groups)}{caption}")
 
@@ -150,7 +156,8 @@ def norms(study: Study) -> Drawn | None:
     drawn = training(groups, looks(study.bench.sweep, study.rows))
     for names in drawn.figure.legends:  # curves coincide
         names.remove()
-    return narrow(drawn, caption=f"{shown(groups)}The curves of all cells lie on one another.")
+    caption = "The curves of all cells lie on one another. Losses are in nats per token."
+    return narrow(drawn, caption=f"{shown(groups)}{caption}")
 
 
 def seeds(study: Study) -> Drawn | None:
@@ -160,7 +167,10 @@ def seeds(study: Study) -> Drawn | None:
         replace(family, name=" · ".join(map(in_words, family.name.split(" · "))))
         for family in families
     ]
-    return narrow(spread(named)) if families else None
+    if not families:
+        return None
+    drawn = spread(named)
+    return narrow(drawn, caption=f"{drawn.caption} Losses are in nats per token.")
 
 
 def in_words(value: str) -> str:
@@ -332,3 +342,33 @@ FIGURES: dict[str, tuple[str, Callable[[Studies], Drawn | None]]] = {
     "memory-demo": of(DEMO, memory),
 }
 """The study of each figure, and what draws it."""
+BY_STRATEGY = (
+    "A row for each strategy, a mark for each {}: left tokens/s, right the peak memory of a rank, "
+    "both over those of one process"
+)
+PARTS = (
+    "A bar for each {}, with LoRA and in full: weights, gradients, optimizer states, activations "
+    "and temporary memory of the fullest rank"
+)
+ALTS = {
+    "strategies": BY_STRATEGY.format("length of rows and way to train"),
+    "models": BY_STRATEGY.format("of four models, with LoRA and in full"),
+    "experts": BY_STRATEGY.format("length of rows and way to train; experts whole and spread"),
+    "memory": PARTS.format("strategy"),
+    "losses": "Left the loss curves of ten steps, which lie on one another; right a row for each "
+    "strategy with its differences from one process, and the tolerance",
+    "norms": "Validation losses and gradient norms of all strategies over ten steps, which lie on "
+    "one another",
+    "seeds": "A row for each strategy and way to train, a dot for each of three seeds: the last "
+    "training loss and the validation loss",
+    "lengths": "A bar for each strategy: the tokens of the longest row that fits into the memory "
+    "of the first one",
+    "microbatches": "Over 2 to 16 micro-batches, a line for each of three schedules: left the "
+    "idle share of a step, measured and simulated, right tokens/s",
+    "sent": "A bar for each strategy, with LoRA and in full: the bytes that a rank sends in a "
+    "step, with a tick where the formula is",
+    "processes": "Over one to eight processes, a line for each strategy, with LoRA and in full: "
+    "above the peak memory of a rank, below the bytes that it sends in a step",
+    "memory-compositions": PARTS.format("composition of strategies"),
+}
+"""What each figure shows, for who cannot see it."""

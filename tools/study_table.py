@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from study import DEMO, Studies, Study, in_groups
-from study_figures import FIGURES, bubbles
+from study_figures import ALTS, FIGURES, bubbles
 
 from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
@@ -273,12 +273,15 @@ def content(
         return published(name, results)
     if kind != "figure":
         table = TABLES[kind](studies[name]) if name in studies else ""
+        if table and kind == "ran":
+            report = results.absolute() / f"study-{name}" / "report.html"
+            table += f" [All cells]({os.path.relpath(report, page.absolute().parent)})"
         return table or not_measured(name, "table", studies)
     if name not in figures:
         return not_measured(FIGURES[name][0], "figure", studies)
     path, drawn = figures[name]
     where = os.path.relpath(path, page.parent)
-    return f"![{drawn.title}]({where})\n\n*{drawn.title}.* {drawn.caption}"
+    return f"![{ALTS[name]}]({where})\n\n*{drawn.title}.* {drawn.caption}"
 
 
 def not_measured(name: str, what: str, studies: Studies) -> str:

@@ -358,3 +358,39 @@ def test_a_rank_that_is_not_there(capsys):
     assert "--rank is 2; give one from 0 to 1" in capsys.readouterr().err
     assert cli.main(["plan", "tiny-llama", *DEVICES, "--rank", "1"]) == 2
     assert "--rank is for --simulate" in capsys.readouterr().err
+
+
+def test_a_simulation_that_is_refused_loses_nothing_else(folder, capsys):
+    arguments = ["plan", "tiny-qwen3_5", *DEVICES, "--full", "--explain", "fsdp2:2", "--json"]
+    arguments += ["--parallel.offload=all", "--simulate", "--html", "page.html"]
+    assert cli.main([*arguments, "--write", "run.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["choices"][0]["fits"]
+    assert "simulates" in err.splitlines()[-1]
+    assert (folder / "page.html").is_file()
+    assert (folder / "run.yaml").is_file()
+
+
+def test_a_published_run_is_planned_by_its_name(capsys):
+    run = ["plan", "published:gpt2-large-zero3-tp"]
+    assert cli.main([*run, "--json"]) == 0
+    (choice,) = json.loads(capsys.readouterr().out)["computed"]
+    assert choice["title"] == "fsdp2:2-tp:2"
+    assert choice["training"] == {"micro_batch_size": 8, "checkpointing": "full"}
+    assert cli.main([*run, "--devices", "8xH100-80GB", "--parallel.tp=4"]) == 0
+    assert "fsdp2:2-tp:4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["published:olmo-7"], "published:olmo-7: no such run; did you mean olmo-7b?"),
+        (["published:deepseek-v3"], "pp-zero1-ep is not offered"),
+        (["tiny-llama"], "--devices is missing; give the devices of a node, such as"),
+    ],
+)
+def test_a_plan_needs_devices_and_a_run_that_is_known(arguments, words, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

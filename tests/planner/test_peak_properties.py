@@ -20,9 +20,12 @@ CHECKPOINTING = st.sampled_from(["none", "operators", "full"])
 LAYOUTS = st.sampled_from(
     [
         (1, {}),
+        (2, {"data": "ddp"}),
+        (2, {"data": "zero1"}),
         (2, {"data": "zero2"}),
         (2, {"data": "fsdp2"}),
         (2, {"tp": 2}),
+        (2, {"cp": 2}),
         (2, {"pp": 2}),
         (4, {"data": "fsdp2", "pp": 2}),
         (4, {"data": "fsdp2", "dp_replicate": 2}),
@@ -108,6 +111,33 @@ def test_half_a_micro_batch_needs_less(family, mode, checkpointing, layout):
     num_ranks, parallel = layout
     one, two = (peak(family, mode, checkpointing, rows, num_ranks, **parallel) for rows in (1, 2))
     assert one <= two
+
+
+@few
+@given(FAMILIES, MODES, CHECKPOINTING, st.sampled_from(["single", "ddp", "zero1", "fsdp2"]))
+def test_two_micro_batches_need_at_most_a_copy_of_gradients_more_than_one(
+    family, mode, checkpointing, data
+):
+    """The second one finds the gradients of the first, which one micro-batch has only at its end:
+    the one case in which half a micro-batch may need more.
+    """
+    num_ranks = 1 if data == "single" else 2
+    whole, half = (
+        peak(family, mode, checkpointing, rows // num_ranks, num_ranks, data=data)
+        for rows in (16, 8)
+    )
+    assert half <= whole + gradient_bytes(family, mode)
+
+
+@cache
+def gradient_bytes(family: str, mode: str) -> int:
+    cfg = RunConfig(
+        model=Model(str(MODELS / f"tiny-{family}"), init="random"),
+        lora=Lora(r=8) if mode == "lora" else None,
+        data=Data(train="unused"),
+        training=Training(output_dir="unused", global_batch_size=1, device="cpu"),
+    )
+    return sum(4 * p.numel() for p in describe(cfg, 1).hf.parameters() if p.requires_grad)
 
 
 @few

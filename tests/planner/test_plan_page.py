@@ -22,19 +22,31 @@ def test_a_tied_weight_counts_once_in_the_arithmetic():
 
 
 @pytest.mark.parametrize(
-    ("is_resharded", "words"), [(True, "the largest layer"), (False, "gathered weights that stay")]
+    ("is_resharded", "parts", "words"),
+    [
+        (True, {"buffers": 2**30}, "; the layers that are gathered at once do not fit, however"),
+        (False, {"buffers": 2**30}, "; gathered weights that stay do not fit, however"),
+        (
+            True,
+            {"buffers": 2**29 + 1, "activations": 2**29, "temporary": 2**20},
+            "; the layers that are gathered at once and one micro-batch's activations together do "
+            "not fit, however",
+        ),
+    ],
 )
-def test_weights_that_stay_gathered_are_no_largest_layer(is_resharded, words):
+def test_the_parts_that_do_not_fit_are_named(is_resharded, parts, words):
+    """A part by itself only if it is larger than the memory that may be used."""
     asked = question("tiny-llama", "2xRTX4090", lora=False, rows=2, length=16)
     parallel = Parallel(data="fsdp2", reshard_after_forward=is_resharded)
-    device = replace(asked.cluster.device, memory_bytes=2**20)
+    device = replace(asked.cluster.device, memory_bytes=2**30)
     asked = replace(
         asked,
         cfg=replace(asked.cfg, parallel=parallel),
         cluster=replace(asked.cluster, device=device),
     )
     choice, _ = explain(asked)
-    choice = replace(choice, stages={0: choice.memory._replace(buffers=2**30)})
+    memory = choice.memory._replace(**dict.fromkeys(("overhead", "temporary", "activations"), 0))
+    choice = replace(choice, stages={0: memory._replace(**parts)})
     assert words in why_not_fitting(choice, asked)
 
 

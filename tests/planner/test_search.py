@@ -69,8 +69,18 @@ def test_of_equal_choices_the_simplest_is_first():
 
 def test_what_the_rules_refuse_is_refused_in_their_words():
     answer = small()
-    assert answer.refused["zero2-tp"].startswith("zero2-tp is not offered")
+    cfg = replace(answer.question.cfg, parallel=Parallel(data="zero2", tp=2))
+    with pytest.raises(UserError) as refused:
+        rules.check(cfg, Facts(4, answer.subject.facts))
+    assert answer.refused["zero2-tp"] == str(refused.value)
     assert not any(layout.startswith("ep") for layout in answer.refused)
+
+
+def test_a_simpler_layout_is_asked_with_offload_before_it_is_said_not_to_fit():
+    """The best one may have offload as well."""
+    answer = search(question("qwen3_5-9b", "8xRTX4090", rows=512, lora=False, length=8192))
+    assert answer.simpler["fsdp2"].fits
+    assert answer.simpler["fsdp2"].cfg.parallel.offload != "none"
 
 
 def test_estimates_know_that_experts_of_ep_have_the_tokens_of_several_devices():

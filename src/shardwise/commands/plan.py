@@ -15,6 +15,7 @@ from shardwise.commands.plan_request import (
     question_of,
     sections_of,
     wanted_layout,
+    with_published,
     write_run_file,
 )
 from shardwise.config import UserError, require
@@ -50,6 +51,7 @@ def plan(args: Namespace) -> int:
     from shardwise.planner.exact import usable_bytes
     from shardwise.planner.search import search, with_smaller_base
 
+    args = with_published(args)
     require(args.top >= 1, f"--top is {args.top}; give at least 1")
     for option in ("write", "html"):
         check_can_write(option, getattr(args, option))
@@ -65,6 +67,7 @@ def plan(args: Namespace) -> int:
     answer = search(question, args.top)
     # With --json nothing else goes to standard output.
     console = Console(stderr=args.json)
+    refused: UserError | None = None
     if args.explain is not None:
         fixed |= {f"parallel.{key}" for key in sections.get("parallel") or {}}
     if Path(args.run).is_file() and (keys := not_taken(sections, fixed)):
@@ -82,7 +85,10 @@ def plan(args: Namespace) -> int:
 
         more = {}
         if args.simulate and answer.choices:
-            more = {"simulated": second_opinion(answer, args.rank)}
+            try:
+                more = {"simulated": second_opinion(answer, args.rank)}
+            except UserError as error:  # what else was asked for is written first
+                refused = error
         print(dumps(plan_page.as_data(answer) | more, indent=1))
     elif args.explain is None:
         show(console, answer)
@@ -114,6 +120,8 @@ def plan(args: Namespace) -> int:
             lines(console, [f"wrote {path}"])
     if args.simulate and not args.json:
         lines(console, [in_words(second_opinion(answer, args.rank))])
+    if refused is not None:
+        raise refused
     return 0
 
 
@@ -201,11 +209,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="MODEL|RUN.yaml",
-        help=f"a folder with config.json, a preset, a hub id, or a run file; arguments {OVERRIDE} "
-        "replace values, and a layout's key that they set is not searched",
+        help="a folder with config.json, a preset, a hub id, a run file, or published:NAME for a "
+        f"layout of others (docs/guides/published-layouts.md); arguments {OVERRIDE} replace "
+        "values, and a layout's key that they set is not searched",
     )
     parser.add_argument(
-        "--devices", required=True, metavar="NxNAME", help="devices of a node, such as 8xH100-80GB"
+        "--devices", metavar="NxNAME", help="devices of a node, such as 8xH100-80GB"
     )
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)"

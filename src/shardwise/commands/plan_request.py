@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Parallel, RunConfig, UserError, require
 from shardwise.keys import nearest
-from shardwise.layouts import NAMES
-from shardwise.presets import MODELS, preset_names
+from shardwise.layouts import NAMES, layout_of
+from shardwise.presets import MODELS, preset_names, published_runs
 from shardwise.presets.compose import FirstRun, compose, write_new
 from shardwise.ranges import RANGES
 from shardwise.run_file import apply_override, parse_config, read_config, read_yaml
@@ -30,8 +30,51 @@ RANK = 16
 """What is planned for a model where nothing else is said."""
 CORPUS, OUTPUT_DIR = "corpus.jsonl", "runs/plan"
 """The data and the folder of a model's run if no override names any; `--write` replaces them."""
+PUBLISHED = "published:"
+"""Before the name of a published run, which may also be that of a model."""
 DEPENDENT = ("cp_attention", "speeds", "fsdp1_wrap")
 """Keys of `parallel` that need a searched one, such as `cp`."""
+
+
+def with_published(args: Namespace) -> Namespace:
+    """Return the arguments with those of the published run that they name as `published:NAME`.
+
+    The run stands as it is but for what they themselves say. UserError for another name, and where
+    no devices are named at all.
+    """
+    if args.run.startswith(PUBLISHED):
+        runs, name = published_runs(), args.run.removeprefix(PUBLISHED)
+        if name not in runs:
+            way_out = nearest(name[:80], [*runs], "runs")
+            raise UserError(f"{args.run[:80]}: no such run; {way_out}")
+        run = runs[name]
+        parallel = Parallel(**run["parallel"])
+        keys = {
+            "model.dtype": run.get("dtype", "bfloat16"),
+            "training.global_batch_size": run["rows"],
+            "training.micro_batch_size": run.get("micro_batch_size", 1),
+            "training.checkpointing": run.get("checkpointing", "none"),
+        }
+        keys |= {f"parallel.{key}": value for key, value in vars(parallel).items()}
+        given = {
+            "run": run["preset"],
+            "full": not args.lora,
+            "devices": args.devices or run["devices"],
+            "nodes": run["nodes"] if args.devices is None else args.nodes,
+            "link": args.link or (run.get("link") if args.devices is None else None),
+            "sequence": args.sequence or str(run["sequence_length"]),
+            "explain": args.explain or layout_of(parallel),
+            "overrides": [
+                *(f"--{key}={value}" for key, value in keys.items() if value is not None),
+                *args.overrides,
+            ],
+        }
+        args = Namespace(**{**vars(args), **given})
+    require(
+        args.devices is not None,
+        "--devices is missing; give the devices of a node, such as --devices 8xH100-80GB",
+    )
+    return args
 
 
 def count(text: str, option: str) -> int:

@@ -130,7 +130,12 @@ def svg_file(figure: Figure, name: str, title: str | None = None) -> str:
 
     It is for a Markdown page; `name` and `title` as in `svg_of`.
     """
-    head, end, rest = svg_of(figure, name, title).partition(">")
+    return with_dark(svg_of(figure, name, title))
+
+
+def with_dark(svg: str) -> str:
+    """Return an SVG as a file of its own, which is dark where its reader has a dark theme."""
+    head, end, rest = svg.partition(">")
     return f"{head}{end}\n <style>{DARK}</style>{rest}"
 
 

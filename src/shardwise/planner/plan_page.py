@@ -162,8 +162,9 @@ def simpler_table(answer: Answer) -> Table:
     titles = {choice.title for choice in answer.choices[:1]}
     for choice in answer.simpler.values():
         if choice.title not in titles:
+            offload = choice.cfg.parallel.offload
             table.add_row(
-                choice.title,
+                choice.title + f", offload {offload}" * (offload != "none"),
                 size(choice.memory.total),
                 seconds_text(choice.time.total),
                 verdict(choice, answer),
@@ -202,18 +203,25 @@ def why_not_fitting(choice: Choice, question: Question) -> str:
     text = f"does not fit: {needs(memory.total, limit)}"
     states = memory.weights + memory.gradients + memory.optimizer
     if choice.candidate.division.data == "fsdp2" and memory.total - states > limit:
-        parts = {part: getattr(memory, part) for part in ("activations", "buffers", "temporary")}
-        largest = max(parts, key=lambda part: parts[part])
-        if memory.moment.startswith("update"):
-            return f"{text}; the update alone {size(parts[largest])}"
         # A stage of a pipeline keeps what it has gathered too.
         is_freed = choice.candidate.is_resharded and choice.candidate.division.pp == 1
-        what = {
-            "activations": "one micro-batch's activations do",
-            "buffers": "the largest layer does" if is_freed else "gathered weights that stay do",
-            "temporary": "the temporary tensors of one micro-batch do",
-        }[largest]
-        return f"{text}; {what} not fit, however small the shards"
+        names = {
+            "activations": "one micro-batch's activations",
+            "buffers": "the layers that are gathered at once"
+            if is_freed
+            else "gathered weights that stay",
+            "temporary": "temporary tensors",
+        }
+        by_size = sorted(names, key=lambda part: getattr(memory, part), reverse=True)
+        if memory.moment.startswith("update"):
+            return f"{text}; the update alone {size(getattr(memory, by_size[0]))}"
+        left, together = limit - memory.overhead, list[str]()
+        for part in by_size:
+            if left >= 0:
+                left -= getattr(memory, part)
+                together.append(names[part])
+        what = " and ".join(together) + " together" * (len(together) > 1)
+        return f"{text}; {what} do not fit, however small the shards"
     parts = memory_parts(memory)
     largest = max(parts, key=lambda part: parts[part])
     return f"{text}; {largest} alone {size(parts[largest])}"

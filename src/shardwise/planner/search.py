@@ -7,7 +7,7 @@ and from the best two the search goes on, one change at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from time import perf_counter
@@ -37,6 +37,8 @@ UNLIKE = 2.0
 """It is assumed that no estimate is so many times as long as what it estimates."""
 MOST_SIMPLER = 12
 """Other layouts that are shown."""
+OFFLOADS = ("none", "optimizer", "all")
+"""What may stay on the CPU, where nothing fits without."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
     start = _Start(exact, estimates, effort)
     start.compute(promising(space, estimates, divisions, effort), top)
     if not start.fitting:
-        space.offloads = ("none", "optimizer", "all")
+        space.offloads = OFFLOADS
         start.compute(promising(space, estimates, divisions, effort), top)
     answer = Answer(question, subject, num_divisions=len(divisions))
     answer.simpler = _simpler(exact, space, estimates, divisions)
@@ -272,7 +274,6 @@ def _simpler(
     by_name: dict[str, Division] = {}
     for division in divisions:  # in the order of their lower bounds
         by_name.setdefault(layout_name(division), division)
-    limit = usable_bytes(space.question)
     answer = {}
     for name in sorted(by_name, key=lambda name: len(name.split("-"))):
         division = by_name[name]
@@ -280,15 +281,26 @@ def _simpler(
         is_other = num_parts <= 2 and division.ep == 1 and division.is_sequence == (division.tp > 1)
         if not is_other or len(answer) == MOST_SIMPLER:
             continue
-        candidates = [*filter(space.is_allowed, space.candidates(division))]
-        if not candidates:
-            continue
-        least = min(candidates, key=estimates.order_of_size)
-        fitting = [c for c in candidates if estimates.least_bytes(c) <= limit]
-        for candidate in (min(fitting, key=estimates.seconds, default=least), least):
+        for candidate in _most_hopeful(space, estimates, division):
             choice = exact.of(candidate)
             if choice is not None:
                 answer[name] = choice
                 if choice.fits:
                     break
     return answer
+
+
+def _most_hopeful(space: Space, estimates: Estimates, division: Division) -> Iterator[Candidate]:
+    """Yield the candidate of a division that is expected to be the fastest of those that fit, and
+    that which needs least; then both among those that offload, too.
+    """
+    limit, offered = usable_bytes(space.question), space.offloads
+    for offloads in dict.fromkeys((offered, OFFLOADS)):
+        space.offloads = offloads
+        candidates = [*filter(space.is_allowed, space.candidates(division))]
+        space.offloads = offered
+        if candidates:
+            fitting = [c for c in candidates if estimates.least_bytes(c) <= limit]
+            least = min(candidates, key=estimates.order_of_size)
+            yield min(fitting, key=estimates.seconds, default=least)
+            yield least

@@ -1,7 +1,8 @@
 """What comes with the package: shapes of models, recipes, and a corpus with a tokenizer.
 
 A preset is the `config.json` of a model: of a published one, or of a tiny one for each family.
-Presets have no weights. A recipe is a run file for a published model under one layout.
+Presets have no weights. A recipe is a run file for a published model under one layout. Published
+runs are layouts of others, for `shardwise plan`.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ def recipes() -> dict[str, Recipe]:
             recipe = Recipe(preset, model["path"], layout, num_gpus, parallel)
             by_name[f"{preset}-{layout}"] = recipe
     return by_name
+
+
+def published_runs() -> dict[str, dict[str, Any]]:
+    """Return the layouts of published training runs by name, such as `olmo-7b`."""
+    return yaml.safe_load((_HERE / "published.yaml").read_text(encoding="utf-8"))
 
 
 def sections_of(what: Literal["from_scratch", "fine_tuning"]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import yaml
 
 from shardwise.config import UserError
-from shardwise.drawing.svg import drawing, png_of, svg_of
+from shardwise.drawing.svg import drawing, png_of, svg_of, with_dark
 from shardwise.records.cell import RECORD
 from shardwise.records.record import dumps, write_atomically
 from shardwise.report import columns, seeds, summary, tables, timelines
@@ -60,7 +60,7 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
             for figure in drawn:
                 write_atomically(figures / f"{figure.name}.png", png_of(figure.figure))
         for name, svg in svgs.items():
-            write_atomically(figures / f"{name}.svg", svg)
+            write_atomically(figures / f"{name}.svg", with_dark(svg))
         content = {
             "bench": bench,
             "rows": rows,

@@ -123,7 +123,11 @@ def spread(families: Sequence[Seeds]) -> Drawn:
                 panel.plot(median(values), place, markeredgewidth=1.6, **mark)
             else:
                 panel.text(0.02, place, "no figure", transform=panel.get_yaxis_transform())
-        names = [one_line(family.name, MAX_NAME) for family in families]
+        names = [
+            one_line(family.name, MAX_NAME)
+            + " (unchecked)" * any(cell.state == "unchecked" for cell in family.cells)
+            for family in families
+        ]
         panel.set_yticks(range(len(families)), names if panel is panels[0] else [""] * len(names))
         panel.tick_params(axis="y", labelcolor=colour("ink"))
         panel.set_ylim(max(2, len(families)) - 0.4, -0.6)
