@@ -99,17 +99,17 @@ EVERYONE = {
 }
 MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety": 4_220,
-    "cli commands library __main__ __init__": 1_840,
+    "cli commands library __main__ __init__": 1_890,
     "presets": 300,
     "assembly training checkpoint process launch": 8_580,
-    "models": 11_590,
+    "models": 11_605,
     "parallel": 4_680,
     "data": 3_760,
     "kernels": 7_520,
     "planner schedule metrics": 11_400,
     "proof": 1_120,
     "simulation": 520,
-    "benchmark report drawing records": 7_475,
+    "benchmark report drawing records": 7_485,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 8_230
+    assert lines <= 8_320
 
 
 def every_source() -> list[Path]:

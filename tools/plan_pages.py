@@ -105,14 +105,11 @@ def sizes() -> Iterator[str]:
     for preset in dict.fromkeys(preset for preset, *_ in CASES):
         cells = [preset]
         for lora, ways in ((True, ("none", "operators", "full")), (False, ("none", "full"))):
-            asked = question(preset, f"1x{FAST.partition('x')[2]}", 1, None, lora)
-            memories = []
-            for way in ways:
-                training = replace(asked.cfg.training, global_batch_size=1, checkpointing=way)
-                cfg = replace(asked.cfg, training=training)
-                memories.append(explain(replace(asked, cfg=cfg))[0].memory)
-            states = memories[0].weights + memories[0].gradients + memories[0].optimizer
-            cells += [size(states), *(size(memory.activations) for memory in memories)]
+            choice, subject = explain(question(preset, "1xH100-80GB", 1, None, lora))
+            weights, optimizer = choice.memory.weights, choice.memory.optimizer
+            gradients = optimizer // 2  # AdamW has two numbers of each element that has a gradient
+            cells += [size(weights + gradients + optimizer)]
+            cells += [size(round(subject.kept[way])) for way in ways]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -10,7 +10,7 @@ from shardwise.report.folder import Bench
 from shardwise.report.panels import Groups
 from shardwise.report.tables import Row, groups_of
 
-WIDTH = 6.4
+WIDTH = 5.0
 """Inches."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")

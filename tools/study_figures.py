@@ -25,6 +25,10 @@ from shardwise.words import listed
 def narrow(drawn: Drawn, **changes: Any) -> Drawn:
     """Return a figure of a report in the width of this page."""
     drawn.figure.set_figwidth(WIDTH)
+    for wide in [*drawn.figure.legends]:
+        wide.remove()
+        names = [text.get_text() for text in wide.get_texts()]
+        draw_legend_below(drawn.figure, [*zip(names, wide.legend_handles, strict=True)])
     return replace(drawn, **changes)
 
 
@@ -72,7 +76,7 @@ def strategies(study: Study) -> Drawn | None:
         style["markerfacecolor"] = colour(name)
         handles.append((title or "all cells", left.plot([], [], **style)[0]))
     for panel, quantity in ((left, "Tokens/s"), (right, "Peak of a rank")):
-        panel.set_title(f"{quantity}, over {labels[0]}")
+        panel.set_title(f"{quantity}\nover {labels[0]}")
         panel.set_xlim(left=0)
         panel.axvline(1, color=colour("faint"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
         for place in range(1, len(labels), 2):
@@ -93,13 +97,15 @@ def strategies(study: Study) -> Drawn | None:
     )
     if any(row.state == "unchecked" for _, cells in groups for row in cells):
         caption += " Hollow: the losses of these cells could not be checked."
-    return Drawn("strategies", "Tokens/s and memory by strategy", shown(groups) + caption, figure)
+    if len(groups) < len(in_groups(study)):
+        caption = shown(groups) + caption
+    return Drawn("strategies", "Tokens/s and memory by strategy", caption, figure)
 
 
 def draw_legend_below(figure: Any, handles: Sequence[tuple[str, Any]]) -> None:
     """Draw a legend above the panels, in columns that fit the narrow figure."""
     names = [name for name, _ in handles]
-    columns = max(1, int(88 // (max(map(len, names)) + 6)))
+    columns = max(1, int(66 // (max(map(len, names)) + 6)))
     lines = -(-len(names) // columns)
     figure.set_figheight(figure.get_figheight() + 0.2 + 0.19 * lines)
     figure.legend([line for _, line in handles], names, loc="outside upper left", ncols=columns)
@@ -138,6 +144,7 @@ def curves(study: Study) -> Drawn | None:
     drawn = losses(groups, looks(study.bench.sweep, study.rows))
     for names in drawn.figure.legends:  # curves coincide, and marks have names on the right
         names.remove()
+    drawn.figure.axes[1].set_title("Difference")
     drawn.figure.set_figheight(max(3.4, 0.24 * len(groups[0][1]) + 0.9))
     caption = (
         "Left, in nats per token: the curves of all cells lie on one another. Right: the largest "
@@ -302,7 +309,7 @@ def microbatches(study: Study) -> Drawn | None:
         right.plot(x, [point.row.tokens_per_second or 0 for point in of_schedule], **style)
     if any(point.simulated for point in points):
         handles.append(("simulated", left.plot([], [], color=colour("muted"), **dashes)[0]))
-    left.set_title("Bubble: idle share of the ranks, %")
+    left.set_title("Idle share of the ranks, %")
     right.set_title("Tokens/s")
     for panel in (left, right):
         panel.set_xscale("log", base=2)

@@ -53,7 +53,7 @@ def lengths(study: Study) -> Drawn | None:
         tokens = [longest_row(peaks[name], limits[mode]) for name in names]
         bars = panel.barh(range(len(names)), tokens, color=colour("c1"), height=0.66)
         panel.bar_label(bars, fmt="%d", padding=3, fontsize=8.5)
-        panel.set_title(f"{mode}: longest row in {limits[mode] / unit:.1f} {unit_name}")
+        panel.set_title(f"{mode}: longest row\nin {limits[mode] / unit:.1f} {unit_name}")
         panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names))
         panel.set_ylim(len(names) - 0.5, -0.5)
         panel.set_xlim(0, 1.2 * max(tokens))

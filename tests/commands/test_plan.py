@@ -366,7 +366,7 @@ def test_a_simulation_that_is_refused_loses_nothing_else(folder, capsys):
     assert cli.main([*arguments, "--write", "run.yaml"]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out)["choices"][0]["fits"]
-    assert "simulates" in err.splitlines()[-1]
+    assert "parallel.offload cannot be simulated" in err.splitlines()[-1]
     assert (folder / "page.html").is_file()
     assert (folder / "run.yaml").is_file()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from shardwise.models.spec import ModelSpec
 from shardwise.models.stored import QuantisedConv1D, QuantisedLinear, Stored
 from shardwise.models.tensor_plan import cuts_of
 from shardwise.models.weight_files import Scales
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def quantise_frozen(hf: PreTrainedModel, spec: ModelSpec, family: Family, fmt: Format) -> None:
@@ -52,7 +54,7 @@ def stored_paths(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[str
             used = hf_name(f"{path}.").removesuffix(".") if not is_adapter(f".{path}.") else ""
             is_saved = ".original_module" in path or ".modules_to_save." in path
             is_linear = f"{layer.name}.{path}" in linears
-            for name, _ in part.named_parameters(recurse=False):
+            for name in part._parameters:
                 is_stack = f"{used}.{name}" in family.experts
                 is_matrix = is_stack or (is_linear and name == "weight")
                 if is_matrix and not is_saved:
@@ -72,14 +74,30 @@ def linears_of(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[str]:
                 yield f"{layer.name}.{path}"
 
 
-@lru_cache(maxsize=2)
 def as_stored(hf: PreTrainedModel, fmt: Format | Literal["none"]) -> PreTrainedModel:
-    """Return a whole model on meta as `model.base` stores it: itself, or a copy."""
-    if fmt == "none":
-        return hf
-    stored = copy.deepcopy(hf)
+    """Return a whole model on meta as `model.base` stores it: itself, or one that shares with it
+    what is not stored in few bits.
+    """
+    return hf if fmt == "none" else _stored(hf, fmt)
+
+
+@lru_cache(maxsize=2)
+def _stored(hf: PreTrainedModel, fmt: Format) -> PreTrainedModel:
+    stored = _with_own_modules(hf)
     quantise_frozen(stored, spec_of(hf.config, hf), family_of(hf), fmt)
     return stored
+
+
+def _with_own_modules(module: M) -> M:
+    """Return a copy of a module whose modules are its own, and whose tensors are shared."""
+    own = copy.copy(module)
+    for kind in ("_parameters", "_buffers"):
+        own.__dict__[kind] = dict(getattr(module, kind))
+    children = module._modules.items()
+    own.__dict__["_modules"] = {
+        name: None if child is None else _with_own_modules(child) for name, child in children
+    }
+    return own
 
 
 def read_back(
