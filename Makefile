@@ -79,7 +79,7 @@ pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rou
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	$(BIN)/python tools/pipeline_split.py
 
-plan-times: setup  ## predicted step times beside measured ones, on this machine as calibrated (about 55 idle minutes)
+plan-times: setup  ## predicted step times beside measured ones, on this machine as calibrated (about 85 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	OMP_NUM_THREADS=1 $(BIN)/python tools/plan_times.py
 

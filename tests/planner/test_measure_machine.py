@@ -15,7 +15,7 @@ from shardwise import cli
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner import measure_machine, measure_messages
+from shardwise.planner import measure_machine, measure_messages, measured_models
 from shardwise.planner.calibration import FACTORS, read
 from shardwise.planner.calibration_view import collectives_table, summary
 from shardwise.planner.unit_time import amounts_of
@@ -32,8 +32,9 @@ def measure_on_rank(path: Path, folder: Path) -> None:
 def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
     references = {"qwen3_5_text": measure_machine.REFERENCES["qwen3_5_text"]}
     monkeypatch.setattr(measure_machine, "REFERENCES", references)
-    small = measure_machine.SCALES["cpu"]._replace(sizes=(8, 16), points=((32, 1, 32), (64, 1, 64)))
-    monkeypatch.setitem(measure_machine.SCALES, "cpu", small)
+    monkeypatch.setattr(measure_machine, "OTHERS", {})
+    small = measured_models.SCALES["cpu"]._replace(sizes=(8, 16), points=((32, 1, 32), (64, 1, 64)))
+    monkeypatch.setitem(measured_models.SCALES, "cpu", small)
     monkeypatch.setitem(measure_messages.MESSAGE_BYTES, "cpu", (64, 256))
     monkeypatch.setattr(measure_messages, "ROUNDS", 1)
     monkeypatch.setitem(measure_messages.COMPUTING, "cpu", 1e-4)
@@ -64,7 +65,7 @@ def test_two_ranks_measure_every_part(tmp_path, monkeypatch):
 def backward_seconds(folder: Path) -> dict[str, float]:
     """Return the seconds of the backward of each unit that has one, by its key."""
     mesh = build_mesh(config(tiny("llama"), pp=1), torch.device("cpu"))
-    cfg = measure_machine._reference(folder, "cpu", "qwen3_5_text", (32, 1, 32), None)
+    cfg = measured_models.reference_run(folder, "cpu", "qwen3_5_text", (32, 1, 32), None)
     units = measure_machine._unit_seconds(cfg, mesh)
     return {work.key: seconds["backward"] for _, work, seconds, _ in units if work.has_backward}
 
@@ -103,9 +104,10 @@ def test_a_wrong_number_of_processes_ends_with_2(nproc, capsys):
 def test_the_measured_models_tell_prices_apart(device, lora, tmp_path):
     """With one row, or one length, a core's FLOPs would be a sum of the other amounts."""
     amounts: dict[str, list[Rest]] = defaultdict(list)
-    points = measure_machine.SCALES[device].points
-    for model_type, point in product(measure_machine.REFERENCES, points):
-        cfg = measure_machine._reference(tmp_path, device, model_type, point, lora)
+    others = measured_models.OTHERS if device == "cpu" else {}
+    points = measured_models.SCALES[device].points
+    for model_type, point in product([*measured_models.REFERENCES, *others], points):
+        cfg = measured_models.reference_run(tmp_path, device, model_type, point, lora)
         cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
         facts = describe(cfg, 1)
         for work in work_of_units(cfg, facts.hf, facts.spec):

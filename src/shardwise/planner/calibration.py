@@ -103,7 +103,8 @@ class Speeds:
     def rest_seconds(self, key: str, direction: str, rest: Rest) -> float:
         """Return the seconds of a unit beyond its products; `direction`: forward or backward.
 
-        A kind of layer that was not calibrated takes the mean prices of those that were.
+        A layer that was not calibrated takes the mean prices of those of its kind with another
+        feed-forward, or else of all.
         """
         prices = np.mean([self.units[k][direction] for k in self._like(key)], axis=0)
         return float(prices @ np.array(rest))
@@ -115,11 +116,12 @@ class Speeds:
         return statistics.mean(self.host[k][direction] for k in self._like(key))
 
     def _like(self, key: str) -> list[str]:
-        """Return the units by which one is priced: itself, or all layers that were calibrated."""
+        """Return the units by which one is priced: itself, those of its kind, or all layers."""
         if key in self.units:
             return [key]
-        mode = key.rpartition(", ")[2]
-        return [k for k in self.units if k.endswith(mode) and k.count(",") == 2]
+        kind, mode = key.partition(", ")[0], key.rpartition(", ")[2]
+        layers = [k for k in self.units if k.endswith(mode) and k.count(",") == 2]
+        return [k for k in layers if k.startswith(f"{kind}, ")] or layers
 
     @cached_property
     def _rates(self) -> dict[str, Any]:

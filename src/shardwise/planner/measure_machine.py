@@ -9,7 +9,6 @@ beside those of the GPU.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import statistics
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +46,7 @@ from shardwise.parallel.neighbours import NoNeighbours
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.planner.calibration import Calibration, Speeds, prices_of, write
 from shardwise.planner.measure_messages import collectives, jitter
+from shardwise.planner.measured_models import OTHERS, REFERENCES, SCALES, DeviceType, reference_run
 from shardwise.planner.profile import Bench, Start, make_bench
 from shardwise.planner.stopwatch import ROUNDS, Stopwatch
 from shardwise.planner.traffic import Direction
@@ -55,60 +55,6 @@ from shardwise.planner.unit_work import UnitWork, work_of_units
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
 
-DeviceType = Literal["cpu", "cuda"]
-
-
-class Scale(NamedTuple):
-    """How large the things are that are measured on a kind of device."""
-
-    dtype: Literal["float32", "bfloat16"]
-    """The dtype of products and weights."""
-    sizes: tuple[int, ...]
-    """Rows, inner sizes and columns of products."""
-    points: tuple[tuple[int, int, int], ...]
-    """Hidden sizes of the models, rows, and tokens of a row."""
-    vocabulary: int
-    updated: tuple[tuple[int, int], tuple[int, int]]
-    """The elements of tensors that AdamW updates, and how many there are."""
-    copied: int
-    """Elements of float32."""
-
-
-SCALES = {
-    "cpu": Scale(
-        dtype="float32",
-        sizes=(8, 64, 256, 1024),
-        # Rows and lengths tell the elements of a layer from its core.
-        points=((128, 1, 128), (128, 4, 128), (128, 1, 512), (320, 1, 128), (320, 4, 128)),
-        vocabulary=1024,
-        updated=((256, 64), (2**18, 16)),
-        copied=2**23,
-    ),
-    "cuda": Scale(
-        dtype="bfloat16",
-        sizes=(16, 64, 256, 1024, 2048, 4096, 8192),
-        points=(
-            (1024, 1, 2048),
-            (1024, 4, 2048),
-            (1024, 1, 8192),
-            (2048, 1, 2048),
-            (2048, 4, 2048),
-        ),
-        vocabulary=32768,
-        updated=((256, 256), (2**26, 4)),
-        copied=2**28,
-    ),
-}
-"""What is measured on each type of device."""
-REFERENCES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "layer_types": ["linear_attention", "full_attention"] * 3,
-    },
-    "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1, 3, 5]},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-}
-"""Families whose layers are measured, each in models of six layers: so many lie in no cache."""
 UNIT_ROUNDS = 3
 """A model has three units of each kind."""
 TIMEOUT_SECONDS = 3600.0
@@ -229,13 +175,16 @@ def _units(
     points: dict[tuple[str, str], list[tuple[tuple[float, ...], float]]] = defaultdict(list)
     queued: dict[tuple[str, str], list[float]] = defaultdict(list)
     device: DeviceType = "cuda" if mesh.device.type == "cuda" else "cpu"
-    left_out = set[str]()
+    left_out, first = set[str](), dict[str, str]()
+    families = [*REFERENCES, *(OTHERS if device == "cpu" else ())]
     for model_type, point, lora in itertools.product(
-        REFERENCES, SCALES[device].points, (None, Lora(r=8, targets="auto"))
+        families, SCALES[device].points, (None, Lora(r=8, targets="auto"))
     ):
-        cfg = _reference(folder, device, model_type, point, lora)
+        cfg = reference_run(folder, device, model_type, point, lora)
         try:
             for family, work, seconds, host in _unit_seconds(cfg, mesh):
+                if first.setdefault(work.key, model_type) != model_type and model_type in OTHERS:
+                    continue
                 backward = work.backward if work.has_backward else ()
                 for direction, products, rest in (
                     ("forward", work.forward, work.rest_forward),
@@ -263,58 +212,6 @@ def _units(
     for (key, direction), of_host in queued.items():
         medians[key][direction] = statistics.median(of_host)
     return dict(units), dict(medians)
-
-
-def _reference(
-    folder: Path,
-    device: DeviceType,
-    model_type: str,
-    point: tuple[int, int, int],
-    lora: Lora | None,
-) -> RunConfig:
-    """Return a run of one micro-batch with a small model, whose config is written to the folder."""
-    scale, (width, rows, length) = SCALES[device], point
-    heads = width // 128 if device == "cuda" else 4
-    config = {
-        "model_type": model_type,
-        "vocab_size": scale.vocabulary,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": 6,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": width // heads,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 2**15,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": None,
-        **REFERENCES[model_type],
-    }
-    if model_type == "bamba":
-        # States and chunks that follow width and tokens tell the core's FLOPs from its elements.
-        config |= {"mamba_d_state": width // 4, "mamba_chunk_size": length // 4}
-        config |= {"mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_d_head": 2 * width // 8}
-        if device == "cuda":  # about as large as those that are published
-            config |= {"mamba_d_state": width // 8, "mamba_chunk_size": 256}
-            config |= {"mamba_n_heads": width // 32, "mamba_d_head": 64}
-    if model_type == "qwen3_5_text":
-        # fla compiles its kernels for each number of heads, and tunes them: for minutes.
-        num_heads, size = (16, 128) if device == "cuda" else (heads, width // heads)
-        config |= {"linear_num_key_heads": num_heads, "linear_num_value_heads": num_heads}
-        config |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    training = Training(
-        output_dir="-",
-        global_batch_size=rows,
-        micro_batch_size=rows,
-        device=device,
-        precision=scale.dtype,
-    )
-    data = Data("-", sequence_length=length)
-    model = Model(str(folder), init="random", dtype=scale.dtype)
-    return RunConfig(model, data, training, lora, Parallel())
 
 
 def _unit_seconds(

@@ -88,7 +88,7 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
         unknown = keys - cluster.calibration.of_busy(cluster.num_devices).units.keys()
         if unknown:
             names = "; ".join(sorted(unknown))
-            yield f"not calibrated, priced as the mean of other layers: {names}"
+            yield f"not calibrated, priced as the mean of layers that were: {names}"
         if products not in cluster.device.flops:
             measured = cluster.calibration.dtype
             yield f"not calibrated: products in {products} are priced as those in {measured}"

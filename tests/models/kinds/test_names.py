@@ -30,7 +30,10 @@ ALLOWED = {
     # It replaces the forward of transformers' classes of stacked experts, with their names.
     "models/patches/experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},
     # It measures layers of each kind in small models of these families.
-    "planner/measure_machine.py": {*("qwen3_5_text", "bamba", "qwen3", "full_attention")},
+    "planner/measured_models.py": {
+        *("qwen3_5_text", "bamba", "qwen3", "full_attention"),
+        *("kimi_linear", "jamba", "lfm2", "jet_nemotron", "conv"),
+    },
     # The norm of all gradients.
     "proof/harness.py": {"norm"},
     "proof/prove.py": {"norm"},
