@@ -236,16 +236,21 @@ def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):
 def test_the_page_on_planning_says_how_far_times_were_off() -> None:
     root = TOOLS.parent
     page = (root / "docs" / "concepts" / "planning.md").read_text(encoding="utf-8")
+    errors = {}
     for name in ("times", "times-intel"):
         times = json.loads((root / "results" / "plan" / f"{name}.json").read_text())
-        error = times["error"]
+        errors[name] = error = times["error"]
         assert error["cases"] == len(times["rows"])
-        figures = [f"{100 * error[key]:.1f} %" for key in ("median", "worst")]
-        row = f"| {error['cases']} | [^|]* | {' | '.join(figures)} |"
-        assert re.search(row, page), row
+        rounds = [[of["measured"] for of in row["rounds"]] for row in times["rows"]]
+        apart = [100 * (max(seconds) / min(seconds) - 1) for seconds in rounds]
+        cells = [str(error["cases"]), str(len(rounds[0]))]
+        cells += [f"{statistics.median(apart):.0f} % in the median, up to {max(apart):.0f} %"]
+        cells += [f"{100 * error[key]:.1f} %" for key in ("median", "worst")]
+        assert f" | {' | '.join(cells)} |" in page
         assert all(choice["regret"] <= 0.05 for choice in times["choices"])
-    assert error["median"] <= 0.05
-    assert error["worst"] <= 0.12
+    # On the other machine two rounds of one run differ by 10 % in the median.
+    assert errors["times-intel"]["median"] <= 0.05
+    assert errors["times-intel"]["worst"] <= 0.12
     grid = json.loads((root / "results" / "plan" / "grid.json").read_text())["summary"]
     one, several = grid["one process"], grid["distributed"]
     said = [f"{one['cells'] + several['cells']} measured runs of small models"]
