@@ -106,7 +106,7 @@ MOST_LINES = {
     "parallel": 4_680,
     "data": 3_760,
     "kernels": 7_520,
-    "planner schedule metrics": 11_500,
+    "planner schedule metrics": 11_520,
     "proof": 1_120,
     "simulation": 520,
     "benchmark report drawing records": 7_485,

@@ -381,6 +381,14 @@ def test_a_published_run_is_planned_by_its_name(capsys):
     assert "fsdp2:2-tp:4" in capsys.readouterr().out
 
 
+def test_a_published_run_that_cannot_fit_is_shown_as_it_is(capsys):
+    """Not even a lower bound of its memory fits, and it has more axes than a simpler layout."""
+    assert cli.main(["plan", "published:llama-3-405b-8k-8192"]) == 2
+    out, err = capsys.readouterr()
+    assert "pp:16-fsdp2:64-tp:8-sp: interleaved-1f1b x4" in out
+    assert "nothing fits on 8192 x H100-80GB" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -204,9 +204,12 @@ def why_not_fitting(choice: Choice, question: Question) -> str:
     states = memory.weights + memory.gradients + memory.optimizer
     if choice.candidate.division.data == "fsdp2" and memory.total - states > limit:
         # A stage of a pipeline keeps what it has gathered too.
-        is_freed = choice.candidate.is_resharded and choice.candidate.division.pp == 1
+        is_alone = choice.candidate.division.pp == 1
+        is_freed = choice.candidate.is_resharded and is_alone
         names = {
-            "activations": "one micro-batch's activations",
+            "activations": "one micro-batch's activations"
+            if is_alone
+            else "the activations of the micro-batches in flight",
             "buffers": "the layers that are gathered at once"
             if is_freed
             else "gathered weights that stay",

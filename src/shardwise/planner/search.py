@@ -90,6 +90,8 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         start.compute(promising(space, estimates, divisions, effort), top)
     answer = Answer(question, subject, num_divisions=len(divisions))
     answer.simpler = _simpler(exact, space, estimates, divisions)
+    if not any(exact.choices.values()):
+        _compute_any(exact, space, estimates, divisions)
     choices = _best_of_each(exact)
     if choices:
         # The second may have more to gain: another thing of it may fit.
@@ -288,6 +290,17 @@ def _simpler(
                 if choice.fits:
                     break
     return answer
+
+
+def _compute_any(
+    exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
+) -> None:
+    """Compute one choice where not even a bound of memory fits, so that there is one to show."""
+    for division in divisions:
+        candidates = [*filter(space.is_allowed, space.candidates(division))]
+        least = min(candidates, key=estimates.order_of_size, default=None)
+        if least is not None and exact.of(least) is not None:
+            return
 
 
 def _most_hopeful(space: Space, estimates: Estimates, division: Division) -> Iterator[Candidate]:
