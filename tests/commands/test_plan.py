@@ -377,7 +377,8 @@ def test_a_published_run_is_planned_by_its_name(capsys):
     (choice,) = json.loads(capsys.readouterr().out)["computed"]
     assert choice["title"] == "fsdp2:2-tp:2"
     assert choice["training"] == {"micro_batch_size": 8, "checkpointing": "full"}
-    assert cli.main([*run, "--devices", "8xH100-80GB", "--parallel.tp=4"]) == 0
+    run += ["--devices", "8xH100-80GB", "--parallel.tp=4", "--tokens-per-step", "64K"]
+    assert cli.main(run) == 0
     assert "fsdp2:2-tp:4" in capsys.readouterr().out
 
 

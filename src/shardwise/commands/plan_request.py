@@ -39,7 +39,7 @@ DEPENDENT = ("cp_attention", "speeds", "fsdp1_wrap")
 def with_published(args: Namespace) -> Namespace:
     """Return the arguments with those of the published run that they name as `published:NAME`.
 
-    The run stands as it is but for what they themselves say. UserError for another name, and where
+    The run stands as it is, except for what they themselves say. UserError for another name, and where
     no devices are named at all.
     """
     if args.run.startswith(PUBLISHED):
@@ -51,7 +51,7 @@ def with_published(args: Namespace) -> Namespace:
         parallel = Parallel(**run["parallel"])
         keys = {
             "model.dtype": run.get("dtype", "bfloat16"),
-            "training.global_batch_size": run["rows"],
+            "training.global_batch_size": None if args.tokens_per_step else run["rows"],
             "training.micro_batch_size": run.get("micro_batch_size", 1),
             "training.checkpointing": run.get("checkpointing", "none"),
         }
