@@ -39,8 +39,8 @@ DEPENDENT = ("cp_attention", "speeds", "fsdp1_wrap")
 def with_published(args: Namespace) -> Namespace:
     """Return the arguments with those of the published run that they name as `published:NAME`.
 
-    The run stands as it is, except for what they themselves say. UserError for another name, and where
-    no devices are named at all.
+    The run stands as it is, except for what they themselves say. UserError for another name, and
+    where no devices are named at all.
     """
     if args.run.startswith(PUBLISHED):
         runs, name = published_runs(), args.run.removeprefix(PUBLISHED)
