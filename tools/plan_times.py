@@ -303,11 +303,12 @@ def finalists(cases: list[Case], measured: dict[str, list[float]]) -> Iterator[l
         if case.num_processes == 2:
             groups[case.model, case.mode].append(case)
     for *grid_cases, found_one in groups.values():
-        same = replace(found_one.cfg, training=replace(found_one.cfg.training, output_dir="-"))
+        folder = found_one.cfg.training.output_dir
         others = [
             case
             for case in grid_cases
-            if replace(case.cfg, training=replace(case.cfg.training, output_dir="-")) != same
+            if replace(case.cfg, training=replace(case.cfg.training, output_dir=folder))
+            != found_one.cfg
         ]
         others.sort(key=lambda case: statistics.median(measured[case.name]))
         yield [found_one, *others[:FINALISTS]]

@@ -226,7 +226,7 @@ def ran(study: Study) -> str:
         )
     order = "interleaved, " if rounds > 1 and interleaved(study.rows) else ""
     bad = [row.name for row in cells if row.state != "ok"]
-    differences = [row.difference or 0 for row in cells if row.state == "ok"]
+    largest = max((row.difference or 0 for row in cells if row.state == "ok"), default=0)
     # A commit may end with "+changes": those of a working tree.
     commits = ", ".join(f"{c[:10]}{c[40:]}" for c in values["commit"])
     return (
@@ -235,7 +235,7 @@ def ran(study: Study) -> str:
         f"{listed(values['cpu_count'])} cores of {listed(values['device'])}, "
         f"torch {listed(values['torch'])}, commit {commits}. "
         + (f"Not ok: {listed(bad, most=20)}." if bad else "Every cell is ok.")
-        + f" Losses of those that are ok differ by at most {scientific(max(differences))}."
+        + f" Losses of those that are ok differ by at most {scientific(largest)}."
         + f"{earlier}*"
     )
 

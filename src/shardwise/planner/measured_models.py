@@ -53,7 +53,7 @@ SCALES = {
         copied=2**28,
     ),
 }
-"""What is measured on each type of device."""
+"""The scale of each type of device."""
 REFERENCES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {
         "architectures": ["Qwen3_5ForCausalLM"],

@@ -38,7 +38,7 @@ UNLIKE = 2.0
 MOST_SIMPLER = 12
 """Other layouts that are shown."""
 OFFLOADS = ("none", "optimizer", "all")
-"""What may stay on the CPU, where nothing fits without."""
+"""The values of `parallel.offload` that are tried where nothing fits without."""
 
 
 @dataclass
@@ -297,9 +297,7 @@ def _compute_any(
 ) -> None:
     """Compute one choice where not even a bound of memory fits, so that there is one to show."""
     for division in divisions:
-        candidates = [*filter(space.is_allowed, space.candidates(division))]
-        least = min(candidates, key=estimates.order_of_size, default=None)
-        if least is not None and exact.of(least) is not None:
+        if any(map(exact.of, _most_hopeful(space, estimates, division))):
             return
 
 
