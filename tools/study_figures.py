@@ -90,10 +90,13 @@ def strategies(study: Study) -> Drawn | None:
     most = max(row.plan.nproc for row in study.rows)
     if most == 2:
         left.axvline(2, color=colour("accent"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
+        efficiency = left.secondary_xaxis("top", functions=(lambda x: 50 * x, lambda x: x / 50))
+        efficiency.set_xticks([25, 50, 75, 100], ["25 %", "50 %", "75 %", "100 %"])
+        efficiency.set_xlabel("Efficiency of two processes")
     draw_legend_below(figure, handles)
     caption = (
         "Medians; a line reaches from the slowest to the fastest round. Half of what two processes "
-        "have over one is their efficiency: at 2.0 (right dashed line) it is 100 %."
+        "have over one is their efficiency (the axis above): at 2.0 (right dashed line) it is 100 %."
     )
     if any(row.state == "unchecked" for _, cells in groups for row in cells):
         caption += " Hollow: the losses of these cells could not be checked."
