@@ -117,7 +117,9 @@ def test_what_cannot_be_simulated(change, fragment):
         simulate(cfg, 2, 0)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp2"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2"))]
+)
 def test_micro_batches_between_the_first_and_the_last_are_alike(layout, monkeypatch):
     cfg = config(Cell("llama", layout, "full", 2))
     cfg = replace(cfg, training=replace(cfg.training, micro_batch_size=1, global_batch_size=12))
