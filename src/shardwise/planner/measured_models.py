@@ -54,42 +54,85 @@ SCALES = {
     ),
 }
 """The scale of each type of device."""
-REFERENCES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
+
+
+class Size(NamedTuple):
+    """How large a measured model is, and where it runs."""
+
+    device: DeviceType
+    width: int
+    """Its hidden size."""
+    num_heads: int
+    length: int
+    """Tokens of a row."""
+
+
+def _qwen3(_: Size) -> dict[str, Any]:
+    return {"architectures": ["Qwen3ForCausalLM"]}
+
+
+def _qwen3_5(size: Size) -> dict[str, Any]:
+    # fla compiles its kernels for each number of heads, and tunes them: for minutes.
+    on_cuda = size.device == "cuda"
+    num_heads, head_dim = (16, 128) if on_cuda else (size.num_heads, size.width // size.num_heads)
+    return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "layer_types": ["linear_attention", "full_attention"] * 3,
-    },
-    "bamba": {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1, 3, 5]},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-}
-"""Families whose layers are measured, each in models of six layers: so many lie in no cache."""
+        "linear_num_key_heads": num_heads,
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+    }
 
 
-def _kimi_linear(width: int) -> dict[str, Any]:
+def _bamba(size: Size) -> dict[str, Any]:
+    if size.device == "cuda":  # about as large as those that are published
+        mixer = {
+            "mamba_d_state": size.width // 8,
+            "mamba_chunk_size": 256,
+            "mamba_n_heads": size.width // 32,
+            "mamba_d_head": 64,
+        }
+    else:  # States and chunks that follow width and tokens tell the core's FLOPs from its elements.
+        mixer = {
+            "mamba_d_state": size.width // 4,
+            "mamba_chunk_size": size.length // 4,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 2 * size.width // 8,
+        }
+    return {
+        "architectures": ["BambaForCausalLM"],
+        "attn_layer_indices": [1, 3, 5],
+        "mamba_n_groups": 1,
+        **mixer,
+    }
+
+
+def _kimi_linear(size: Size) -> dict[str, Any]:
     return {
         "architectures": ["KimiLinearForCausalLM"],
         "layer_types": ["linear_attention", "full_attention"] * 3,
         "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "dense", "sparse"],
         "num_key_value_heads": 4,
-        "kv_lora_rank": width // 2,
-        "qk_nope_head_dim": width // 4,
-        "qk_rope_head_dim": width // 8,
-        "v_head_dim": width // 4,
+        "kv_lora_rank": size.width // 2,
+        "qk_nope_head_dim": size.width // 4,
+        "qk_rope_head_dim": size.width // 8,
+        "v_head_dim": size.width // 4,
         "linear_num_heads": 4,
-        "linear_head_dim": width // 4,
+        "linear_head_dim": size.width // 4,
         "linear_conv_kernel_dim": 4,
         "num_experts": 8,
         "num_experts_per_token": 2,
         "num_shared_experts": 1,
         "num_expert_group": 1,
         "topk_group": 1,
-        "moe_intermediate_size": width,
+        "moe_intermediate_size": size.width,
         "moe_renormalize": True,
         "routed_scaling_factor": 1.0,
     }
 
 
-def _jamba(width: int) -> dict[str, Any]:
+def _jamba(size: Size) -> dict[str, Any]:
     return {
         "architectures": ["JambaForCausalLM"],
         "attn_layer_period": 2,
@@ -99,13 +142,13 @@ def _jamba(width: int) -> dict[str, Any]:
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "mamba_expand": 2,
-        "mamba_d_state": width // 8,
+        "mamba_d_state": size.width // 8,
         "mamba_d_conv": 4,
-        "mamba_dt_rank": width // 16,
+        "mamba_dt_rank": size.width // 16,
     }
 
 
-def _lfm2(_: int) -> dict[str, Any]:
+def _lfm2(_: Size) -> dict[str, Any]:
     return {
         "architectures": ["Lfm2ForCausalLM"],
         "layer_types": ["conv", "full_attention"] * 3,
@@ -114,14 +157,14 @@ def _lfm2(_: int) -> dict[str, Any]:
     }
 
 
-def _jet_nemotron(width: int) -> dict[str, Any]:
+def _jet_nemotron(size: Size) -> dict[str, Any]:
     return {
         "architectures": ["JetNemotronForCausalLM"],
         "layer_types": ["jet", "swa", "attn"] * 2,
         "efficient_attention_config": {
             "jet": {
                 "num_heads": 4,
-                "head_dim": width // 4,
+                "head_dim": size.width // 4,
                 "expand_v": 2.0,
                 "conv_size": 4,
                 "dconv_generator_reduction": 8,
@@ -138,14 +181,17 @@ def _jet_nemotron(width: int) -> dict[str, Any]:
     }
 
 
-OTHERS: dict[str, Callable[[int], dict[str, Any]]] = {
+Architecture = Callable[[Size], dict[str, Any]]
+REFERENCES: dict[str, Architecture] = {"qwen3_5_text": _qwen3_5, "bamba": _bamba, "qwen3": _qwen3}
+"""Families whose layers are measured, each in models of six layers: so many lie in no cache."""
+OTHERS: dict[str, Architecture] = {
     "jamba": _jamba,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "jet_nemotron": _jet_nemotron,
 }
-"""Families of which only those kinds of layers are measured that none before has, by the hidden
-size. On a GPU they are not: fla and Triton would compile kernels for each of them."""
+"""Families of which only those kinds of layers are measured that none before has. On a GPU
+they are not: fla and Triton would compile kernels for each of them."""
 
 
 def reference_run(
@@ -158,6 +204,7 @@ def reference_run(
     """Return a run of one micro-batch with a small model, whose config is written to the folder."""
     scale, (width, rows, length) = SCALES[device], point
     heads = width // 128 if device == "cuda" else 4
+    architecture = {**REFERENCES, **OTHERS}[model_type]
     config = {
         "model_type": model_type,
         "vocab_size": scale.vocabulary,
@@ -172,20 +219,8 @@ def reference_run(
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": None,
-        **(OTHERS[model_type](width) if model_type in OTHERS else REFERENCES[model_type]),
+        **architecture(Size(device, width, heads, length)),
     }
-    if model_type == "bamba":
-        # States and chunks that follow width and tokens tell the core's FLOPs from its elements.
-        config |= {"mamba_d_state": width // 4, "mamba_chunk_size": length // 4}
-        config |= {"mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_d_head": 2 * width // 8}
-        if device == "cuda":  # about as large as those that are published
-            config |= {"mamba_d_state": width // 8, "mamba_chunk_size": 256}
-            config |= {"mamba_n_heads": width // 32, "mamba_d_head": 64}
-    if model_type == "qwen3_5_text":
-        # fla compiles its kernels for each number of heads, and tunes them: for minutes.
-        num_heads, size = (16, 128) if device == "cuda" else (heads, width // heads)
-        config |= {"linear_num_key_heads": num_heads, "linear_num_value_heads": num_heads}
-        config |= {"linear_key_head_dim": size, "linear_value_head_dim": size}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     training = Training(
