@@ -280,6 +280,24 @@ def test_the_most_that_is_alive(family):
         assert close(*total, 0.05), (layer.kind, formula, counted)
 
 
+@pytest.mark.parametrize("length", [40, 96])
+@pytest.mark.parametrize(
+    "family",
+    some_now(("olmo_hybrid", "kimi_linear", "jamba", "nemotron_h"), ("olmo_hybrid", "jamba")),
+)
+def test_a_chunk_that_is_not_full_takes_less(family, length):
+    setting = Setting(LORA, checkpointing="operators")
+    part = Part(config(family, setting, length))
+    for place, layer in layers_of_every_kind(part):
+        if layer.kind == "attention" or layer.mixers == ():
+            continue
+        formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
+        counted = part.measured(layer)
+        total = formula.kept + formula.backward, counted.kept + counted.backward
+        assert close(formula.kept, counted.kept, 0.01), (layer.kind, formula, counted)
+        assert close(*total, 0.15), (layer.kind, formula, counted)
+
+
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 @pytest.mark.parametrize("loss", ["plain", "chunked"])
 def test_the_head(loss, lora):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.kinds.base import Carried, Core
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import OWN_BACKWARD, OWN_FORWARD, WIDE, Block, Chunks, chunks_of
 from shardwise.models.tape import Tensor
 
 
@@ -33,6 +34,8 @@ class DeltaRule(Core):
     """Products [C, C] of a chunk's forward: pairs of keys, their inverse, and scores."""
     num_pairs_of_map: ClassVar[int] = 2
     """Those that the map of a rank's tokens needs: see Recurrence."""
+    pads: ClassVar[bool] = False
+    """Is the last chunk filled up with tokens that do nothing?"""
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
@@ -66,28 +69,33 @@ class DeltaRule(Core):
         """Return what a backward runs for one head and chunk."""
         raise NotImplementedError
 
-    @property
-    def products(self) -> int:
-        """The numbers per token that products of a chunk give: selective checkpointing keeps them.
+    def products(self, num_tokens: int) -> int:
+        """Return the numbers that products of a chunk give: selective checkpointing keeps them.
 
         Pairs; values, corrections and two parts of the output; what is read of the state, and the
         state after the chunk.
         """
-        state = self.key_dim * self.value_dim // self.chunk_size
-        return self.num_pairs * self.chunk_size + 4 * self.value_dim + self.key_dim + state
+        of_token = self.num_pairs * num_tokens + 4 * self.value_dim + self.key_dim
+        return num_tokens * of_token + self.key_dim * self.value_dim
 
-    @property
-    def products_of_map(self) -> int:
-        """The same for the map of a rank's tokens, whose state has a matrix [K, K] beside it."""
+    def products_of_map(self, num_tokens: int) -> int:
+        """Return the same for the map of a rank's tokens, whose state has a matrix [K, K] beside
+        it.
+        """
         columns = self.key_dim + self.value_dim
-        state = self.key_dim * columns // self.chunk_size
-        return self.num_pairs_of_map * self.chunk_size + 2 * columns + state
+        of_token = self.num_pairs_of_map * num_tokens + 2 * columns
+        return num_tokens * of_token + self.key_dim * columns
 
     def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
         """Return the FLOPs per token of full chunks and of the rest."""
-        num_full, rest = divmod(sequence_length, self.chunk_size)
-        of_sequence = num_full * flops(self) + flops(replace(self, chunk_size=rest))
+        chunks = self.chunks(sequence_length)
+        of_sequence = chunks.sum(lambda num_tokens: flops(replace(self, chunk_size=num_tokens)))
         return self.num_heads * of_sequence / sequence_length
+
+    def chunks(self, sequence_length: int) -> Chunks:
+        """Return the chunks in which a row is computed."""
+        chunks = chunks_of(sequence_length, self.chunk_size)
+        return Chunks(self.chunk_size, chunks.number, 0) if self.pads else chunks
 
 
 def rule_carries(rule: DeltaRule, num_heads: int, channels: int) -> Carried:
@@ -118,17 +126,26 @@ def rule_outputs(
     q, k, v = qkv
     num_heads = beta.numel // block.tokens
     state = block.rows * num_heads * rule.key_dim * rule.value_dim
-    num_chunks = block.num_chunks(rule.chunk_size)
-    at_once = 1 if block.on_cpu else num_chunks
-    size = block.rows * num_heads * at_once
-    forward, backward = (part.bytes_of(rule, size) for part in scratch)
-    products = WIDE * block.rows * num_heads * rule.chunk_size * rule.products
+    chunks = rule.chunks(block.length)
+    at_once = 1 if block.on_cpu else max(chunks.num_full, 1)
+    size = block.rows * num_heads
+    if block.on_cpu:
+        forward, backward = (
+            chunks.alive(partial(part.bytes_of, rule, size), own)
+            for part, own in zip(scratch, (OWN_FORWARD, OWN_BACKWARD), strict=True)
+        )
+    else:
+        forward, backward = (
+            part.bytes_of(rule, size * at_once, chunks.longest) for part in scratch
+        )
     if block.shares_rows:
-        of_map = products // rule.products * rule.products_of_map
-        block.tape.products_within(of_map * num_chunks)
+        block.tape.products_within(WIDE * size * chunks.sum(rule.products_of_map))
     made = v.num_bytes + WIDE * state
-    forward = block.tape.products_within(products * num_chunks, made, forward, products * at_once)
-    states = block.tape.tensor(num_chunks * state, WIDE)
+    products = WIDE * size * rule.products(chunks.longest) * at_once
+    forward = block.tape.products_within(
+        WIDE * size * chunks.sum(rule.products), made, forward, products
+    )
+    states = block.tape.tensor(chunks.number * state, WIDE)
     out, _ = block.tape.run(
         [q, k, v, g, beta],
         [(v.numel, v.itemsize), (state, WIDE)],
@@ -149,11 +166,10 @@ class Scratch(NamedTuple):
     pairs: int
     """[C, C]."""
 
-    def bytes_of(self, rule: DeltaRule, num: int) -> int:
-        """Return the bytes of so many chunks and heads."""
-        c = rule.chunk_size
-        per_token = self.keys * rule.key_dim + self.values * rule.value_dim + self.pairs * c
-        return WIDE * num * c * per_token
+    def bytes_of(self, rule: DeltaRule, num: int, num_tokens: int) -> int:
+        """Return the bytes of so many chunks and heads, by the tokens of a chunk."""
+        of_token = self.keys * rule.key_dim + self.values * rule.value_dim
+        return WIDE * num * num_tokens * (of_token + self.pairs * num_tokens)
 
 
 def delta_rule(core: Recurrence) -> Callable[..., tuple[torch.Tensor, None]]:

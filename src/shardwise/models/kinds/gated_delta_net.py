@@ -167,7 +167,7 @@ def _by_fla(
     values, num = qkv[2].numel, beta.numel
     keys = num * rule.key_dim
     state = block.rows * num // block.tokens * rule.key_dim * rule.value_dim
-    states = block.num_chunks(rule.chunk_size) * state
+    states = rule.chunks(block.length).number * state
     pairs = num * rule.chunk_size
     copies = [tape.tensor(numel, size) for numel in (keys, keys, values, pairs)]
     sums = tape.tensor(num, WIDE)

@@ -6,7 +6,6 @@ of the first one, which is whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -51,6 +50,7 @@ class KimiDeltaAttention(DeltaRule):
     num_pairs: ClassVar[int] = 1
     """One product gives the pairs of keys and those of queries with keys."""
     num_pairs_of_map: ClassVar[int] = 1
+    pads: ClassVar[bool] = True
 
     def chunk_forward(self) -> int:
         """See DeltaRule."""
@@ -69,11 +69,6 @@ class KimiDeltaAttention(DeltaRule):
 
     def _solve(self) -> int:
         return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
-
-    def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
-        """Return the FLOPs per token of full chunks: the last one is padded."""
-        num_chunks = -(-sequence_length // self.chunk_size)
-        return self.num_heads * num_chunks * flops(self) / sequence_length
 
 
 def cores(config: PretrainedConfig) -> tuple[KimiDeltaAttention]:

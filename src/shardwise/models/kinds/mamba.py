@@ -18,7 +18,7 @@ from shardwise.kernels.selective_scan.chunked import CHUNK
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import OWN_BACKWARD, OWN_FORWARD, WIDE, Block, chunks_of
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -99,21 +99,24 @@ def _scanned(
     block: Block, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, gate: Tensor, numel: int
 ) -> Tensor:
     """Return the outputs of the scan, which keeps its inputs and the state before each chunk."""
-    state = block.rows * numel
+    state, chunks = block.rows * numel, chunks_of(block.length, CHUNK)
     rates = block.pointwise(block.weight("A_log"), keeps_outputs=True)
     weights = [rates, block.weight("D"), block.weight("dt_proj.bias")]
-    of_channels = block.rows * CHUNK * x.numel // block.tokens
-    forward = WIDE * (4 * CHUNK * state + 2 * of_channels)
+    of_channel = block.rows * x.numel // block.tokens
+    forward = chunks.alive(lambda n: WIDE * n * (4 * state + 2 * of_channel), OWN_FORWARD)
+    backward = chunks.alive(lambda n: WIDE * n * (5 * state + 10 * of_channel), OWN_BACKWARD)
     # Of all that the scan computes, only what is read of the states is a product.
     made = x.num_bytes + WIDE * state
-    forward = block.tape.products_within(WIDE * x.numel, made, forward, WIDE * of_channels)
-    states = block.tape.tensor(block.num_chunks(CHUNK) * state, WIDE)
+    forward = block.tape.products_within(
+        WIDE * x.numel, made, forward, WIDE * chunks.longest * of_channel
+    )
+    states = block.tape.tensor(chunks.number * state, WIDE)
     out, _ = block.tape.run(
         [x, dt, b, c, gate, *weights],
         [(x.numel, x.itemsize), (state, WIDE)],
         keeps=[x, dt, b, c, gate, states],
         forward=forward,
-        backward=WIDE * (5 * CHUNK * state + 10 * of_channels),
+        backward=backward,
     )
     return out
 

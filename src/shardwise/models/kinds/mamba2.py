@@ -21,7 +21,7 @@ from shardwise.kernels.state_space_duality.chunked import CHUNK
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import OWN_BACKWARD, OWN_FORWARD, WIDE, Block, chunks_of
 from shardwise.models.tape import Tensor, parameter
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -85,8 +85,7 @@ class Mamba2(Core):
         self, sequence_length: int, by_group: int, by_head: int, with_state: int
     ) -> float:
         """Return the FLOPs per token of as many products, in full chunks and the rest."""
-        num_full, rest = divmod(sequence_length, self.chunk_size)
-        pairs = num_full * self.chunk_size**2 + rest**2
+        pairs = chunks_of(sequence_length, self.chunk_size).sum(lambda num_tokens: num_tokens**2)
         groups = 2.0 * by_group * self.num_groups * self.state_size * pairs / sequence_length
         heads = 2.0 * by_head * self.num_heads * self.head_dim * pairs / sequence_length
         return groups + heads + 2.0 * with_state * self.num_heads * self.head_dim * self.state_size
@@ -142,24 +141,40 @@ def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Te
     num_groups = b.numel // block.tokens // core.state_size
     rates = [block.pointwise(block.weight("A_log"), keeps_outputs=True), block.weight("D")]
     state = block.rows * num_heads * core.head_dim * core.state_size
-    num_chunks = block.num_chunks(CHUNK)
-    of_values = block.rows * num_heads * CHUNK * core.head_dim
-    of_pairs = block.rows * num_heads * CHUNK * CHUNK
-    of_groups = 2 * b.numel // block.length * CHUNK + num_groups * block.rows * CHUNK * CHUNK
-    forward = WIDE * (4 * of_values + 4 * of_pairs)
-    # Products: what is read of the state, the scores of each group, what they give, and the state.
-    products = WIDE * (2 * of_values + num_groups * block.rows * CHUNK * CHUNK + state)
+    chunks = chunks_of(block.length, CHUNK)
+    size = WIDE * block.rows * num_heads
+
+    def in_forward(num_tokens: int) -> int:
+        """Return the bytes of values and pairs."""
+        return 4 * size * num_tokens * (core.head_dim + num_tokens)
+
+    def in_backward(num_tokens: int) -> int:
+        """Return the bytes of values, pairs, B, C and scores."""
+        of_groups = 2 * b.numel // block.length + num_groups * block.rows * num_tokens
+        of_heads = size * (7 * core.head_dim + 5 * num_tokens)
+        return num_tokens * (of_heads + 2 * WIDE * of_groups)
+
+    def products(num_tokens: int) -> int:
+        """Return the bytes of what is read of the state, the scores of each group, what they give,
+        and the state.
+        """
+        of_token = 2 * num_heads * core.head_dim + num_groups * num_tokens
+        return WIDE * (block.rows * num_tokens * of_token + state)
+
     if block.shares_rows:
         block.tape.products_within(WIDE * state)  # that of the map of a rank's tokens
     made = x.num_bytes + WIDE * state
-    forward = block.tape.products_within(products * num_chunks, made, forward, products)
-    states = block.tape.tensor(num_chunks * state, WIDE)
+    forward = chunks.alive(in_forward, OWN_FORWARD)
+    backward = chunks.alive(in_backward, OWN_BACKWARD) + 3 * WIDE * state
+    at_once = products(chunks.longest)
+    forward = block.tape.products_within(chunks.sum(products), made, forward, at_once)
+    states = block.tape.tensor(chunks.number * state, WIDE)
     out, _ = block.tape.run(
         [x, dt, b, c, *rates],
         [(x.numel, x.itemsize), (state, WIDE)],
         keeps=[x, dt, b, c, states],
         forward=forward,
-        backward=WIDE * (7 * of_values + 5 * of_pairs + 3 * state + 2 * of_groups),
+        backward=backward,
     )
     return out
 
