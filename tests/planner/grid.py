@@ -171,7 +171,7 @@ def cells() -> list[Cell]:
     places = [(1, "single"), *((2, layout) for layout in ("ddp", "fsdp2", "tp", "1f1b"))]
     for (num_ranks, layout), family in product(places, hybrids[:3]):
         grid.append(Cell(family, layout, "lora", num_ranks, 256, 2, 4, "none", STORED_SHORT))
-    return list(dict.fromkeys([*grid, *_composed(), *_varied(), *_halved()]))
+    return list(dict.fromkeys([*grid, *_composed(), *_varied(), *_halved(), *_short()]))
 
 
 def _composed() -> Iterator[Cell]:
@@ -188,6 +188,17 @@ def _halved() -> Iterator[Cell]:
     for layout, family, mode in product(HALVED, ("llama", "qwen3_5"), ("lora", "full")):
         precision = "bfloat16" if layout == "zbv" else "float32"
         yield Cell(family, layout, mode, 2, 256, 1, 4, "none", precision, variant=DEEP)
+
+
+def _short() -> Iterator[Cell]:
+    """Yield cells whose rows end in a chunk of a recurrence that is not full, or are no longer."""
+    modes, precisions = cycle(("lora", "full")), cycle(("float32", "bfloat16", "bfloat16"))
+    families = ("qwen3_5", "kimi_linear", "jamba", "falcon_h1")
+    for (layout, length), family in product((("single", 48), ("single", 96), ("cp", 96)), families):
+        num_ranks = 2 if layout == "cp" else 1
+        mode, precision = next(modes), next(precisions)
+        checkpointing = "operators" if family in families[::3] else "none"
+        yield Cell(family, layout, mode, num_ranks, length, 2, 2, checkpointing, precision)
 
 
 def _varied() -> Iterator[Cell]:

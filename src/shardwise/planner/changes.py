@@ -39,6 +39,7 @@ class Climb:
         """Return where the changes lead."""
         for _ in range(MOST_ROUNDS):
             changes = [candidate for _, candidate in changed(self.space, best.candidate)]
+            changes += _schedules_with_recomputation(self.space, best.candidate)
             options = map(self.exact.of, (*changes, *self._beside(best)))
             fitting = [choice for choice in options if choice is not None and choice.fits]
             faster = min([best, *fitting], key=Choice.order)
@@ -46,6 +47,10 @@ class Climb:
                 break
             best = faster
         return best
+
+    def within_memory(self, choice: Choice) -> Choice:
+        """Return where the changes lead from a choice that computes no more again than it must."""
+        return self.from_choice(no_more_again(self.exact, self.from_choice(choice)))
 
     def asked(self, question: Question) -> Climb:
         """Return one within a division, for a question that differs in its dtypes alone."""
@@ -62,6 +67,18 @@ class Climb:
             for other in prospect.fastest if prospect else ():
                 if self.estimates.may_beat(other, best.time.total):
                     yield other
+
+
+def _schedules_with_recomputation(space: Space, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield candidates that differ in schedule and recomputation together.
+
+    A schedule with fewer activations may be slower by itself, and then needs no recomputation.
+    """
+    if candidate.recomputation == "none" or "training.checkpointing" in space.question.fixed:
+        return
+    for _, other in changed(space, candidate):
+        if (other.schedule, other.num_virtual) != (candidate.schedule, candidate.num_virtual):
+            yield other._replace(recomputation="none")
 
 
 def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
@@ -100,6 +117,11 @@ def changes_of(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
     """Return a choice with each single thing changed, by what it is."""
     options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
     return {change: choice for change, choice in options.items() if choice is not None}
+
+
+def is_short_of_memory(choice: Choice) -> bool:
+    """Return whether a choice takes time for memory: it computes layers again, or offloads."""
+    return (choice.candidate.recomputation, choice.candidate.offload) != ("none", "none")
 
 
 def no_more_again(exact: Exact, best: Choice) -> Choice:
@@ -146,8 +168,8 @@ def with_other_losses(climb: Climb, best: Choice) -> dict[str, Choice]:
         choice = other.exact.of(best.candidate)
         if choice is None:  # the family, or the folder, cannot be stored so
             continue
-        if choice.fits and (best.candidate.recomputation, best.candidate.offload) != ("none",) * 2:
-            choice = no_more_again(other.exact, other.from_choice(choice))
+        if choice.fits and is_short_of_memory(best):
+            choice = other.within_memory(choice)
         words = [f"base in {base}"]
         if choice.candidate != best.candidate:
             words.append(choice.details)

@@ -18,6 +18,7 @@ from shardwise.planner.changes import (
     Climb,
     bases,
     changes_of,
+    is_short_of_memory,
     no_more_again,
     split_otherwise,
     with_other_losses,
@@ -273,6 +274,7 @@ def _simpler(
     exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
 ) -> dict[str, Choice]:
     """Return for each layout of few parts its best choice, or the one that needs least memory."""
+    climb = Climb(exact, space, estimates, frozenset())
     by_name: dict[str, Division] = {}
     for division in divisions:  # in the order of their lower bounds
         by_name.setdefault(layout_name(division), division)
@@ -289,6 +291,8 @@ def _simpler(
                 answer[name] = choice
                 if choice.fits:
                     break
+        if name in answer and answer[name].fits and is_short_of_memory(answer[name]):
+            answer[name] = climb.within_memory(answer[name])
     return answer
 
 
