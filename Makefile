@@ -109,7 +109,7 @@ format: setup  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-plan-grid: setup  ## memory peaks that the planner predicts beside measured ones, 261 small runs; resumable; writes results/plan/
+plan-grid: setup  ## memory peaks that the planner predicts beside measured ones, 273 small runs; resumable; writes results/plan/
 	$(BIN)/python -m tools.plan_grid
 
 budget-grid: setup  ## what budgets of memory choose to compute again, measured on 24 small models; resumable; writes results/plan/budgets.json

@@ -119,11 +119,6 @@ def changes_of(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
     return {change: choice for change, choice in options.items() if choice is not None}
 
 
-def is_short_of_memory(choice: Choice) -> bool:
-    """Return whether a choice takes time for memory: it computes layers again, or offloads."""
-    return (choice.candidate.recomputation, choice.candidate.offload) != ("none", "none")
-
-
 def no_more_again(exact: Exact, best: Choice) -> Choice:
     """Return a choice that computes no more again than memory asks for, if it is faster."""
     question, candidate = exact.question, best.candidate
@@ -168,7 +163,7 @@ def with_other_losses(climb: Climb, best: Choice) -> dict[str, Choice]:
         choice = other.exact.of(best.candidate)
         if choice is None:  # the family, or the folder, cannot be stored so
             continue
-        if choice.fits and is_short_of_memory(best):
+        if choice.fits and best.is_short_of_memory:
             choice = other.within_memory(choice)
         words = [f"base in {base}"]
         if choice.candidate != best.candidate:

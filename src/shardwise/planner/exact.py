@@ -69,6 +69,11 @@ class Choice:
         return self.memory.total <= self.usable_bytes
 
     @property
+    def is_short_of_memory(self) -> bool:
+        """Whether it takes time for memory: it computes layers again, or offloads."""
+        return (self.candidate.recomputation, self.candidate.offload) != ("none", "none")
+
+    @property
     def is_tight(self) -> bool:
         """Whether it leaves hardly any memory."""
         return self.memory.total > NEARLY_FULL * self.usable_bytes

@@ -115,20 +115,22 @@ def best_table(answer: Answer) -> Table:
 
 def reasons(answer: Answer) -> Iterator[str]:
     """Yield sentences on the best choice: what limits it."""
-    best, limit = answer.best, answer.limit_bytes
-    share = best.memory.total / limit
+    best = answer.best
     memory = memory_parts(best.memory)
     largest = max(memory, key=lambda part: memory[part])
-    word = "binds" if share > 0.85 else "does not bind"
+    binds = best.is_short_of_memory or answer.too_large
     yield (
-        f"memory {word}: {size(best.memory.total)} of {size(limit)} at the {best.memory.moment}, "
-        f"most of it {largest} ({size(memory[largest])})"
+        f"memory {'binds' if binds else 'does not bind'}: {size(best.memory.total)} of "
+        f"{size(answer.limit_bytes)} at the {best.memory.moment}, most of it {largest} "
+        f"({size(memory[largest])})"
     )
+    for change, choice in answer.too_large[:1]:
+        yield f"{change} would be faster, but needs {size(choice.memory.total)}"
     seconds = time_parts(best.time)
     lost = max(OVERHEADS, key=lambda part: seconds[part])
     share_lost = seconds[lost] / best.time.total
     if share_lost < 0.05:
-        yield "computation binds: no other part takes 5 % of a step"
+        yield "computation takes nearly all of a step: no other part takes 5 % of it"
     else:
         yield f"{lost} is the largest loss: {share_lost:.0%} of a step"
     if (moved := best.time.elementwise / best.time.total) >= 0.1:

@@ -18,7 +18,6 @@ from shardwise.planner.changes import (
     Climb,
     bases,
     changes_of,
-    is_short_of_memory,
     no_more_again,
     split_otherwise,
     with_other_losses,
@@ -65,6 +64,14 @@ class Answer:
     def best(self) -> Choice:
         """The fastest choice that fits."""
         return self.choices[0]
+
+    @property
+    def too_large(self) -> list[tuple[str, Choice]]:
+        """Of the changes, those that would be faster and do not fit, the fastest first."""
+        slower = 0.995 * self.best.time.total
+        changes = [*self.changes.items()]
+        options = [c for c in changes if not c[1].fits and c[1].time.total < slower]
+        return sorted(options, key=lambda option: option[1].time.total)
 
     @property
     def limit_bytes(self) -> int:
@@ -291,7 +298,7 @@ def _simpler(
                 answer[name] = choice
                 if choice.fits:
                     break
-        if name in answer and answer[name].fits and is_short_of_memory(answer[name]):
+        if name in answer and answer[name].fits and answer[name].is_short_of_memory:
             answer[name] = climb.within_memory(answer[name])
     return answer
 
