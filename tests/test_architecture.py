@@ -99,16 +99,16 @@ EVERYONE = {
 }
 MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety": 4_220,
-    "cli commands library __main__ __init__": 1_890,
+    "cli commands library __main__ __init__": 1_910,
     "presets": 300,
     "assembly training checkpoint process launch": 8_580,
-    "models": 11_605,
+    "models": 11_690,
     "parallel": 4_680,
     "data": 3_760,
     "kernels": 7_520,
-    "planner schedule metrics": 11_520,
+    "planner schedule metrics": 11_610,
     "proof": 1_120,
-    "simulation": 520,
+    "simulation": 540,
     "benchmark report drawing records": 7_485,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 8_320
+    assert lines <= 8_330
 
 
 def every_source() -> list[Path]:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from shardwise.benchmark.paired import command_line, write_json
 from shardwise.cli import parse
-from shardwise.commands.plan_request import question_of, sections_of
+from shardwise.commands.plan_request import question_of, sections_of, with_published
 from shardwise.metrics.hardware import environment
 from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
@@ -61,7 +61,7 @@ def main() -> None:
 
 def asked(line: str) -> Question:
     """Return the question of a command line."""
-    args = parse(["plan", *shlex.split(line)])
+    args = with_published(parse(["plan", *shlex.split(line)]))
     cluster = cluster_of(args.devices, args.nodes, args.link)
     sections, fixed = sections_of(args)
     return question_of(sections, fixed, cluster, args.run)

@@ -96,7 +96,7 @@ def strategies(study: Study) -> Drawn | None:
     draw_legend_below(figure, handles)
     caption = (
         "Medians; a line reaches from the slowest to the fastest round. Half of what two processes "
-        "have over one is their efficiency (the axis above): at 2.0 (right dashed line) it is 100 %."
+        "have over one is their efficiency (the axis above): at 2.0 (dashed line) it is 100 %."
     )
     if any(row.state == "unchecked" for _, cells in groups for row in cells):
         caption += " Hollow: the losses of these cells could not be checked."

@@ -298,6 +298,11 @@ def test_products_are_said_to_be_in_the_dtype_that_they_are_in(capsys):
         (["tiny-qwen3_5", *DEVICES[:1], "6xL40S", "--parallel.tp=4"], "a multiple of 4 devices"),
         (["tiny-qwen3_5", *DEVICES[:1], "8xL40S", "--explain=ddp:4"], "ddp:4 needs 4 devices"),
         (["tiny-qwen3_5", *DEVICES, "--explain=tp-tp"], "write a layout as"),
+        (["tiny-qwen3_5", *DEVICES, "--explain=ddp:2-ep:2"], "has no routed experts"),
+        (["tiny-qwen3_5", *DEVICES, "--explain=ddp-ep"], "has no routed experts"),
+        (["tiny-qwen3_moe", *DEVICES, "--explain=ddp:2-ep:3"], "does not divide the"),
+        (["tiny-qwen3_moe", *DEVICES, "--explain=ddp:2-ep:4"], "does not divide the 2 ranks of"),
+        (["tiny-qwen3_5", *DEVICES, "--explain=hsdp:1x2"], "--explain it as fsdp2:2"),
         (["tiny-qwen3_5", *DEVICES, "--explain=hsdp:0x2"], "write a layout as"),
         (["folder", *DEVICES], "folder"),
         (["unknown", *DEVICES, "--full"], "qwen2 is not a family that shardwise knows"),
@@ -382,12 +387,33 @@ def test_a_published_run_is_planned_by_its_name(capsys):
     assert "fsdp2:2-tp:4" in capsys.readouterr().out
 
 
+def test_a_published_run_takes_other_nodes(capsys):
+    assert cli.main(["plan", "published:yi-34b", "--lora", "r=8", "--nodes=2"]) == 0
+    assert "16 x A100-80GB in 2 nodes" in capsys.readouterr().out
+
+
+def test_a_model_that_learns_its_positions_is_planned_with_as_many(capsys):
+    assert cli.main(["plan", "tiny-gpt2", "--devices", "1xRTX4090", "--top=1"]) == 0
+    assert "rows of 1,024 tokens" in capsys.readouterr().out
+
+
+def test_memory_binds_where_more_of_it_would_be_faster(capsys):
+    """Not where little is left: a larger micro-batch may gain nothing."""
+    run = ["plan", "llama-3.1-8b", "--devices", "8xRTX4090", "--top=1"]
+    alone = [f"--parallel.{axis}=1" for axis in ("pp", "tp", "cp")]
+    assert cli.main([*run, "--parallel.data=zero1", *alone]) == 0
+    assert "memory binds" in capsys.readouterr().out
+    assert cli.main([*run[:3], "8xH100-80GB", "--top=1"]) == 0
+    assert "memory does not bind: 55.7 GiB of 75.1 GiB" in capsys.readouterr().out
+
+
 def test_a_published_run_that_cannot_fit_is_shown_as_it_is(capsys):
     """Not even a lower bound of its memory fits, and it has more axes than a simpler layout."""
     assert cli.main(["plan", "published:llama-3-405b-8k-8192"]) == 2
     out, err = capsys.readouterr()
     assert "pp:16-fsdp2:64-tp:8-sp: interleaved-1f1b x4" in out
     assert "nothing fits on 8192 x H100-80GB" in err
+    assert "give --training.checkpointing=full, more --devices" in err
 
 
 @pytest.mark.parametrize(
@@ -396,6 +422,7 @@ def test_a_published_run_that_cannot_fit_is_shown_as_it_is(capsys):
         (["published:olmo-7"], "published:olmo-7: no such run; did you mean olmo-7b?"),
         (["published:deepseek-v3"], "pp-zero1-ep is not offered"),
         (["tiny-llama"], "--devices is missing; give the devices of a node, such as"),
+        (["published:yi-34b", "--lora", "r=8", "--full"], "--lora and --full: give one of them"),
     ],
 )
 def test_a_plan_needs_devices_and_a_run_that_is_known(arguments, words, capsys):

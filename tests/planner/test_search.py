@@ -83,6 +83,18 @@ def test_a_simpler_layout_is_asked_with_offload_before_it_is_said_not_to_fit():
     assert answer.simpler["fsdp2"].cfg.parallel.offload != "none"
 
 
+def test_a_simpler_layout_that_is_short_of_memory_is_shown_at_its_best():
+    """A schedule that keeps less needs no recomputation, which interleaved stages need."""
+    answer = search(question("olmo2-7b", "4xA100-80GB", rows=128, length=8192))
+    simpler = answer.simpler["pp"]
+    assert (simpler.candidate.schedule, simpler.candidate.recomputation) == ("1f1b", "none")
+    for schedule in ("1f1b", "interleaved-1f1b", "zbv"):
+        asked = replace(answer.question.cfg, parallel=Parallel(pp=4, schedule=schedule))
+        fixed = frozenset({"parallel.pp", "parallel.schedule"})
+        fitting = search(Question(asked, answer.question.cluster, fixed)).choices
+        assert all(simpler.time.total < 1.01 * choice.time.total for choice in fitting)
+
+
 def test_estimates_know_that_experts_of_ep_have_the_tokens_of_several_devices():
     asked = question("qwen3-next-80b-a3b", "8xH100-80GB", rows=64)
     estimates = Estimates(asked, subject_of(asked))

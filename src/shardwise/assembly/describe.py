@@ -137,5 +137,5 @@ def _beyond_positions(
         return ()
     return (
         f"data.sequence_length: rows of {length} tokens are longer than the model was made for "
-        f"(max_position_embeddings {most} in config.json)",
+        f"(max_position_embeddings {most})",
     )

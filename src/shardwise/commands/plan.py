@@ -50,6 +50,7 @@ def plan(args: Namespace) -> int:
     from shardwise.planner.cluster import cluster_of
     from shardwise.planner.exact import usable_bytes
     from shardwise.planner.search import search, with_smaller_base
+    from shardwise.words import size
 
     args = with_published(args)
     require(args.top >= 1, f"--top is {args.top}; give at least 1")
@@ -103,13 +104,16 @@ def plan(args: Namespace) -> int:
         least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)
         if least is None:  # the last refusal is of a whole run
             raise UserError(["no layout of this run was found", *answer.refused.values()][-1])
-        advice = "give more --devices, a shorter --sequence, or --lora in place of --full"
-        if question.cfg.lora is not None:
-            advice = "give more --devices, or a shorter --sequence"
+        ways = ["more --devices", "a shorter --sequence"]
+        if "training.checkpointing" in fixed and question.cfg.training.checkpointing == "none":
+            ways.insert(0, "--training.checkpointing=full")
+        if question.cfg.lora is None:
+            ways.append("--lora in place of --full")
+        advice = f"give {', '.join(ways[:-1])}, or {ways[-1]}"
         if (smaller := with_smaller_base(question)) is not None:
-            size = smaller.best.memory.total / 2**30
+            least_bytes = size(smaller.best.memory.total)
             option = f"--model.base={smaller.question.cfg.model.base}"
-            advice = f"with {option} {smaller.best.title} fits in {size:.1f} GiB; or {advice}"
+            advice = f"with {option} {smaller.best.title} fits in {least_bytes}; or {advice}"
         raise UserError(
             f"nothing fits on {cluster.num_devices} x {cluster.device.name}: the least that was "
             f"found is {least.title} ({least.details}), which "
@@ -216,9 +220,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--devices", metavar="NxNAME", help="devices of a node, such as 8xH100-80GB"
     )
-    parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)"
-    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default 1)")
     parser.add_argument(
         "--link",
         metavar="NAME",

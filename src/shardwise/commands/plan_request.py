@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from shardwise.presets import MODELS, preset_names, published_runs
 from shardwise.presets.compose import FirstRun, compose, write_new
 from shardwise.ranges import RANGES
 from shardwise.run_file import apply_override, parse_config, read_config, read_yaml
+from shardwise.words import size
 
 if TYPE_CHECKING:
     from shardwise.planner.candidates import Question
@@ -58,9 +60,9 @@ def with_published(args: Namespace) -> Namespace:
         keys |= {f"parallel.{key}": value for key, value in vars(parallel).items()}
         given = {
             "run": run["preset"],
-            "full": not args.lora,
+            "full": args.full or not args.lora,
             "devices": args.devices or run["devices"],
-            "nodes": run["nodes"] if args.devices is None else args.nodes,
+            "nodes": run["nodes"] if args.nodes is args.devices is None else args.nodes,
             "link": args.link or (run.get("link") if args.devices is None else None),
             "sequence": args.sequence or str(run["sequence_length"]),
             "explain": args.explain or layout_of(parallel),
@@ -74,7 +76,7 @@ def with_published(args: Namespace) -> Namespace:
         args.devices is not None,
         "--devices is missing; give the devices of a node, such as --devices 8xH100-80GB",
     )
-    return args
+    return Namespace(**{**vars(args), "nodes": 1 if args.nodes is None else args.nodes})
 
 
 def count(text: str, option: str) -> int:
@@ -96,13 +98,25 @@ def sections_of_model(name: str, lora: str | None) -> dict[str, Any]:
             f"{name[:80]}: no run file, folder or preset; {near(name, preset_names())}shardwise "
             "init --list lists the presets"
         )
+    length = SEQUENCE_LENGTH
+    if isinstance(learned := _config(path).get("n_positions"), int):  # GPT-2 learns its positions
+        length = min(length, learned)
     return {
         # LoRA freezes weights, which may then be bfloat16; full training updates float32 ones.
         "model": {"path": path, "dtype": "bfloat16" if lora else "float32"},
-        "data": {"train": CORPUS, "sequence_length": SEQUENCE_LENGTH},
+        "data": {"train": CORPUS, "sequence_length": length},
         "training": {"output_dir": OUTPUT_DIR, "precision": "bfloat16"},
         **({"lora": {"r": RANK, "alpha": 2 * RANK}} if lora else {}),
     }
+
+
+def _config(path: str) -> dict[str, Any]:
+    """Return the config.json of a folder, {} if none can be read: who builds the model says why."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def sections_of(args: Namespace) -> tuple[dict[str, Any], frozenset[str]]:
@@ -300,7 +314,7 @@ def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answ
         )
     head = (
         f"{best.title} on {cluster.num_devices} x {cluster.device.name}, by shardwise plan: "
-        f"{best.memory.total / 2**30:.1f} GiB on the fullest rank, {best.time.total:.3g} s a step",
+        f"{size(best.memory.total)} on the fullest rank, {best.time.total:.3g} s a step",
         command,
     )
     if Path(what).is_file():

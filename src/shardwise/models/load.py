@@ -24,6 +24,11 @@ from shardwise.models.weight_files import Scales, check_quantised, other_entries
 from shardwise.safety import warn_of_code
 
 
+def _reason(error: Exception) -> str:
+    """Return the first sentence of an error of another library."""
+    return str(error).split(". ")[0][:200]
+
+
 def read_config(model: Model) -> PretrainedConfig:
     """Read `config.json` of a local folder or hub id: of a multimodal one, the language model's.
 
@@ -108,7 +113,7 @@ def _config_by_transformers(model: Model) -> PretrainedConfig:
         if Path(model.path).is_dir():
             problem, way = "cannot read config.json", "correct it"
         raise UserError(
-            f"{model.path}: {problem} ({str(error)[:200]}); {way}, or give a model of a family "
+            f"{model.path}: {problem} ({_reason(error)}); {way}, or give a model of a family "
             "that `shardwise models` lists"
         ) from None
 
@@ -150,7 +155,7 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
             )
     except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
         raise UserError(
-            f"{model.path}: transformers cannot build a causal model of it ({str(error)[:200]}); "
+            f"{model.path}: transformers cannot build a causal model of it ({_reason(error)}); "
             "give a model of a family that `shardwise models` lists"
         ) from None
     check_parameters(model.path, sum(p.numel() for p in built.parameters()))

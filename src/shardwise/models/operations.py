@@ -6,7 +6,7 @@ what it needs while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -20,48 +20,6 @@ from shardwise.schedule.context import Way
 
 WIDE = 4
 """Bytes of a number in float32, in which norms, states and softmax are computed."""
-
-
-OWN_FORWARD, OWN_BACKWARD = 0.7, 0.95
-"""The chunk's own share of what is alive in a forward and in a backward: see Chunks.alive. The four
-recurrences by themselves have 0.66 to 0.74 and 0.79 to 0.90 on a CPU; in a backward more is alive
-around them."""
-
-
-class Chunks(NamedTuple):
-    """The tokens of a row in chunks, of which the last one may be shorter."""
-
-    size: int
-    num_full: int
-    rest: int
-
-    @property
-    def number(self) -> int:
-        """The chunks of a row."""
-        return self.num_full + (self.rest > 0)
-
-    @property
-    def longest(self) -> int:
-        """The tokens of the first chunk."""
-        return self.size if self.num_full else self.rest
-
-    def sum(self, of_chunk: Callable[[int], int]) -> int:
-        """Return the sum of what each chunk has by its number of tokens."""
-        return self.num_full * of_chunk(self.size) + (of_chunk(self.rest) if self.rest else 0)
-
-    def alive(self, of_chunk: Callable[[int], int], own: float) -> int:
-        """Return the most bytes that are alive while one chunk after the other is computed.
-
-        `of_chunk` says how many there are between full chunks. A share of them, `own`, is the
-        chunk's; the rest is of the one computed before, to which names still refer.
-        """
-        before = self.size if self.num_full > 1 else self.rest if self.num_full else 0
-        return round(own * of_chunk(self.longest) + (1 - own) * of_chunk(before))
-
-
-def chunks_of(num_tokens: int, size: int) -> Chunks:
-    """Return the chunks of at most `size` tokens of a row."""
-    return Chunks(size, *divmod(num_tokens, size))
 
 
 class SharedRows(NamedTuple):

@@ -271,15 +271,19 @@ class Space:
         is_dense = axis == "ep" and not self.subject.facts.num_experts
         all_sizes = (1,) if is_dense else divisors(num_ranks)
         for size in self.question.values(f"parallel.{axis}", all_sizes):
-            alone = Parallel(data="ddp" if axis == "ep" else "single")
-            if axis == "pp" and size > 1:
-                alone = replace(alone, schedule="gpipe")
-            message = self._message(replace(alone, **{axis: size}), size, has_copies=False)
+            message = self.why_no_size(axis, size)
             if message is None:
                 offered.append(size)
             else:
                 self.refused[f"{axis}:{size}"] = message
         return offered
+
+    def why_no_size(self, axis: str, size: int) -> str | None:
+        """Return why a size of an axis is refused by itself, None if it is not."""
+        alone = Parallel(data="ddp" if axis == "ep" else "single")
+        if axis == "pp" and size > 1:
+            alone = replace(alone, schedule="gpipe")
+        return self._message(replace(alone, **{axis: size}), size, has_copies=False)
 
     def _data(self, num_data: int, cp: int) -> Iterator[tuple[str, int]]:
         """Yield the data-parallel strategies over so many ranks, each with its replicas."""

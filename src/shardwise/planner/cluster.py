@@ -116,8 +116,10 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
     if devices == HERE:
         require(link is None, f"--link {link}: the links of {HERE} are measured; leave --link out")
         return _here(nodes)
-    match = re.fullmatch(r"(?:([1-9]\d{0,4})x)?([\w-]+)", devices)
-    if match is None or match[2] not in table["devices"]:
+    match = re.fullmatch(r"(?:(\d{1,5})x)?([\w-]+)", devices)
+    names = {name.lower(): name for name in table["devices"]}
+    device = names.get(match[2].lower()) if match else None
+    if match is None or device is None:
         name = (match[2] if match else devices).upper()
         meant = [known for known in table["devices"] if known.upper().startswith(name)]
         meant = meant or get_close_matches(name, table["devices"], 1)
@@ -127,7 +129,9 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
             + f"; give {HERE}, or a number and one of {', '.join(table['devices'])}, such as "
             "8xH100-80GB"
         )
-    row = table["devices"][match[2]]
+    number = int(match[1] or 1)
+    require(number >= 1, f"--devices {devices}: give at least one device")
+    row = table["devices"][device]
     inside, between = row["inside"], "400Gbps"
     if link is not None and table["links"][link].get("network"):
         require(
@@ -139,7 +143,7 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
     elif link is not None:
         inside = link
     inner, outer, host = map(_link, (inside, between, row["host"]))
-    return Cluster(_device(match[2], row), int(match[1] or 1), nodes, inner, outer, host)
+    return Cluster(_device(device, row), number, nodes, inner, outer, host)
 
 
 def efficiency(part: str) -> float:

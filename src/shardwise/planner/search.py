@@ -162,6 +162,10 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     for key in (name, *(f"{part}:{size[0]}" for part, size in given.items())):
         if key in refused:
             raise UserError(refused[key])
+    if "ep" in wanted and (message := space.why_no_size("ep", given.get("ep", (2,))[0])):
+        raise UserError(message)
+    if (hsdp := wanted.get("hsdp")) and hsdp[0] == 1:
+        raise UserError(f"hsdp:1x{hsdp[1]} has one replica; --explain it as fsdp2:{hsdp[1]}")
     # Ranks along `ep` are among those of the data-parallel axes and of cp.
     ranks = prod(prod(size) for part, size in given.items() if part != "ep")
     is_whole = bool(wanted) and all(part in given or part in ("single", "sp") for part in wanted)
@@ -171,6 +175,12 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
             f"{sizes or name} {'needs' if is_whole else 'needs a multiple of'} "
             f"{counted(ranks, 'device')}, and --devices and --nodes give {num_ranks}; give other "
             "sizes or other devices"
+        )
+    shares = prod(prod(size) for part, size in given.items() if part not in ("pp", "ep", "tp"))
+    if is_whole and "ep" in given and shares % given["ep"][0]:
+        raise UserError(
+            f"ep:{given['ep'][0]} does not divide the {counted(shares, 'rank')} of {name} that "
+            "share experts; give a size that does"
         )
     layouts = [key for key in refused if ":" not in key]
     if any(key.startswith("parallel.") for key in question.fixed) and layouts:

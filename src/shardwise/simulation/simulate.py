@@ -27,6 +27,7 @@ from shardwise.assembly.build import Job, build
 from shardwise.batches import Batch
 from shardwise.config import Lora, RunConfig, UserError, require
 from shardwise.interfaces import Mesh
+from shardwise.layouts import num_data_ranks, num_microbatches
 from shardwise.parallel.mesh import build_mesh
 from shardwise.simulation.allocations import StorageRecorder
 from shardwise.simulation.moments import Moments
@@ -37,6 +38,9 @@ from shardwise.training.step import forward_backward
 UNLIKE = 3
 """Micro-batches whose memory differs: the first finds no gradients, the last sums them over ranks,
 and all between them are alike."""
+ALIKE = 2
+"""Under 1f1b a rank of p keeps of many micro-batches what it keeps of 2 p, except for their losses:
+the first p fill the pipeline. Under the other schedules each one leaves a message."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,9 @@ def _simulate_and_send(cfg: RunConfig, num_ranks: int, rank: int, sender: Connec
 def _simulate(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
     uses_gloo = cfg.training.device == "cpu"
     cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
+    whole = cfg
+    if cfg.parallel.pp > 1 and cfg.parallel.schedule == "1f1b":
+        cfg = _with_fewer_rows(cfg, num_ranks)
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     moments = Moments()
     recorder = StorageRecorder(moments.latest)
@@ -118,10 +125,10 @@ def _simulate(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
         stack.enter_context(SimulatedTensors(recorder, copies_whole=uses_gloo))
         mesh = build_mesh(cfg, torch.device("cpu"))
         job = build(cfg, mesh, AfterOneStep())
-        batches, others = full_batches(cfg, mesh, job), list[Batch]()
-        if job.cut is None:
-            batches, others = batches[:UNLIKE], [b.to(mesh.device) for b in batches[UNLIKE:]]
-        else:
+        batches = full_batches(whole, mesh, job)
+        number = UNLIKE if job.cut is None else num_microbatches(cfg, num_ranks)
+        batches, others = batches[:number], [b.to(mesh.device) for b in batches[number:]]
+        if job.cut is not None:
             _know_lower_stages(job)
             # torch's stages allocate more in their first step.
             forward_backward(job.pm, batches, mesh)
@@ -129,6 +136,13 @@ def _simulate(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
         memory = measure_memory(moments.watched(job), batches, mesh, cfg, recorder)
         del others  # not before: a step holds all its micro-batches
     return Simulated(memory.peak_bytes[0], memory.parts[0], recorder.peak_moment, seconds=0.0)
+
+
+def _with_fewer_rows(cfg: RunConfig, num_ranks: int) -> RunConfig:
+    """Return the run of a pipeline with as few micro-batches as its memory needs."""
+    number = min(num_microbatches(cfg, num_ranks), ALIKE * cfg.parallel.pp)
+    rows = number * cfg.training.micro_batch_size * num_data_ranks(cfg, num_ranks)
+    return replace(cfg, training=replace(cfg.training, global_batch_size=rows))
 
 
 class _AnyKey(Set[str]):

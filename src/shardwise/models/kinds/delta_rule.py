@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from shardwise.kernels.recurrence import Recurrence, Tokens
+from shardwise.models.chunks import OWN_BACKWARD, OWN_FORWARD, Chunks, chunks_of
 from shardwise.models.kinds.base import Carried, Core
-from shardwise.models.operations import OWN_BACKWARD, OWN_FORWARD, WIDE, Block, Chunks, chunks_of
+from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor
 
 

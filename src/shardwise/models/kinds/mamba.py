@@ -15,10 +15,11 @@ from transformers import PretrainedConfig
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.selective_scan import RECURRENCE, backend
 from shardwise.kernels.selective_scan.chunked import CHUNK
+from shardwise.models.chunks import OWN_BACKWARD, OWN_FORWARD, chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import OWN_BACKWARD, OWN_FORWARD, WIDE, Block, chunks_of
+from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,

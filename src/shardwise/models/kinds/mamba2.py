@@ -18,10 +18,11 @@ from shardwise.kernels.gated_delta_rule.naive import wide
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.state_space_duality import RECURRENCE, backend
 from shardwise.kernels.state_space_duality.chunked import CHUNK
+from shardwise.models.chunks import OWN_BACKWARD, OWN_FORWARD, chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import OWN_BACKWARD, OWN_FORWARD, WIDE, Block, chunks_of
+from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor, parameter
 from shardwise.models.tensor_cuts import (
     BlockSplit,
