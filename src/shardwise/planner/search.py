@@ -108,6 +108,11 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         by_cost = [choice for choice in split_otherwise(exact, best).values() if choice.fits]
         best = min([best, *by_cost], key=Choice.order)
         best = climb.from_choice(no_more_again(exact, best))
+        within = replace(climb, divisions=frozenset())
+        for name, choice in answer.simpler.items():
+            if choice.fits and choice.is_short_of_memory:
+                answer.simpler[name] = within.within_memory(choice)
+        best = min([best, *_best_of_each(exact)[:1]], key=Choice.order)
         changes = changes_of(exact, space, best) | split_otherwise(exact, best)
         answer.changes = changes | with_other_losses(climb, best)
     best_of_each = _best_of_each(exact)
@@ -291,7 +296,6 @@ def _simpler(
     exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
 ) -> dict[str, Choice]:
     """Return for each layout of few parts its best choice, or the one that needs least memory."""
-    climb = Climb(exact, space, estimates, frozenset())
     by_name: dict[str, Division] = {}
     for division in divisions:  # in the order of their lower bounds
         by_name.setdefault(layout_name(division), division)
@@ -308,8 +312,6 @@ def _simpler(
                 answer[name] = choice
                 if choice.fits:
                     break
-        if name in answer and answer[name].fits and answer[name].is_short_of_memory:
-            answer[name] = climb.within_memory(answer[name])
     return answer
 
 

@@ -9,7 +9,7 @@ choose for the lowest layers, only those remain that no other one beats in bytes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -122,10 +122,11 @@ def choose(chunks: Sequence[Chunk]) -> tuple[Choice, ...] | None:
     these are few, or no others are in flight, the choice is the cheapest one; else there may be a
     cheaper one between two totals.
     """
-    in_flight = any(any(numbers) for chunk in chunks for numbers, _ in chunk.bounds)
-    most = max(2, int(MOST_TOTALS ** (1 / len(chunks))))
-    totals = [_totals_of(chunk.units, most) for chunk in chunks]
-    found = [_with_totals(chunks, one) for one in (product(*totals) if in_flight else [None])]
+    totals: Iterable[Sequence[int] | None] = [None]
+    if any(any(numbers) for chunk in chunks for numbers, _ in chunk.bounds):
+        most = max(2, int(MOST_TOTALS ** (1 / len(chunks))))
+        totals = product(*(_totals_of(chunk.units, most) for chunk in chunks))
+    found = [_with_totals(chunks, one) for one in totals]
     priced = [one for one in found if one is not None]
     return min(priced, key=lambda one: one[0])[1] if priced else None
 
