@@ -388,7 +388,7 @@ def test_a_published_run_is_planned_by_its_name(capsys):
 
 
 def test_a_published_run_takes_other_nodes(capsys):
-    assert cli.main(["plan", "published:yi-34b", "--lora", "r=8", "--nodes=2"]) == 0
+    assert cli.main(["plan", "published:yi-34b", "--lora=r=8", "--nodes=2"]) == 0
     assert "16 x A100-80GB in 2 nodes" in capsys.readouterr().out
 
 
