@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -90,9 +91,10 @@ def _complete(parser: Parser) -> NoReturn:
 
 def _is_override(argument: str) -> bool:
     """Return whether an argument sets a key or a whole section of a run file; not `--foo=1`."""
-    key, equals, value = argument.partition("=")
-    is_section = key[2:] in known_keys() and not value.startswith("r=")  # --lora=r=16 is plan's
-    return key.startswith("--") and bool(equals) and ("." in key or is_section)
+    if re.fullmatch(r"--lora=(r=)?\d*", argument):  # an option of `plan`
+        return False
+    key, equals, _ = argument.partition("=")
+    return key.startswith("--") and bool(equals) and ("." in key or key[2:] in known_keys())
 
 
 def build_parser() -> Parser:

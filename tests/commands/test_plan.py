@@ -303,6 +303,8 @@ def test_products_are_said_to_be_in_the_dtype_that_they_are_in(capsys):
         (["tiny-qwen3_moe", *DEVICES, "--explain=ddp:2-ep:3"], "does not divide the"),
         (["tiny-qwen3_moe", *DEVICES, "--explain=ddp:2-ep:4"], "does not divide the 2 ranks of"),
         (["tiny-qwen3_5", *DEVICES, "--explain=hsdp:1x2"], "--explain it as fsdp2:2"),
+        (["tiny-qwen3_5", *DEVICES, "--explain=hsdp:2x1"], "--explain it as ddp:2"),
+        (["tiny-qwen3_5", *DEVICES, "--explain=fsdp2-tp:1"], "leave out tp:1"),
         (["tiny-qwen3_5", *DEVICES, "--explain=hsdp:0x2"], "write a layout as"),
         (["folder", *DEVICES], "folder"),
         (["unknown", *DEVICES, "--full"], "qwen2 is not a family that shardwise knows"),
@@ -390,6 +392,8 @@ def test_a_published_run_is_planned_by_its_name(capsys):
 def test_a_published_run_takes_other_nodes(capsys):
     assert cli.main(["plan", "published:yi-34b", "--lora=r=8", "--nodes=2"]) == 0
     assert "16 x A100-80GB in 2 nodes" in capsys.readouterr().out
+    assert cli.main(["plan", "published:yi-34b", "--lora=8", "--nodes=1"]) == 0
+    assert "8 x A100-80GB in 1 node" in capsys.readouterr().out
 
 
 def test_a_model_that_learns_its_positions_is_planned_with_as_many(capsys):
@@ -405,6 +409,9 @@ def test_memory_binds_where_more_of_it_would_be_faster(capsys):
     assert "memory binds" in capsys.readouterr().out
     assert cli.main([*run[:3], "8xH100-80GB", "--top=1"]) == 0
     assert "memory does not bind: 55.7 GiB of 75.1 GiB" in capsys.readouterr().out
+    run = ["plan", "tiny-llama", "--devices", "1xH100-80GB", "--top=1"]
+    assert cli.main([*run, "--training.checkpointing=full"]) == 0
+    assert "memory does not bind" in capsys.readouterr().out
 
 
 def test_a_published_run_that_cannot_fit_is_shown_as_it_is(capsys):

@@ -285,7 +285,7 @@ def test_the_most_that_is_alive(family):
     "family",
     some_now(("olmo_hybrid", "kimi_linear", "jamba", "nemotron_h"), ("olmo_hybrid", "jamba")),
 )
-def test_a_chunk_that_is_not_full_takes_less(family, length):
+def test_rows_that_end_in_a_part_of_a_chunk(family, length):
     setting = Setting(LORA, checkpointing="operators")
     part = Part(config(family, setting, length))
     for place, layer in layers_of_every_kind(part):

@@ -63,6 +63,10 @@ def test_a_link_of_another_kind_joins_the_devices_of_a_node():
     assert cluster_of("4xL40S", 1, "PCIe5").inside.bandwidth == pytest.approx(0.8 * 64e9)
 
 
+def test_names_of_devices_may_be_in_small_letters():
+    assert cluster_of("8xh200") == cluster_of("8xH200")
+
+
 @pytest.mark.parametrize(
     ("name", "nodes", "link", "way_out"),
     [

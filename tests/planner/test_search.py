@@ -92,6 +92,7 @@ def test_a_simpler_layout_that_is_short_of_memory_is_shown_at_its_best():
         asked = replace(answer.question.cfg, parallel=Parallel(pp=4, schedule=schedule))
         fixed = frozenset({"parallel.pp", "parallel.schedule"})
         fitting = search(Question(asked, answer.question.cluster, fixed)).choices
+        assert fitting or schedule != "1f1b"
         assert all(simpler.time.total < 1.01 * choice.time.total for choice in fitting)
 
 

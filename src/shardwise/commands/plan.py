@@ -111,9 +111,9 @@ def plan(args: Namespace) -> int:
             ways.append("--lora in place of --full")
         advice = f"give {', '.join(ways[:-1])}, or {ways[-1]}"
         if (smaller := with_smaller_base(question)) is not None:
-            least_bytes = size(smaller.best.memory.total)
+            needed = size(smaller.best.memory.total)
             option = f"--model.base={smaller.question.cfg.model.base}"
-            advice = f"with {option} {smaller.best.title} fits in {least_bytes}; or {advice}"
+            advice = f"with {option} {smaller.best.title} fits in {needed}; or {advice}"
         raise UserError(
             f"nothing fits on {cluster.num_devices} x {cluster.device.name}: the least that was "
             f"found is {least.title} ({least.details}), which "

@@ -58,12 +58,15 @@ def with_published(args: Namespace) -> Namespace:
             "training.checkpointing": run.get("checkpointing", "none"),
         }
         keys |= {f"parallel.{key}": value for key, value in vars(parallel).items()}
+        nodes = run["nodes"] if args.nodes is None and args.devices is None else args.nodes
+        # One node has no link between nodes.
+        link = run.get("link") if args.devices is None and (nodes or 1) > 1 else None
         given = {
             "run": run["preset"],
             "full": args.full or not args.lora,
             "devices": args.devices or run["devices"],
-            "nodes": run["nodes"] if args.nodes is args.devices is None else args.nodes,
-            "link": args.link or (run.get("link") if args.devices is None else None),
+            "nodes": nodes,
+            "link": args.link or link,
             "sequence": args.sequence or str(run["sequence_length"]),
             "explain": args.explain or layout_of(parallel),
             "overrides": [
@@ -99,7 +102,7 @@ def sections_of_model(name: str, lora: str | None) -> dict[str, Any]:
             "init --list lists the presets"
         )
     length = SEQUENCE_LENGTH
-    if isinstance(learned := _config(path).get("n_positions"), int):  # GPT-2 learns its positions
+    if type(learned := _config(path).get("n_positions")) is int:  # GPT-2 learns its positions
         length = min(length, learned)
     return {
         # LoRA freezes weights, which may then be bfloat16; full training updates float32 ones.
@@ -234,6 +237,8 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
         f"--explain {text[:80]}: no layout is called {name[:80]}; {near(name, NAMES)}the order of "
         "parts is pp, data, cp, ep, tp, sp",
     )
+    for part in ("pp", "cp", "ep", "tp"):
+        require(parts.get(part) != (1,), f"--explain {text[:80]}: leave out {part}:1")
     sized = [part for part, size in parts.items() if len(size) > 1 and part != "hsdp"]
     require(not sized, f"--explain {text[:80]}: only hsdp has two sizes, replicas x shards")
     require(

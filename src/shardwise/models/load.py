@@ -25,8 +25,8 @@ from shardwise.safety import warn_of_code
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error of another library."""
-    return str(error).split(". ")[0][:200]
+    """Return two sentences of an error of another library: the second may be the reason."""
+    return ". ".join(str(error).split(". ")[:2])[:300]
 
 
 def read_config(model: Model) -> PretrainedConfig:

@@ -180,9 +180,10 @@ class Tape:
         if not (self.keeps_products or self.takes_products):
             return scratch_bytes
         products = self._memory(True, num_bytes)
-        self.touch(output_bytes + scratch_bytes - at_once)
+        others = max(0, scratch_bytes - at_once)
+        self.touch(output_bytes + others)
         del products
-        return scratch_bytes - at_once
+        return others
 
     def _memory(self, product: bool, num_bytes: int) -> Memory:
         if product and self.takes_products:

@@ -64,6 +64,18 @@ class Question:
             return calibration.device
         return "cpu" if self.cluster.device.name == "CPU-core" else "cuda"
 
+    def is_short_of_memory(self, candidate: Candidate) -> bool:
+        """Return whether a candidate takes time for memory: by itself it computes layers again, or
+        offloads.
+        """
+        for key, value in (
+            ("training.checkpointing", candidate.recomputation),
+            ("parallel.offload", candidate.offload),
+        ):
+            if value != "none" and key not in self.fixed:
+                return True
+        return False
+
     def values(self, key: str, offered: Any) -> Any:
         """Return the values of a key that are tried: those offered, or the one that is fixed."""
         section, _, name = key.partition(".")

@@ -27,7 +27,9 @@ MOST_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Climb:
-    """Single changes of a choice, as long as they make it faster."""
+    """Changes of a choice, as long as they make it faster: of a single thing, or of a pipeline's
+    schedule and its recomputation.
+    """
 
     exact: Exact
     space: Space
@@ -163,7 +165,7 @@ def with_other_losses(climb: Climb, best: Choice) -> dict[str, Choice]:
         choice = other.exact.of(best.candidate)
         if choice is None:  # the family, or the folder, cannot be stored so
             continue
-        if choice.fits and best.is_short_of_memory:
+        if choice.fits and question.is_short_of_memory(best.candidate):
             choice = other.within_memory(choice)
         words = [f"base in {base}"]
         if choice.candidate != best.candidate:

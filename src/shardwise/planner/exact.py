@@ -69,9 +69,9 @@ class Choice:
         return self.memory.total <= self.usable_bytes
 
     @property
-    def is_short_of_memory(self) -> bool:
-        """Whether it takes time for memory: it computes layers again, or offloads."""
-        return (self.candidate.recomputation, self.candidate.offload) != ("none", "none")
+    def of_losses(self) -> tuple[str, str]:
+        """What of a run decides its losses: the precision, and the form of the base."""
+        return self.cfg.training.precision, self.cfg.model.base
 
     @property
     def is_tight(self) -> bool:

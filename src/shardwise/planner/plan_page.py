@@ -118,7 +118,7 @@ def reasons(answer: Answer) -> Iterator[str]:
     best = answer.best
     memory = memory_parts(best.memory)
     largest = max(memory, key=lambda part: memory[part])
-    binds = best.is_short_of_memory or answer.too_large
+    binds = answer.question.is_short_of_memory(best.candidate) or answer.too_large
     yield (
         f"memory {'binds' if binds else 'does not bind'}: {size(best.memory.total)} of "
         f"{size(answer.limit_bytes)} at the {best.memory.moment}, most of it {largest} "
@@ -183,8 +183,8 @@ def verdict(choice: Choice, answer: Answer) -> str:
     best = answer.best
     ratio = choice.time.total / best.time.total
     if ratio < 0.995:
-        other = {(c.cfg.training.precision, c.cfg.model.base) for c in (choice, best)}
-        return f"{ratio:.2f} times as long{', with other losses' if len(other) > 1 else ''}"
+        others = ", with other losses" * (choice.of_losses != best.of_losses)
+        return f"{ratio:.2f} times as long{others}"
     if ratio < 1.005:
         share = choice.memory.total / answer.limit_bytes
         return f"as fast, but takes {share:.0%} of the memory" if choice.is_tight else "as fast"

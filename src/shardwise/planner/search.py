@@ -68,9 +68,12 @@ class Answer:
     @property
     def too_large(self) -> list[tuple[str, Choice]]:
         """Of the changes, those that would be faster and do not fit, the fastest first."""
-        slower = 0.995 * self.best.time.total
-        changes = [*self.changes.items()]
-        options = [c for c in changes if not c[1].fits and c[1].time.total < slower]
+        limit, losses = 0.995 * self.best.time.total, self.best.of_losses
+        options = [
+            (change, choice)
+            for change, choice in self.changes.items()
+            if not choice.fits and choice.time.total < limit and choice.of_losses == losses
+        ]
         return sorted(options, key=lambda option: option[1].time.total)
 
     @property
@@ -109,12 +112,14 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         best = min([best, *by_cost], key=Choice.order)
         best = climb.from_choice(no_more_again(exact, best))
         within = replace(climb, divisions=frozenset())
-        for name, choice in answer.simpler.items():
-            if choice.fits and choice.is_short_of_memory:
-                answer.simpler[name] = within.within_memory(choice)
-        best = min([best, *_best_of_each(exact)[:1]], key=Choice.order)
-        changes = changes_of(exact, space, best) | split_otherwise(exact, best)
-        answer.changes = changes | with_other_losses(climb, best)
+        for choice in answer.simpler.values():
+            if choice.fits and question.is_short_of_memory(choice.candidate):
+                within.within_memory(choice)
+        shown: Choice | None = None
+        while (best := climb.from_choice(_best_of_each(exact)[0])) is not shown:
+            shown = best
+            answer.changes = changes_of(exact, space, best) | split_otherwise(exact, best)
+        answer.changes |= with_other_losses(climb, best)
     best_of_each = _best_of_each(exact)
     for choice in reversed(best_of_each):  # the best of a layout at last
         if (name := layout_name(choice.candidate.division)) in answer.simpler:
@@ -163,14 +168,18 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
                 f"--explain {name} and parallel.{axis} {size[0]} contradict each other; leave one "
                 "out"
             )
-    given = {part: size for part, size in (fixed | dict(wanted)).items() if size}
+    given = fixed | {part: size for part, size in wanted.items() if size}
     for key in (name, *(f"{part}:{size[0]}" for part, size in given.items())):
         if key in refused:
             raise UserError(refused[key])
-    if "ep" in wanted and (message := space.why_no_size("ep", given.get("ep", (2,))[0])):
-        raise UserError(message)
+    some = () if space.subject.facts.num_experts else (2,)  # any number where there are no experts
+    for size in given.get("ep", some) if "ep" in wanted else ():
+        if message := space.why_no_size("ep", size):
+            raise UserError(message)
     if (hsdp := wanted.get("hsdp")) and hsdp[0] == 1:
         raise UserError(f"hsdp:1x{hsdp[1]} has one replica; --explain it as fsdp2:{hsdp[1]}")
+    if hsdp and hsdp[1] == 1 and "cp" not in wanted:
+        raise UserError(f"hsdp:{hsdp[0]}x1 shards nothing; --explain it as ddp:{hsdp[0]}")
     # Ranks along `ep` are among those of the data-parallel axes and of cp.
     ranks = prod(prod(size) for part, size in given.items() if part != "ep")
     is_whole = bool(wanted) and all(part in given or part in ("single", "sp") for part in wanted)

@@ -115,7 +115,9 @@ def _simulate(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
     uses_gloo = cfg.training.device == "cpu"
     cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
     whole = cfg
-    if cfg.parallel.pp > 1 and cfg.parallel.schedule == "1f1b":
+    # A split by cost depends on how many micro-batches there are.
+    is_split_alike = cfg.parallel.split not in ("balanced", "dynamic")
+    if cfg.parallel.pp > 1 and cfg.parallel.schedule == "1f1b" and is_split_alike:
         cfg = _with_fewer_rows(cfg, num_ranks)
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     moments = Moments()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from shardwise.kernels.recurrence import Recurrence, Tokens
-from shardwise.models.chunks import OWN_BACKWARD, OWN_FORWARD, Chunks, chunks_of
+from shardwise.models.chunks import Chunks, chunks_of
 from shardwise.models.kinds.base import Carried, Core
 from shardwise.models.operations import WIDE, Block
 from shardwise.models.tape import Tensor
@@ -131,10 +131,8 @@ def rule_outputs(
     at_once = 1 if block.on_cpu else max(chunks.num_full, 1)
     size = block.rows * num_heads
     if block.on_cpu:
-        forward, backward = (
-            chunks.alive(partial(part.bytes_of, rule, size), own)
-            for part, own in zip(scratch, (OWN_FORWARD, OWN_BACKWARD), strict=True)
-        )
+        forward = chunks.in_forward(partial(scratch[0].bytes_of, rule, size))
+        backward = chunks.in_backward(partial(scratch[1].bytes_of, rule, size))
     else:
         forward, backward = (
             part.bytes_of(rule, size * at_once, chunks.longest) for part in scratch

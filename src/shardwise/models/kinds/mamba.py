@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.selective_scan import RECURRENCE, backend
 from shardwise.kernels.selective_scan.chunked import CHUNK
-from shardwise.models.chunks import OWN_BACKWARD, OWN_FORWARD, chunks_of
+from shardwise.models.chunks import chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
@@ -104,8 +104,8 @@ def _scanned(
     rates = block.pointwise(block.weight("A_log"), keeps_outputs=True)
     weights = [rates, block.weight("D"), block.weight("dt_proj.bias")]
     of_channel = block.rows * x.numel // block.tokens
-    forward = chunks.alive(lambda n: WIDE * n * (4 * state + 2 * of_channel), OWN_FORWARD)
-    backward = chunks.alive(lambda n: WIDE * n * (5 * state + 10 * of_channel), OWN_BACKWARD)
+    forward = chunks.in_forward(lambda n: WIDE * n * (4 * state + 2 * of_channel))
+    backward = chunks.in_backward(lambda n: WIDE * n * (5 * state + 10 * of_channel))
     # Of all that the scan computes, only what is read of the states is a product.
     made = x.num_bytes + WIDE * state
     forward = block.tape.products_within(

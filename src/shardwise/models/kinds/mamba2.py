@@ -18,7 +18,7 @@ from shardwise.kernels.gated_delta_rule.naive import wide
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.state_space_duality import RECURRENCE, backend
 from shardwise.kernels.state_space_duality.chunked import CHUNK
-from shardwise.models.chunks import OWN_BACKWARD, OWN_FORWARD, chunks_of
+from shardwise.models.chunks import chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
@@ -165,8 +165,8 @@ def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Te
     if block.shares_rows:
         block.tape.products_within(WIDE * state)  # that of the map of a rank's tokens
     made = x.num_bytes + WIDE * state
-    forward = chunks.alive(in_forward, OWN_FORWARD)
-    backward = chunks.alive(in_backward, OWN_BACKWARD) + 3 * WIDE * state
+    forward = chunks.in_forward(in_forward)
+    backward = chunks.in_backward(in_backward) + 3 * WIDE * state
     at_once = products(chunks.longest)
     forward = block.tape.products_within(chunks.sum(products), made, forward, at_once)
     states = block.tape.tensor(chunks.number * state, WIDE)
