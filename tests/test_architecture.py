@@ -106,7 +106,7 @@ MOST_LINES = {
     "parallel": 4_680,
     "data": 3_760,
     "kernels": 7_520,
-    "planner schedule metrics": 11_610,
+    "planner schedule metrics": 11_630,
     "proof": 1_120,
     "simulation": 540,
     "benchmark report drawing records": 7_485,
