@@ -11,8 +11,8 @@ NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
-# Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
-TESTERS ?= 3
+# Files of tests at a time, some 3 GiB each. Twice as many as two cores: ranks that wait leave a core idle.
+TESTERS ?= 4
 
 .PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-plan gpu-jet-nemotron clean
 
