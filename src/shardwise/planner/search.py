@@ -116,7 +116,11 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
             if choice.fits and question.is_short_of_memory(choice.candidate):
                 within.within_memory(choice)
         shown: Choice | None = None
-        while (best := climb.from_choice(_best_of_each(exact)[0])) is not shown:
+        while True:
+            if (fastest := _best_of_each(exact)[0]) is not best:
+                best = climb.from_choice(fastest)
+            if best is shown:
+                break
             shown = best
             answer.changes = changes_of(exact, space, best) | split_otherwise(exact, best)
         answer.changes |= with_other_losses(climb, best)
