@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def of_losses(self) -> tuple[str, str]:
-        """What of a run decides its losses: the precision, and the form of the base."""
+        """The parts of a run file that decide its losses: the precision, and the form of the base."""
         return self.cfg.training.precision, self.cfg.model.base
 
     @property

@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def too_large(self) -> list[tuple[str, Choice]]:
-        """Of the changes, those that would be faster and do not fit, the fastest first."""
+        """The changes that would be faster and do not fit, the fastest first."""
         limit, losses = 0.995 * self.best.time.total, self.best.of_losses
         options = [
             (change, choice)
