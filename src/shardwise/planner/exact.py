@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def of_losses(self) -> tuple[str, str]:
-        """The parts of a run file that decide its losses: the precision, and the form of the base."""
+        """The parts of a run file that decide its losses: the precision and the base's form."""
         return self.cfg.training.precision, self.cfg.model.base
 
     @property

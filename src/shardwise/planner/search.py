@@ -115,7 +115,7 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         for choice in answer.simpler.values():
             if choice.fits and question.is_short_of_memory(choice.candidate):
                 within.within_memory(choice)
-        shown: Choice | None = None
+        shown: Choice | None = None  # a change that is shown may be faster than what it changes
         while True:
             if (fastest := _best_of_each(exact)[0]) is not best:
                 best = climb.from_choice(fastest)
