@@ -91,7 +91,7 @@ def _complete(parser: Parser) -> NoReturn:
 
 def _is_override(argument: str) -> bool:
     """Return whether an argument sets a key or a whole section of a run file; not `--foo=1`."""
-    if re.fullmatch(r"--lora=(r=)?\d*", argument):  # an option of `plan`
+    if re.fullmatch(r"--lora=(r=)?\d+", argument):  # an option of `plan`
         return False
     key, equals, _ = argument.partition("=")
     return key.startswith("--") and bool(equals) and ("." in key or key[2:] in known_keys())

@@ -61,7 +61,7 @@ class Size(NamedTuple):
 
     device: DeviceType
     width: int
-    """Its hidden size."""
+    """The hidden size."""
     num_heads: int
     length: int
     """Tokens of a row."""
