@@ -64,7 +64,7 @@ $(PEERS)/.ok: $(VENV)/.ok
 demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strategies; writes a page that compares them
 	$(BIN)/python examples/demo.py $(MODEL)
 
-STUDIES = cpu models experts rows microbatches compositions processes seeds
+STUDIES = cpu models layouts experts rows microbatches compositions processes seeds
 
 study: export SHARDWISE_CACHE := $(CURDIR)/runs/study-cache
 study: setup  ## compare every strategy fairly, in rounds: tables and figures of docs/study.md (four idle hours); resumable

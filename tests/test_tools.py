@@ -215,10 +215,10 @@ def test_the_ring_has_the_times_of_the_largest_messages(tool: ModuleType, tmp_pa
     sizes = {2**10: 0.001, 2**25: 0.5}
     row = {"kind": "send", "num_ranks": 2}
     rows = [{**row, "num_bytes": size, "seconds": time} for size, time in sizes.items()]
-    path.write_text(json.dumps({"collectives": rows}))
-    assert "32 MiB among 2 CPU processes over gloo: send 500 ms" in tool.measured_messages(
-        ["send"], path
-    )
+    machine = {"cpu_count": 2, "device": "a CPU"}
+    path.write_text(json.dumps({"collectives": rows, "environment": machine}))
+    expected = "on 2 cores of a CPU, 32 MiB among 2 CPU processes over gloo: send 500 ms"
+    assert expected in tool.measured_messages(["send"], path)
 
 
 def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):

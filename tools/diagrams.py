@@ -42,7 +42,7 @@ FOLDER = ROOT / "docs" / "diagrams"
 LAYOUTS = Path(__file__).with_suffix(".yaml")
 """The layouts to draw, and in words what moves when."""
 CALIBRATION = ROOT / "results" / "study" / "calibration.json"
-"""Of the machine on which the study was measured; the diagram of a ring has no times without it."""
+"""Of a machine that ran a part of the study; the diagram of a ring has no times without it."""
 MODELS = ROOT / "src" / "shardwise" / "presets" / "models"
 ROWS, SEQUENCE = 8, 2048
 LEAST_BYTES = 2**10
@@ -157,10 +157,11 @@ def ring() -> Iterator[tuple[str, str, Canvas]]:
 
 
 def measured_messages(kinds: Sequence[str], path: Path = CALIBRATION) -> str:
-    """Return what the largest messages of these kinds took where the study was measured."""
+    """Return what the largest messages of these kinds took, and where."""
     if not path.is_file():
         return ""
-    rows = json.loads(path.read_text(encoding="utf-8"))["collectives"]
+    calibration = json.loads(path.read_text(encoding="utf-8"))
+    rows, facts = calibration["collectives"], calibration["environment"]
     largest = {
         kind: max((row for row in rows if row["kind"] == kind), key=lambda row: row["num_bytes"])
         for kind in kinds
@@ -168,7 +169,9 @@ def measured_messages(kinds: Sequence[str], path: Path = CALIBRATION) -> str:
     first = largest[kinds[0]]
     times = ", ".join(f"{kind} {seconds(row['seconds'])}" for kind, row in largest.items())
     amount = f"{size(first['num_bytes'])} among {first['num_ranks']} CPU processes over gloo"
-    return f" Measured, {amount}: {times}. gloo's reduce-scatter is an all-reduce inside."
+    where = f"{facts['cpu_count']} cores of {facts['device']}"
+    measured = f" Measured on {where}, {amount}: {times}."
+    return f"{measured} gloo's reduce-scatter is an all-reduce inside."
 
 
 def context() -> Iterator[tuple[str, str, Canvas]]:

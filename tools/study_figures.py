@@ -5,7 +5,7 @@ They are narrow, so that they can be read on a telephone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,8 +95,8 @@ def strategies(study: Study) -> Drawn | None:
         efficiency.set_xlabel("Efficiency of two processes")
     draw_legend_below(figure, handles)
     caption = (
-        "Medians; a line reaches from the slowest to the fastest round. Half of what two processes "
-        "have over one is their efficiency (the axis above): at 2.0 (dashed line) it is 100 %."
+        "Medians; a line reaches from the slowest to the fastest round. Efficiency (the axis "
+        "above) is what two processes have over one, divided by two: at 2.0 (dashed) it is 100 %."
     )
     if any(row.state == "unchecked" for _, cells in groups for row in cells):
         caption += " Hollow: the losses of these cells could not be checked."
@@ -132,7 +132,7 @@ def sent(study: Study) -> Drawn | None:
     if not any(row.sent_bytes for _, cells in groups for row in cells):
         return None
     caption = (
-        "What leaves the rank that sends most in a step, every collective counted as a ring. Bars "
+        "What leaves the rank that sends most in a step, if every collective runs on a ring. Bars "
         "are counted, ticks are by formula."
     )
     look = looks(study.bench.sweep, study.rows)
@@ -225,7 +225,7 @@ def processes(study: Study) -> Drawn | None:
         "One step of 8 rows, divided among more and more processes. Above: the rank with the "
         "largest peak. Below: what leaves the rank that sends most, counted."
     )
-    return Drawn("processes", "More processes: less memory, more bytes", caption, figure)
+    return Drawn("processes", "Memory and bytes over the number of processes", caption, figure)
 
 
 def strategy_of(row: Row) -> str:
@@ -250,6 +250,8 @@ class Bubble:
     """By the measured costs of its units; None without them."""
     formula: float
     """(p - 1) / (v m + p - 1), with equal stages and messages that take no time."""
+    step_error: float | None
+    """How far the simulated step is from the measured one, in percent of the latter."""
 
 
 def bubbles(study: Study) -> list[Bubble]:
@@ -275,6 +277,7 @@ def bubbles(study: Study) -> list[Bubble]:
                 (low, high),
                 pipeline["simulated"]["bubble"] if pipeline["simulated"] else None,
                 (ranks - 1) / (chunks * number + ranks - 1),
+                pipeline["simulator_error_percent"],
             )
         )
     return sorted(found, key=lambda bubble: (bubble.schedule, bubble.microbatches))
@@ -298,18 +301,16 @@ def microbatches(study: Study) -> Drawn | None:
         style |= {"markersize": 5, "linewidth": 1.5}
         measured = [100 * point.measured for point in of_schedule]
         ends = [[100 * end for end in point.range] for point in of_schedule]
-        errors = [
-            [middle - low for middle, (low, _) in zip(measured, ends)],
-            [high - middle for middle, (_, high) in zip(measured, ends)],
-        ]
-        drawn = left.errorbar(x, measured, errors, **style)
+        drawn = draw_with_range(left, x, measured, ends, style)
         handles.append((name, drawn.lines[0]))
         simulated = [
             (p.microbatches * beside, 100 * p.simulated) for p in of_schedule if p.simulated
         ]
         if simulated:
             left.plot(*zip(*simulated), color=style["color"], **dashes)
-        right.plot(x, [point.row.tokens_per_second or 0 for point in of_schedule], **style)
+        tokens = [point.row.tokens_per_second or 0 for point in of_schedule]
+        ends = [point.row.tokens_range or (0, 0) for point in of_schedule]
+        draw_with_range(right, x, tokens, ends, style)
     if any(point.simulated for point in points):
         handles.append(("simulated", left.plot([], [], color=colour("muted"), **dashes)[0]))
     left.set_title("Idle share of the ranks, %")
@@ -322,10 +323,23 @@ def microbatches(study: Study) -> Drawn | None:
     draw_legend_below(figure, handles)
     caption = (
         "One global batch in more and smaller micro-batches. Whiskers reach over the rounds. "
-        "Dashes: as simulated from the measured times of the units. Marks of one number stand side "
-        "by side."
+        "Dashes: as simulated from the measured times of the units. The marks of three schedules "
+        "with as many micro-batches are drawn side by side."
     )
     return Drawn("microbatches", "More micro-batches, smaller bubbles", caption, figure)
+
+
+def draw_with_range(
+    panel: Any,
+    x: Sequence[float],
+    middles: Sequence[float],
+    ends: Sequence[Sequence[float]],
+    style: Mapping[str, Any],
+) -> Any:
+    """Draw a line with whiskers that reach over all rounds."""
+    below = [middle - low for middle, (low, _) in zip(middles, ends, strict=True)]
+    above = [high - middle for middle, (_, high) in zip(middles, ends, strict=True)]
+    return panel.errorbar(x, middles, [below, above], **style)
 
 
 # ---------------------------------------------------------------------------------- all of them

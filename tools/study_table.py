@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from study import DEMO, Studies, Study, in_groups
@@ -33,7 +34,17 @@ from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "study.md"]
-STUDIES = ("cpu", "models", "experts", "rows", "microbatches", "compositions", "processes", "seeds")
+STUDIES = (
+    "cpu",
+    "models",
+    "layouts",
+    "experts",
+    "rows",
+    "microbatches",
+    "compositions",
+    "processes",
+    "seeds",
+)
 CALIBRATION = "study-calibration.json"
 """What `shardwise calibrate` has measured, beside the runs; the diagram of a ring has its times."""
 BEGIN, END = "<!-- tools/study_table.py {} -->\n", "<!-- end -->\n"
@@ -130,6 +141,19 @@ def losses(study: Study) -> str:
     return by_group(study, figures, with_control=True)
 
 
+def checked(study: Study) -> str:
+    """Return the peak of a rank in MiB, and the largest difference of a loss from the reference."""
+
+    def figures(row: Row | None) -> str:
+        if row is None or row.peak_memory_bytes is None or row.difference is None:
+            return NOTHING
+        mark = "" if row.state == "ok" else f" ({row.state})"
+        difference = scientific(row.difference) if row.difference else "0"
+        return f"{row.peak_memory_bytes / 2**20:.1f} · {difference}{mark}"
+
+    return by_group(study, figures)
+
+
 def validation(study: Study) -> str:
     """Return the validation loss at the end, by strategy and group."""
 
@@ -143,8 +167,11 @@ def first_step(study: Study) -> str:
     """Return the seconds from the start of training to the end of the first step."""
 
     def figures(row: Row | None) -> str:
-        measured = row.figures.first_step_seconds if row and row.figures else None
-        return NOTHING if measured is None else f"{measured:.2f}"
+        record = row.record if row and row.figures else None
+        if record is None or "first_step_seconds" not in record.spread:
+            return NOTHING
+        low, high = record.spread["first_step_seconds"]
+        return f"{record.first_step_seconds:.1f} ({low:.1f} to {high:.1f})"
 
     return by_group(study, figures)
 
@@ -193,6 +220,7 @@ def bubble(study: Study) -> str:
     lines = []
     for point in bubbles(study):
         low, high = point.range
+        slow, fast = point.row.tokens_range or (0, 0)
         lines.append(
             [
                 f"`{point.schedule}`",
@@ -200,12 +228,27 @@ def bubble(study: Study) -> str:
                 f"{percent(point.measured)} ({percent(low)} to {percent(high)})",
                 percent(point.simulated),
                 percent(point.formula),
-                f"{point.row.tokens_per_second or 0:,.0f}",
+                f"{point.row.tokens_per_second or 0:,.0f} ({slow:,.0f} to {fast:,.0f})",
                 size(point.row.peak_memory_bytes),
             ]
         )
     head = ["", "micro-batches", "bubble", "simulated", "of equal stages"]
     return markdown([*head, "tokens/s", "peak of a rank"], lines)
+
+
+def simulated(study: Study) -> str:
+    """Return each pipeline's bubble, that of the simulator, and how far its step is off."""
+    points = {point.row.plan.id: point for point in bubbles(study)}
+    pipelines = replace(study, rows=[row for row in study.rows if row.plan.id in points])
+
+    def figures(row: Row | None) -> str:
+        point = points[row.plan.id] if row else None
+        if point is None or point.step_error is None:
+            return NOTHING
+        bubble = f"{percent(point.measured)} · {percent(point.simulated)}"
+        return f"{bubble} · {point.step_error:+.0f}%"
+
+    return by_group(pipelines, figures)
 
 
 def ran(study: Study) -> str:
@@ -225,7 +268,10 @@ def ran(study: Study) -> str:
             f" The figures are of an earlier version: the sweep has {len(study.planned)} cells now."
         )
     order = "interleaved, " if rounds > 1 and interleaved(study.rows) else ""
-    bad = [row.name for row in cells if row.state != "ok"]
+    bad = []
+    for title, group in in_groups(study):
+        if names := [row.name for row in group if row.record and row.state != "ok"]:
+            bad.append(f"{title}: {listed(names, most=20)}" if title else listed(names, most=20))
     largest = max((row.difference or 0 for row in cells if row.state == "ok"), default=0)
     # A commit may end with "+changes": those of a working tree.
     commits = ", ".join(f"{c[:10]}{c[40:]}" for c in values["commit"])
@@ -234,7 +280,7 @@ def ran(study: Study) -> str:
         f"{counted(rounds, 'round')}, {order}begun on {started[:10]} on "
         f"{listed(values['cpu_count'])} cores of {listed(values['device'])}, "
         f"torch {listed(values['torch'])}, commit {commits}. "
-        + (f"Not ok: {listed(bad, most=20)}." if bad else "Every cell is ok.")
+        + (f"Not ok: {'; '.join(bad)}." if bad else "Every cell is ok.")
         + f" Losses of those that are ok differ by at most {scientific(largest)}."
         + f"{earlier}*"
     )
@@ -255,11 +301,13 @@ TABLES: dict[str, Callable[[Study], str]] = {
     "speed": speed,
     "speed_by_rows": speed_by_rows,
     "losses": losses,
+    "checked": checked,
     "validation": validation,
     "first_step": first_step,
     "gradients": gradients,
     "sent": sent,
     "bubble": bubble,
+    "simulated": simulated,
     "ran": ran,
 }
 
