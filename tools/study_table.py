@@ -34,17 +34,7 @@ from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "study.md"]
-STUDIES = (
-    "cpu",
-    "models",
-    "layouts",
-    "experts",
-    "rows",
-    "microbatches",
-    "compositions",
-    "processes",
-    "seeds",
-)
+STUDIES = [path.stem for path in sorted((ROOT / "configs").glob("study-*.yaml"))]
 CALIBRATION = "study-calibration.json"
 """What `shardwise calibrate` has measured, beside the runs; the diagram of a ring has its times."""
 BEGIN, END = "<!-- tools/study_table.py {} -->\n", "<!-- end -->\n"
@@ -54,12 +44,12 @@ Figures = dict[str, tuple[Path, Drawn]]
 def read_studies(results: Path) -> Studies:
     """Return the studies that have a folder, by name."""
     studies = {}
-    for name in STUDIES:
-        if (folder := results / f"study-{name}").is_dir():
+    for study in STUDIES:
+        if (folder := results / study).is_dir():
             bench = read_bench(folder)
-            cells = read_sweep(ROOT / "configs" / f"study-{name}.yaml", ROOT).cells
+            cells = read_sweep(ROOT / "configs" / f"{study}.yaml", ROOT).cells
             planned = {cell.plan.id: cell.run for cell in cells if not cell.plan.control}
-            studies[name] = Study(bench, make_rows(bench), planned)
+            studies[study.removeprefix("study-")] = Study(bench, make_rows(bench), planned)
     if (folder := results / DEMO).is_dir():
         bench = read_bench(folder)
         studies[DEMO] = Study(bench, make_rows(bench), {})
@@ -68,8 +58,8 @@ def read_studies(results: Path) -> Studies:
 
 def copy_runs(runs: Path, results: Path) -> None:
     """Copy the records of the studies in which every cell has one, and write their reports."""
-    for name in STUDIES:
-        source, target = runs / f"study-{name}", results / f"study-{name}"
+    for study in STUDIES:
+        source, target = runs / study, results / study
         if not source.is_dir():
             continue
         bench = read_bench(source)
