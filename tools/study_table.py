@@ -135,11 +135,13 @@ def checked(study: Study) -> str:
     """Return the peak of a rank in MiB, and the largest difference of a loss from the reference."""
 
     def figures(row: Row | None) -> str:
-        if row is None or row.peak_memory_bytes is None or row.difference is None:
+        if row is None or row.peak_memory_bytes is None:
             return NOTHING
+        peak = f"{row.peak_memory_bytes / 2**20:.1f}"
+        if row.difference is None:
+            return peak
         mark = "" if row.state == "ok" else f" ({row.state})"
-        difference = scientific(row.difference) if row.difference else "0"
-        return f"{row.peak_memory_bytes / 2**20:.1f} · {difference}{mark}"
+        return f"{peak} · {scientific(row.difference) if row.difference else '0'}{mark}"
 
     return by_group(study, figures)
 
