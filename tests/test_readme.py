@@ -30,7 +30,7 @@ RUN_FILES = [path for path in YAML_FILES if path not in SWEEPS]
 NUM_CELLS = {
     "cpu": 88,
     "models": 112,
-    "layouts": 152,
+    "layouts": 192,
     "experts": 16,
     "rows": 30,
     "microbatches": 12,

@@ -7,7 +7,7 @@ import json
 import re
 import runpy
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from shardwise.benchmark.sweep import read_sweep
 from shardwise.drawing.svg import drawing
 from shardwise.planner.peak import memory_of_run
 from shardwise.records.cell import Axis, CellPlan
+from shardwise.records.record import RunRecord
 from shardwise.report.folder import Bench
 from shardwise.report.tables import Row, make_rows
 from shardwise.run_file import parse_config
@@ -149,15 +150,28 @@ def test_the_records_of_a_finished_study_are_kept(
 
 
 @pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
-def test_the_figure_of_bubbles_has_them_measured_and_simulated(tool: ModuleType) -> None:
+def test_the_figure_of_bubbles_has_the_medians_of_the_rounds_and_the_simulated_ones(
+    tool: ModuleType, tmp_path: Path
+) -> None:
     sweep, records = pipelines()
     for name, one in records.items():
         one.config["training"] = {
             "global_batch_size": 32,
             "micro_batch_size": 1 + int(name[0] == "4"),
         }
+        for place, times in enumerate((1.0, 3.0, 0.5), start=1):
+            assert one.pipeline is not None
+            measured = one.pipeline["measured"]
+            pipeline = one.pipeline | {
+                "measured": measured | {"bubble": times * measured["bubble"]}
+            }
+            (tmp_path / name / f"round-{place}").mkdir(parents=True)
+            run = {entry.name: getattr(one, entry.name) for entry in fields(RunRecord)}
+            RunRecord(**run | {"pipeline": pipeline}).write(
+                tmp_path / name / f"round-{place}" / "record.json"
+            )
     rows = make_rows(Bench(sweep, records))
-    study = tool.Study(Bench(sweep, records), rows, {})
+    study = tool.Study(tmp_path, Bench(sweep, records), rows, {})
     points = tool.bubbles(study)
     assert {(point.microbatches, round(point.formula, 4)) for point in points} == {
         (32, round(1 / 33, 4)),
@@ -165,6 +179,7 @@ def test_the_figure_of_bubbles_has_them_measured_and_simulated(tool: ModuleType)
     }
     for point in points:
         assert point.simulated == pytest.approx(point.measured)
+        assert point.range == pytest.approx((0.5 * point.measured, 3 * point.measured))
     with drawing():
         assert tool.microbatches(study).name == "microbatches"
 
@@ -184,7 +199,7 @@ def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(
     }
     bench = Bench(sweep_of((axis,), [*plans.values()]), records)
     with drawing():
-        drawn = tool.processes(tool.Study(bench, make_rows(bench), {}))
+        drawn = tool.processes(tool.Study(Path(), bench, make_rows(bench), {}))
         upper, lower = drawn.figure.axes
         ddp, tp = upper.lines
         assert [*ddp.get_xdata()] == [1, 2, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardwise.report.folder import Bench
@@ -23,6 +24,7 @@ DEMO = "demo"
 class Study:
     """A bench and its rows."""
 
+    folder: Path
     bench: Bench
     rows: list[Row]
     planned: Mapping[str, Mapping[str, Any]]

@@ -6,10 +6,11 @@ They are narrow, so that they can be read on a telephone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups, title_of
+from study_bubbles import bubbles
 from study_lengths import lengths
 
 from shardwise.drawing.svg import colour
@@ -233,54 +234,7 @@ def strategy_of(row: Row) -> str:
     return row.label.removesuffix(f"-{row.plan.nproc}")
 
 
-# ------------------------------------------------------------------------ micro-batches and bubbles
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """The idle share of a pipeline's step."""
-
-    row: Row
-    schedule: str
-    microbatches: int
-    measured: float
-    range: tuple[float, float]
-    """The least and the largest of all rounds."""
-    simulated: float | None
-    """By the measured costs of its units; None without them."""
-    formula: float
-    """(p - 1) / (v m + p - 1), with equal stages and messages that take no time."""
-    step_error: float | None
-    """How far the simulated step is from the measured one, in percent of the latter."""
-
-
-def bubbles(study: Study) -> list[Bubble]:
-    """Return the bubbles of a study's pipelines, fewest micro-batches first."""
-    found = []
-    for row in study.rows:
-        pipeline = row.record.pipeline if row.record and row.measured else None
-        if pipeline is None or pipeline["measured"] is None or not row.plan.timed:
-            continue
-        assert row.record is not None
-        training, parallel = row.record.config["training"], row.record.config["parallel"]
-        number = training["global_batch_size"] // training["micro_batch_size"]
-        ranks = parallel["pp"]
-        chunks = len(pipeline["layers"]) // ranks
-        share = pipeline["measured"]["bubble"]
-        low, high = row.record.spread.get("pipeline.bubble", (share, share))
-        found.append(
-            Bubble(
-                row,
-                row.plan.values.get("schedule", row.label),
-                number,
-                share,
-                (low, high),
-                pipeline["simulated"]["bubble"] if pipeline["simulated"] else None,
-                (ranks - 1) / (chunks * number + ranks - 1),
-                pipeline["simulator_error_percent"],
-            )
-        )
-    return sorted(found, key=lambda bubble: (bubble.schedule, bubble.microbatches))
+# ----------------------------------------------------------------------------------- micro-batches
 
 
 def microbatches(study: Study) -> Drawn | None:
@@ -322,9 +276,9 @@ def microbatches(study: Study) -> Drawn | None:
         panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
     draw_legend_below(figure, handles)
     caption = (
-        "One global batch in more and smaller micro-batches. Whiskers reach over the rounds. "
-        "Dashes: as simulated from the measured times of the units. The marks of three schedules "
-        "with as many micro-batches are drawn side by side."
+        "One global batch in more and smaller micro-batches. Medians; whiskers reach over the "
+        "rounds. Dashes: as simulated from the measured times of the units. The marks of three "
+        "schedules with as many micro-batches are drawn side by side."
     )
     return Drawn("microbatches", "More micro-batches, smaller bubbles", caption, figure)
 

@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from study import DEMO, Studies, Study, in_groups
-from study_figures import ALTS, FIGURES, bubbles
+from study_bubbles import bubbles
+from study_figures import ALTS, FIGURES
 
 from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
@@ -49,10 +50,10 @@ def read_studies(results: Path) -> Studies:
             bench = read_bench(folder)
             cells = read_sweep(ROOT / "configs" / f"{study}.yaml", ROOT).cells
             planned = {cell.plan.id: cell.run for cell in cells if not cell.plan.control}
-            studies[study.removeprefix("study-")] = Study(bench, make_rows(bench), planned)
+            studies[study.removeprefix("study-")] = Study(folder, bench, make_rows(bench), planned)
     if (folder := results / DEMO).is_dir():
         bench = read_bench(folder)
-        studies[DEMO] = Study(bench, make_rows(bench), {})
+        studies[DEMO] = Study(folder, bench, make_rows(bench), {})
     return studies
 
 

@@ -147,13 +147,14 @@ def slower(result: dict[str, Any], modes: Sequence[str]) -> str:
     for mode in modes:
         for name, side in result["sides"].items():
             if (ratio := ratios(result, mode, name)) and statistics.median(ratio) < 1:
-                lines.append(f"- {side['title']}, {NAMES[mode]}: {spread(ratio, '.2f')}")
+                always = ", in all rounds" if max(ratio) < 1 else ""
+                lines.append(f"- {side['title']}, {NAMES[mode]}: {spread(ratio, '.3f')}{always}")
     if result["untimed"]:
         return "Not timed: the machine was busy."
     if not lines:
         return "Ours is at least as fast in every row."
     why = "[Peers](../../docs/concepts/peers.md#where-ours-is-slower)"
-    return f"Ours is slower in these rows; why: {why}.\n\n" + "\n".join(lines)
+    return f"Ours has a lower median in these rows; what is known of why: {why}.\n\n" + "\n".join(lines)
 
 
 def refusals(result: dict[str, Any], modes: Sequence[str]) -> str:
