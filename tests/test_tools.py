@@ -370,5 +370,5 @@ def test_the_page_of_peers_is_drawn_from_its_data() -> None:
     speeds = "2048 (2048–2048) | 0.50 (0.50–0.50) | 1.0 | 50% | 0.0e+00"
     checks = "loss +10.00%, gradient norm -50.00% | leak: loss +0.5000"
     assert f"| DeepSpeed ZeRO-1 | {speeds} | {checks} |" in lines
-    assert "- DeepSpeed ZeRO-1, LoRA: 0.50 (0.50–0.50)" in lines
+    assert "- DeepSpeed ZeRO-1, LoRA: 0.500 (0.500–0.500), in all rounds" in lines
     assert "- torchtitan, all weights: `E: no`" in lines
