@@ -154,7 +154,8 @@ def slower(result: dict[str, Any], modes: Sequence[str]) -> str:
     if not lines:
         return "Ours is at least as fast in every row."
     why = "[Peers](../../docs/concepts/peers.md#where-ours-is-slower)"
-    return f"Ours has a lower median in these rows; what is known of why: {why}.\n\n" + "\n".join(lines)
+    head = f"Ours has a lower median in these rows; what is known of why: {why}.\n\n"
+    return head + "\n".join(lines)
 
 
 def refusals(result: dict[str, Any], modes: Sequence[str]) -> str:
