@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def test_targets_are_exactly_the_turns(name: str, case: str) -> None:
     assert result.startswith("`<"), result
 
 
-@pytest.mark.parametrize(("first", "last"), [(-1, 0), (1, 0), (-14, 0), (0, -1), (0, -5), (0, 9)])
+@pytest.mark.parametrize(("first", "last"), [(-1, 0), (1, 0), (-14, 0), (0, -1), (0, 9)])
 def test_a_turn_that_is_not_exact_is_seen(
     monkeypatch: pytest.MonkeyPatch, first: int, last: int
 ) -> None:
@@ -34,4 +35,20 @@ def test_a_turn_that_is_not_exact_is_seen(
         return [(start + first, end + last), *others]
 
     monkeypatch.setattr(exact_turns, "runs", planted)
+    assert outcome(STYLE, CASES["system"]).startswith("WRONG")
+
+
+def end_of_turn_left_out(patch: pytest.MonkeyPatch) -> None:
+    runs = exact_turns.runs
+
+    def without_end(*args: Any) -> list[tuple[int, int]]:
+        (start, end), *others = runs(*args)
+        return [(start, end - len("<end>")), *others]
+
+    patch.setattr(exact_turns, "runs", without_end)
+
+
+@pytest.mark.parametrize("bug", [end_of_turn_left_out])
+def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None]) -> None:
+    bug(monkeypatch)
     assert outcome(STYLE, CASES["system"]).startswith("WRONG")

@@ -35,9 +35,9 @@ HEAD = """\
 A silent bug prints nothing: the run ends, the loss falls, and the result is not that of one
 process. This page lists {count} such bugs of {repositories} repositories, each with the public
 thread in which it was reported or fixed. A test plants it into the code of shardwise, or the
-nearest mistake that this code could have, and an unmodified comparison with one process turns red.
-So you see which mistakes [parity](parity.md) notices, and which ones to look for where nothing is
-compared.
+nearest mistake that this code could have, and what is tested anyway turns red: a comparison with
+one process or, where the table says *one process*, a test that needs no other. So you see which
+mistakes [parity](parity.md) notices, and which ones to look for where nothing is compared.
 
 This is no ranking. These systems found their bugs, said so in public, and fixed most of them. The
 threads were read in copies of September 2026. More than a hundred other bugs are planted here

@@ -9,7 +9,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.assembly import build
@@ -31,34 +33,43 @@ from tests.parity.tensors import cell as tensor
 from tests.parity.test_sensitivity import check_caught, in_place_of, planted
 
 
-def mean_of_means(num_means: Callable[[int], int]) -> None:
-    """Divide the loss of each forward by its own targets, and take the mean of these means."""
+def weigh_each_forward(weight: Callable[[Tensor, float], Tensor]) -> None:
+    """Multiply the sum of losses of each forward by a weight.
+
+    The weight is made of how many targets the forward has on this rank, and of the scale, by which
+    a step multiplies the sum, times the micro-batches of all ranks.
+    """
     run = build.run_in_turn
 
-    def averaged(pm, microbatches, scale, train):
+    def weighted(pm, microbatches, scale, train):
         if not train:
             return run(pm, microbatches, scale, train)
         (part,) = pm.parts
+        number = len(microbatches) * dist.get_world_size()
 
-        def own_mean(module, args, loss):
-            targets = args[0].num_target_tokens().clamp(min=1)
-            return loss / (scale * num_means(len(microbatches)) * targets)
+        def weigh(module, args, loss):
+            return loss * weight(args[0].num_target_tokens().clamp(min=1), scale * number)
 
-        hook = part.register_forward_hook(own_mean)
+        hook = part.register_forward_hook(weigh)
         try:
             return run(pm, microbatches, scale, train)
         finally:
             hook.remove()
 
-    build.run_in_turn = averaged
+    build.run_in_turn = weighted
 
 
 def each_micro_batch_divided_by_its_own_targets():
-    mean_of_means(lambda num_microbatches: num_microbatches * dist.get_world_size())
+    weigh_each_forward(lambda targets, scale: 1 / (scale * targets))
 
 
 def each_share_of_a_row_divided_by_its_own_targets():
-    mean_of_means(lambda num_microbatches: num_microbatches * dist.get_world_size())
+    def weight(targets, scale):
+        whole = targets.to(torch.float64)
+        dist.all_reduce(whole)  # of the row: all ranks share it
+        return whole / dist.get_world_size() / targets
+
+    weigh_each_forward(weight)
 
 
 def labels_shifted_after_rows_are_cut():

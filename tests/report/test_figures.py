@@ -193,10 +193,24 @@ def test_losses_a_rounding_apart_do_not_look_apart(tmp_path):
 def test_runs_without_validation_have_norms_alone_and_without_both_no_figure(tmp_path):
     sweep, records = strategies()
     bare = {name: dataclasses.replace(one, eval=[]) for name, one in records.items()}
-    panel, _ = figures(tmp_path / "a", (sweep, bare))["training"].figure.axes
-    assert [text.get_text() for text in panel.texts] == ["not evaluated"]
+    drawn = figures(tmp_path / "a", (sweep, bare))["training"]
+    (panel,) = drawn.figure.axes
+    assert panel.get_title("left") == drawn.title[:-1] == "Gradient norm"
     bare = {name: dataclasses.replace(one, grad_norms=[]) for name, one in bare.items()}
     assert "training" not in figures(tmp_path / "b", (sweep, bare))
+
+
+def test_cells_that_are_not_timed_have_memory_alone(tmp_path):
+    sweep, records = strategies()
+    plans = tuple(dataclasses.replace(plan, timed=False) for plan in sweep.cells)
+    untimed = {
+        name: dataclasses.replace(one, tokens_per_second=None) for name, one in records.items()
+    }
+    drawn = figures(tmp_path, (dataclasses.replace(sweep, cells=plans), untimed))
+    (panel,) = drawn["throughput-memory"].figure.axes
+    assert drawn["throughput-memory"].title == "Peak memory"
+    assert panel.get_title("left") == "Peak memory, MiB"
+    assert any(bar.get_width() for bar in panel.patches)
 
 
 def test_bytes_sent_are_bars_with_a_tick_at_what_the_formulas_say(tmp_path):

@@ -29,6 +29,8 @@ from tests.report.conftest import (
     write,
 )
 
+RESULTS = Path(__file__).parents[2] / "results"
+COMMITTED = sorted(path.parent.name for path in RESULTS.glob("*/report.html"))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -216,6 +218,28 @@ def test_a_phone_scrolls_tables_and_figures_but_not_the_page(browser, page_file)
             summary.click()
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert page.evaluate("document.querySelector('figure .scroll').scrollWidth") > 390
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_pages_are_as_wide_as_a_phone(browser, name):
+    small = {"width": 390, "height": 800}
+    with open_page(browser, RESULTS / name / "report.html", viewport=small) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_on_paper_tables_are_unfolded_and_figures_of_many_panels_are_wide(browser):
+    with open_page(browser, RESULTS / "study-models" / "report.html") as page:
+        page.emulate_media(media="print")
+        folded = page.locator(".fold:not([open]) table")
+        assert folded.count()
+        assert all(box["height"] > 50 for box in map(rectangle, folded.all()))
+        figure = page.locator("#losses svg")
+        assert rectangle(figure)["width"] > 0.8 * rectangle(page.locator("#losses"))["width"]
+
+
+def rectangle(found):
+    """Return the place and the size of an element in pixels."""
+    return found.evaluate("element => element.getBoundingClientRect().toJSON()")
 
 
 @pytest.mark.slow

@@ -50,6 +50,14 @@ def test_cells_whose_rounds_overlap_are_named_together():
     assert "1,500 tokens/s" in figure
 
 
+def test_no_cell_is_the_fastest_where_none_is_timed():
+    sweep, records = strategies()
+    plans = tuple(dataclasses.replace(plan, timed=False) for plan in sweep.cells)
+    rows = rows_of(dataclasses.replace(sweep, cells=plans), records)
+    assert fastest(rows) == ("", "not timed")
+    assert leanest(rows)[0] == "fsdp2"
+
+
 def test_it_takes_three_rounds_to_be_the_fastest():
     sweep, records = strategies()
     few = {name: with_rounds(made, 2) for name, made in records.items()}

@@ -18,7 +18,7 @@ from shardwise.benchmark.sweep import Cell
 from shardwise.records.cell import CellPlan, CellRecord, Round
 from shardwise.records.record import RunRecord
 
-NOT_TIMED = "This cell ran for its losses and bytes and is not timed (timed: false in the sweep)."
+NOT_TIMED = "Ran for losses and bytes alone, and is not timed (timed: false in the sweep)."
 RATES = ("tokens_per_second", "mfu", "hfu")
 MEDIANS = (*RATES, "first_step_seconds")
 ALONE = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -31,6 +31,12 @@ class Column:
         if isinstance(value, tuple):
             value = value[0]
         return "" if value is None or value != value else repr(value)
+
+
+def with_numbers(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """Return the columns in which some row has a number; all of them if none has."""
+    found = [one for one in columns if any(one.text(row) != NOTHING for row in rows)]
+    return found or list(columns)
 
 
 def _loss(value: float | None) -> str:

@@ -104,18 +104,22 @@ def _with_unique_names(drawn: Sequence[Drawn]) -> list[Drawn]:
 
 
 def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """Draw a bar for the throughput of each cell and one for its peak memory."""
-    figure, panels = grid(len(groups), 2, [bars_height(cells) for _, cells in groups])
-    unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
-    for (title, cells), (left, right) in zip(groups, panels, strict=True):
-        set_title(left, "Throughput, tokens/s", title)
-        set_title(right, f"Peak memory, {unit_name}", "")
-        bars(left, cells, look, speed, lambda row: row.tokens_range)
+    """Draw a bar for the peak memory of each cell, and one for its throughput if one is timed."""
+    all_cells = [row for _, cells in groups for row in cells]
+    timed = any(row.tokens_per_second for row in all_cells)
+    heights = [bars_height(cells) for _, cells in groups]
+    figure, panels = grid(len(groups), 2 if timed else 1, heights)
+    unit, unit_name = peak_unit(all_cells)
+    for (title, cells), (*left, right) in zip(groups, panels, strict=True):
+        for panel in left:
+            set_title(panel, "Throughput, tokens/s", title)
+            bars(panel, cells, look, speed, lambda row: row.tokens_range)
+            right.tick_params(labelleft=False)
+        set_title(right, f"Peak memory, {unit_name}", "" if left else title)
         bars(right, cells, look, peak_in(unit))
-        right.tick_params(labelleft=False)
     return Drawn(
         "throughput-memory",
-        "Throughput and peak memory",
+        "Throughput and peak memory" if timed else "Peak memory",
         "Bars are medians over the rounds. Whiskers reach from the slowest to the fastest round. "
         "Memory is that of the rank with the most. A dashed line marks the baseline.",
         figure,

@@ -29,10 +29,13 @@ CAPTION = (
     "by one rounding. The tolerance is ten times as far. A cell beyond it is wrong. A reference "
     "with other numerics is compared with the baseline, as closely as its number format allows."
 )
-TRAINING_CAPTION = (
+VALIDATION_CAPTION = (
     "Left: the loss on the validation rows, at each evaluation; step 0 is before training, and the "
-    "numbers are the smallest and the largest of all cells. Right: the global norm of the "
-    "gradients before clipping, of every step. Curves of cells that do the same work coincide."
+    "numbers are the smallest and the largest of all cells. Right: "
+)
+NORMS_CAPTION = (
+    "The global norm of the gradients before clipping, of every step. Curves of cells that do the "
+    "same work coincide."
 )
 TOLERANCE: dict[str, Any] = {"color": colour("bad"), "linewidth": 1.3, "linestyle": (0, (3, 1.5))}
 NOISE: dict[str, Any] = {"color": colour("faint"), "alpha": 0.3, "linewidth": 0}
@@ -159,22 +162,27 @@ def _set_scale(panel: Axes, rounding: float, farthest: float) -> None:
 
 
 def training(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """Draw the validation losses and the gradient norms of each group."""
+    """Draw the gradient norms of each group, and its validation losses if a cell has some."""
     shown = []
     for title, cells in groups:
         with_numbers = [row for row in cells if row.validation or _norms(row)]
         if with_numbers:
             shown.append((title, with_numbers))
-    figure, panels = grid(len(shown), 2, [2.4] * len(shown))
-    for (title, cells), (left, right) in zip(shown, panels, strict=True):
-        set_title(left, "Validation loss", title)
-        _draw_validation(left, cells, look)
-        set_title(right, "Gradient norm", "")
+    all_cells = [row for _, cells in shown for row in cells]
+    evaluated = any(row.validation for row in all_cells)
+    figure, panels = grid(len(shown), 2 if evaluated else 1, [2.4] * len(shown))
+    for (title, cells), (*left, right) in zip(shown, panels, strict=True):
+        for panel in left:
+            set_title(panel, "Validation loss", title)
+            _draw_validation(panel, cells, look)
+        set_title(right, "Gradient norm", "" if left else title)
         draw_steps(right, [row for row in cells if _norms(row)], look, _norms)
         right.set_ylim(bottom=0)
-    all_cells = [row for _, cells in shown for row in cells]
     legend(figure, _ordinary(all_cells), look, _special(all_cells))
-    return Drawn("training", "Validation loss and gradient norms", TRAINING_CAPTION, figure)
+    if not evaluated:
+        return Drawn("training", "Gradient norms", NORMS_CAPTION, figure)
+    caption = VALIDATION_CAPTION + NORMS_CAPTION[0].lower() + NORMS_CAPTION[1:]
+    return Drawn("training", "Validation loss and gradient norms", caption, figure)
 
 
 def _norms(row: Row) -> Sequence[float]:

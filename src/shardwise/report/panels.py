@@ -23,6 +23,8 @@ WIDTH = 9.0
 """The width of every figure, in inches."""
 BAR_HEIGHT = 0.27
 """The height of the place of a bar, in inches."""
+MOST_ON_A_SHEET = 1.5
+"""The height of a figure over its width, up to which it is printed on one sheet of paper."""
 MAX_NAME = 44
 """The most characters of a name in a figure."""
 LEGEND_WIDTH = 125
@@ -41,6 +43,11 @@ class Drawn:
     title: str
     caption: str
     figure: Figure
+
+    @property
+    def is_tall(self) -> bool:
+        """Return whether it would be small on one sheet of paper."""
+        return self.figure.get_figheight() > MOST_ON_A_SHEET * self.figure.get_figwidth()
 
 
 def grid(

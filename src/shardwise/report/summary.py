@@ -21,6 +21,8 @@ def fastest(cells: Sequence[Row]) -> tuple[str, str]:
     Cells whose rounds overlap with those of the fastest are named too, since any of them may be the
     fastest.
     """
+    if not any(row.plan.timed for row in cells):
+        return "", "not timed"
     timed = [row for row in candidates(cells) if row.tokens_per_second]
     ranked = [row for row in timed if row.num_good_rounds >= FEWEST_ROUNDS]
     if len(timed) < 2:
@@ -99,7 +101,7 @@ def _disturbances(ran: Sequence[Row]) -> list[str]:
         f"Other programs took more than {percent(MOST_OF_OTHERS)} of the machine's CPU time in "
         f"{len(disturbed)} of {counted(len(rounds), 'round')}, {percent(worst.others_share or 0)} "
         f"in round {number} of {cell}. Such rounds may be slower than on an idle machine; "
-        "`shardwise bench --rerun` repeats cells."
+        "shardwise bench --rerun repeats cells."
     ]
 
 
