@@ -42,6 +42,7 @@ def main() -> int:
         )
         return 2
     start = time.monotonic()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # in all cells, on one process too
     shutil.rmtree(RUNS, ignore_errors=True)
     say("a corpus and a tokenizer from Python's own source")
     run("examples/corpus.py")

@@ -181,6 +181,12 @@ def test_committed_sweeps_hold(path, tmp_path):
         assert sum(not cell.plan.control for cell in cells) == num_cells
 
 
+def test_each_process_of_the_committed_demo_had_one_thread():
+    records = [*(ROOT / "results" / "demo").glob("*/record.json")]
+    environments = [json.loads(path.read_text(encoding="utf-8"))["environment"] for path in records]
+    assert {one["threads"] for one in environments} == {1}
+
+
 def test_the_demo_takes_another_model_and_ends_where_a_command_fails(monkeypatch, tmp_path, capsys):
     demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
     asked = []
