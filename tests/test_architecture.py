@@ -109,7 +109,7 @@ MOST_LINES = {
     "planner schedule metrics": 11_630,
     "proof": 1_120,
     "simulation": 540,
-    "benchmark report drawing records": 7_520,
+    "benchmark report drawing records": 7_525,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}

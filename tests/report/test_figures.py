@@ -211,6 +211,7 @@ def test_cells_that_are_not_timed_have_memory_alone(tmp_path):
     assert drawn["throughput-memory"].title == "Peak memory"
     assert panel.get_title("left") == "Peak memory, MiB"
     assert any(bar.get_width() for bar in panel.patches)
+    assert "Whiskers" not in drawn["throughput-memory"].caption
 
 
 def test_bytes_sent_are_bars_with_a_tick_at_what_the_formulas_say(tmp_path):

@@ -49,6 +49,7 @@ NAMES = (
     "experts",
 )
 """The names of all figures but those along axes of numbers."""
+WHISKERS = "Whiskers reach from the slowest to the fastest round. "
 PERCENTILES = ("p10", "p50", "p90", "max")
 MOST_LISTED = 12
 """With more cells than this, only those on the Pareto front are listed beside the plane."""
@@ -120,7 +121,7 @@ def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
     return Drawn(
         "throughput-memory",
         "Throughput and peak memory" if timed else "Peak memory",
-        "Bars are medians over the rounds. Whiskers reach from the slowest to the fastest round. "
+        f"Bars are medians over the rounds. {WHISKERS if timed else ''}"
         "Memory is that of the rank with the most. A dashed line marks the baseline.",
         figure,
     )
