@@ -1,6 +1,6 @@
 """What forms of `model.base` cost in quality: `python tools/base_quality.py`.
 
-    shardwise train configs/demo/base.yaml --nproc=2
+    shardwise train configs/demo/base.yaml --nproc=2 --training.steps=60
     shardwise bench configs/bases-cpu.yaml --out runs/bases
 
 It runs the plain cell of each seed once more with weights that differ by rounding (the noise
