@@ -32,7 +32,8 @@ def draw_pipelines(title: str, charts: Sequence[Sequence[Chart]]) -> Canvas:
     """Draw charts one below the other; those of a group have one time axis."""
     canvas = Canvas()
     y = canvas.paragraph(0, 12, title, "h") + 4
-    kinds = {e.kind for group in charts for chart in group for e in chart.timeline.events}
+    timelines = [chart.timeline for group in charts for chart in group]
+    kinds = {event.kind for timeline in timelines for event in timeline.events}
     x = 0.0
     for kind, name in KIND_NAMES.items():
         if kind in kinds:
@@ -41,6 +42,10 @@ def draw_pipelines(title: str, charts: Sequence[Sequence[Chart]]) -> Canvas:
             x += 110
     canvas.rect(x, y - 6, 8, 8, IDLE)
     canvas.text(x + 13, y + 2, "idle")
+    if any(event.chunk >= t.num_ranks for t in timelines for event in t.events):
+        canvas.rect(0, y + 10, 8, 8, COLOURS["F"], 0.75)
+        canvas.text(13, y + 18, "paler: a rank's second stage")
+        y += 16
     for group in charts:
         longest = max(chart.timeline.seconds for chart in group)
         for chart in group:
@@ -258,7 +263,7 @@ def draw_attention(title: str, ways: Sequence[Way]) -> Canvas:
     legend = (
         ("c4", 1.0, "own tokens"),
         ("c7", 1.0, "sent by other ranks"),
-        ("c7", 0.25, "sent, but after the queries: not seen"),
+        ("c7", 0.25, "pale, of either: after the queries, not seen"),
     )
     for fill, strength, name in legend:
         canvas.rect(0, y - 1, 8, 8, fill, strength)

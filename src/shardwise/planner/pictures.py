@@ -97,14 +97,16 @@ class Placed:
 
     @property
     def layers(self) -> list[str]:
-        """The layers of each rank of a pipeline."""
+        """The layers of each rank of a pipeline, and what a stage without layers has."""
         assert self.split is not None
         assert self.run.pipeline is not None
         texts = []
         for rank in range(self.run.pipeline.num_ranks):
-            chunks = self.run.pipeline.chunks_of(rank)
-            layers = [c for chunk in chunks for c in self.split.contents(chunk) if c[0].isdigit()]
-            texts.append(", ".join(layer.replace("-", "–") for layer in layers))
+            own: list[str] = []
+            for chunk in self.run.pipeline.chunks_of(rank):
+                contents = self.split.contents(chunk)
+                own += [part for part in contents if part[0].isdigit()] or contents
+            texts.append(", ".join(part.replace("-", "–") for part in own))
         return texts
 
     def groups(self, axis: str) -> list[list[int]]:
