@@ -73,8 +73,7 @@ def _draw_chart(canvas: Canvas, y: float, chart: Chart, text: str, longest: floa
         for event in events:
             left, width = GUTTER + event.start * scale, (event.end - event.start) * scale
             strength = 1 - 0.5 * chunks.index(event.chunk) / len(chunks)
-            fill = COLOURS[event.kind]
-            canvas.rect(left, top, width - 0.6, bar, fill, strength, radius=0)
+            canvas.rect(left, top, width - 0.6, bar, COLOURS[event.kind], strength, radius=0)
             if width > 9:
                 number = str(event.microbatch)
                 canvas.text(left + width / 2, top + 12, number, "", "paper", "middle")
