@@ -67,7 +67,7 @@ demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strateg
 STUDIES = cpu models layouts experts rows microbatches compositions processes seeds
 
 study: export SHARDWISE_CACHE := $(CURDIR)/runs/study-cache
-study: setup  ## compare every strategy fairly, in rounds: tables and figures of docs/study.md (about six idle hours); resumable
+study: setup  ## compare every strategy fairly, in rounds: tables and figures of docs/study.md (about seven hours); resumable
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	test -f runs/study-calibration.json || $(BIN)/shardwise calibrate --nproc 2 -o runs/study-calibration.json
 	$(BIN)/python tools/pipeline_split.py --costs $(STUDIES:%=configs/study-%.yaml)
