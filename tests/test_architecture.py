@@ -106,7 +106,7 @@ MOST_LINES = {
     "parallel": 4_680,
     "data": 3_760,
     "kernels": 7_520,
-    "planner schedule metrics": 11_630,
+    "planner schedule metrics": 11_650,
     "proof": 1_120,
     "simulation": 540,
     "benchmark report drawing records": 7_525,
@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 8_410
+    assert lines <= 8_420
 
 
 def every_source() -> list[Path]:

@@ -181,12 +181,13 @@ def context() -> Iterator[tuple[str, str, Canvas]]:
         (DENSE, "ring", "ring: keys go to the ranks whose queries see them"),
         (DENSE, "gather", "gather: every rank gets all keys"),
         (HYBRID, "ring", "ring in a hybrid model: a rank has one stretch of the row"),
-        (HYBRID, "ulysses", "ulysses: tokens for heads, and back"),
+        (HYBRID, "ulysses", "ulysses in a hybrid model: tokens for heads, and back"),
     ):
         job = placed(subject, Parallel(cp=4, cp_attention=way), 4)
         taken, cut = context_facts(job.run.hf, job.run.spec).way_and_cut(job.cfg.parallel)
         attention = next(m for m in job.shares[0].chunks[0].mixers if m.is_attention)
         sizes = f"sent by each rank, per layer and row: {_sizes(job, attention)}"
+        sizes += f" ({subject.name})"
         ways.append(Way(text, cut, taken == "ulysses", taken == "gather", sizes))
     title = f"Attention over ranks with other tokens of a row ({SEQUENCE} tokens)"
     yield "context-attention", title, draw_attention(title, ways)
@@ -328,20 +329,20 @@ def subjects_of(layout: Mapping[str, Any]) -> list[Subject]:
 
 def moves_of(moves: Mapping[str, Sequence[str]], jobs: Mapping[Subject, Placed]) -> Iterator[Move]:
     """Yield the messages of a layout, in the order and with the words of LAYOUTS."""
-    sent = {
-        subject: {" ".join(key): n for key, n in job.leaving.items() if n >= LEAST_BYTES}
-        for subject, job in jobs.items()
-    }
-    assert {key for total in sent.values() for key in total} == moves.keys(), sent
+    sent: dict[str, dict[Subject, list[int]]] = {}
+    for subject, job in jobs.items():
+        for key in sorted({key for share in job.leaving for key in share}):
+            numbers = [share.get(key, 0) for share in job.leaving]
+            if max(numbers) >= LEAST_BYTES:
+                sent.setdefault(" ".join(key), {})[subject] = numbers
+    assert sent.keys() == moves.keys(), sent
     for key, (part, what) in moves.items():
         kind, axis = key.split(" ")
-        texts = [
-            f"{size(total[key])} ({subject.short})"
-            for subject, total in sent.items()
-            if key in total
-        ]
+        texts = [f"{size(max(of))} ({subject.short})" for subject, of in sent[key].items()]
         groups = next(iter(jobs.values())).groups(axis)
-        text = f"leave a rank: {', '.join(texts)}"
+        is_equal = all(len({*numbers}) == 1 for numbers in sent[key].values())
+        which = "each rank" if is_equal else "the rank that sends most"
+        text = f"leave {which}: {', '.join(texts)}"
         yield Move(kind, part, what, text, groups, is_chain=key == "send pp")
 
 

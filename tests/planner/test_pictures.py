@@ -71,12 +71,12 @@ def test_zero1_holds_all_gradients_until_they_are_summed_and_zero2_does_not() ->
     # All of a model smaller than a bucket would be whole under zero2 too.
     zero1 = held("zero1", model="llama-3.1-8b")["gradients"]
     zero2 = held("zero2", model="llama-3.1-8b")["gradients"]
-    assert zero1.is_whole_first
+    assert zero1.num_passing == 1
     assert zero1.num_bytes == [zero1.whole] * 4
     for place, (complete, piece) in enumerate(zero1.pieces):
         assert complete == (0.0, 1.0)
         assert piece == pytest.approx((place / 4, 0.25), abs=1e-3)
-    assert not zero2.is_whole_first
+    assert not zero2.num_passing
     assert [own for (own,) in zero2.pieces] == [piece for _, piece in zero1.pieces]
 
 
@@ -107,3 +107,13 @@ def test_groups_are_those_of_the_mesh() -> None:
 def test_a_layout_that_is_refused_is_not_drawn() -> None:
     with pytest.raises(UserError, match="fsdp1"):
         Placed.of(config(Parallel("fsdp1", tp=2)), describe(config(Parallel()), 1), 4)
+
+
+def test_under_tp_every_rank_has_whole_factors_and_its_piece_of_the_others() -> None:
+    adapters = held("tp", lora=True, model="tiny-qwen3_5", parallel={"tp": 4})["adapters"]
+    whole, _ = adapters.pieces[0]
+    assert 0 < whole[1] < 1
+    for place, (first, own) in enumerate(adapters.pieces):
+        assert first == whole
+        share = (1 - whole[1]) / 4
+        assert own == pytest.approx((whole[1] + place * share, share), abs=1e-3)

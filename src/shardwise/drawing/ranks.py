@@ -45,8 +45,8 @@ class Held:
     pieces: Sequence[Sequence[tuple[float, float]]]
     """What of the complete part each rank holds: where pieces begin, and how long they are, in
     shares of it."""
-    is_whole_first: bool = False
-    """Whether ranks hold all of it for a while, before each keeps its piece."""
+    num_passing: int = 0
+    """So many of a rank's pieces, the first ones, it holds for a while, and then keeps the rest."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,13 @@ def draw(ranks: Ranks) -> Canvas:
     for move in ranks.moves:
         y = _draw_move(canvas, y, move, len(ranks.holdings[0].works))
     notes = []
-    if any(held.is_whole_first for holding in ranks.holdings for held in holding.parts):
+    if any(held.num_passing for holding in ranks.holdings for held in holding.parts):
         notes.append("pale in a strip: held until it is summed")
-    if any(move.kind in ("all-reduce", "reduce-scatter") for move in ranks.moves):
-        notes.append("pale in a message: a partial sum")
+    kinds = {move.kind for move in ranks.moves}
+    if kinds & {"all-reduce", "reduce-scatter"}:
+        notes.append("pale in an all-reduce or a reduce-scatter: a partial sum")
+    if "all-to-all" in kinds:
+        notes.append("shades in an all-to-all: the rank that a piece comes from")
     for note in (*notes, ranks.note):
         y = canvas.paragraph(0, y + 8, note, fill="muted") - 8
     return canvas
@@ -141,7 +144,7 @@ def _draw_strip(
     canvas.text(x + width / 2, y + 11, size(held.num_bytes[rank]), anchor="middle")
     canvas.rect(x, y + 15, width, height, "line", radius=0)
     for place, (start, share) in enumerate(held.pieces[rank]):
-        opacity = _PALE if held.is_whole_first and place == 0 else 1.0
+        opacity = _PALE if place < held.num_passing else 1.0
         if share:
             left, fill = x + start * width, PARTS[held.part]
             canvas.rect(left, y + 15, share * width, height, fill, opacity, radius=0)

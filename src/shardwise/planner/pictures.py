@@ -24,7 +24,6 @@ from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.messages import sizes_of
 from shardwise.planner.peak import Rank
 from shardwise.planner.share import Share, share_of
-from shardwise.planner.weights import Weight
 from shardwise.schedule.split import Split
 
 
@@ -60,8 +59,8 @@ class Placed:
         shares_of_ranks = [shares[_inside(place)] for place in places]
         return cls(cfg, run, split, places, shares_of_ranks)
 
-    def states(self, chosen: Callable[[Weight], bool]) -> list[dict[str, int]]:
-        """Return the bytes of weights, gradients and states of these weights, on each rank."""
+    def states(self, chosen: set[str]) -> list[dict[str, int]]:
+        """Return the bytes of weights, gradients and states of the named weights, on each rank."""
         return [
             state_bytes(self.cfg, _only(share, chosen), self.run.sizes, place)
             for share, place in zip(self.shares, self.places)
@@ -119,13 +118,14 @@ class Placed:
         return [*others.values()]
 
     @cached_property
-    def leaving(self) -> dict[tuple[str, str], int]:
-        """The bytes that leave the rank that sends most, by kind of message and axis."""
-        sizes, most = sizes_of(self.cfg, self.run), dict[tuple[str, str], int]()
-        for share in {id(share): share for share in self.shares}.values():
-            for key, total in messages_of_step(self.cfg, self.run, share).items():
-                most[key] = max(most.get(key, 0), bytes_leaving({key: total}, sizes))
-        return most
+    def leaving(self) -> list[dict[tuple[str, str], int]]:
+        """The bytes that leave a rank, by kind of message and axis: an entry for each share."""
+        sizes = sizes_of(self.cfg, self.run)
+        return [
+            {key: bytes_leaving({key: total}, sizes) for key, total in messages.items()}
+            for share in {id(share): share for share in self.shares}.values()
+            for messages in [messages_of_step(self.cfg, self.run, share)]
+        ]
 
 
 def _inside(place: Mapping[str, int]) -> tuple[int, ...]:
@@ -133,12 +133,26 @@ def _inside(place: Mapping[str, int]) -> tuple[int, ...]:
     return place["pp"], place["cp"], place["tp"]
 
 
-def _only(share: Share, chosen: Callable[[Weight], bool]) -> Share:
+def _only(share: Share, chosen: set[str]) -> Share:
     chunks = []
     for chunk in share.chunks:
-        kept = {name: tuple(filter(chosen, weights)) for name, weights in chunk.of_layers.items()}
+        kept = {
+            layer: tuple(weight for weight in weights if weight.name in chosen)
+            for layer, weights in chunk.of_layers.items()
+        }
         chunks.append(replace(chunk, of_layers=kept))
     return replace(share, chunks=tuple(chunks))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A stretch of a part whose pieces are cut along the same axes."""
+
+    axes: tuple[str, ...]
+    num_bytes: Sequence[int]
+    """What each rank holds of it."""
+    whole: int
+    """All of it."""
 
 
 def _cut_axes(cfg: RunConfig, part: str) -> tuple[str, ...]:
@@ -153,23 +167,21 @@ def _cut_axes(cfg: RunConfig, part: str) -> tuple[str, ...]:
         "fsdp2": ("weights", "adapters", "gradients", "optimizer"),
     }.get(parallel.data, ())
     data = (context_joins_of(cfg), "cp") if part in sharded else ()
-    experts = (context_joins_of(cfg),) if part == "experts" else ()
-    return ("pp", "tp", *data, *experts)
+    return ("pp", "tp", *data)
 
 
 def _pieces_of(
-    placed: Placed, part: str, num_bytes: Sequence[int], whole: int, offset: float = 0.0
+    placed: Placed, section: Section, whole: int, offset: float = 0.0
 ) -> list[tuple[float, float]]:
     """Return where each rank's piece lies in the complete part, in order of the ranks."""
-    axes = _cut_axes(placed.cfg, part)
-    keys = [tuple(place[axis] for axis in axes) for place in placed.places]
-    sizes = dict(zip(keys, num_bytes))
+    keys = [tuple(place[axis] for axis in section.axes) for place in placed.places]
+    sizes = dict(zip(keys, section.num_bytes))
     total, begin, begins = sum(sizes.values()) or 1, 0, {}
     for key in sorted(sizes):
         begins[key] = begin
         begin += sizes[key]
     pieces = []
-    for key, held in zip(keys, num_bytes):
+    for key, held in zip(keys, section.num_bytes):
         share = min(1.0, held / whole)
         end = min(1.0, max(share, total / whole))
         pieces.append((offset + min(begins[key] / total * end, 1.0 - share), share))
@@ -178,65 +190,69 @@ def _pieces_of(
 
 def holding_of(placed: Placed, one: Placed, title: str) -> Holding:
     """Return what each rank holds of a model, beside `one` process with all of it."""
-    routed = {w.name for share in placed.shares for w in share.weights if w.ep_dim is not None}
-    is_lora = placed.cfg.lora is not None
+    cfg, weights = placed.cfg, [w for share in placed.shares for w in share.weights]
+    routed = {w.name for w in weights if w.ep_dim is not None}
+    whole = {w.name for w in weights if w.tp_dim is None} if cfg.parallel.tp > 1 else set[str]()
+    cut = {w.name for w in weights} - routed - whole
+    adapters = {w.name for w in weights if w.is_trained} if cfg.lora else set[str]()
 
-    def held(part: str, name: str, *choices: Callable[[Weight], bool]) -> Held:
-        of_ranks = [[states[name] for states in placed.states(chosen)] for chosen in choices]
-        wholes = [one.states(chosen)[0][name] for chosen in choices]
-        return _held(placed, part, of_ranks, wholes)
+    def sections_of(part: str, name: str, of: Callable[[set[str]], set[str]]) -> list[Section]:
+        axes, sections = _cut_axes(cfg, part), list[Section]()
+        for cut_along, names in (
+            (tuple(axis for axis in axes if axis != "tp"), whole - routed),
+            (axes, cut),
+            ((*axes, context_joins_of(cfg)), routed),
+        ):
+            total = one.states(of(names))[0][name]
+            if total:
+                num_bytes = [states[name] for states in placed.states(of(names))]
+                sections.append(Section(cut_along, num_bytes, total))
+        return sections
 
-    def is_dense(weight: Weight) -> bool:
-        return weight.name not in routed
+    def held(part: str, name: str, of: Callable[[set[str]], set[str]]) -> Held:
+        return _held(placed, part, sections_of(part, name, of))
 
-    def is_routed(weight: Weight) -> bool:
-        return weight.name in routed
-
-    parts = [held("weights", "weights", lambda w: is_dense(w) and not (is_lora and w.is_trained))]
+    parts = [held("weights", "weights", lambda names: names - routed - adapters)]
     if routed:
-        parts.append(
-            held("experts", "weights", lambda w: is_routed(w) and not (is_lora and w.is_trained))
-        )
-    choices = (is_dense, *[is_routed] * bool(routed))
-    if is_lora:
-        parts.append(held("adapters", "weights", *map(_trained, choices)))
-    gradients = held("gradients", "gradients", *choices)
-    num_copies = num_strategy_ranks(placed.cfg, placed.run.sizes)
+        parts.append(held("experts", "weights", lambda names: (names & routed) - adapters))
+    if cfg.lora is not None:
+        parts.append(held("adapters", "weights", lambda names: names & adapters))
+    gradients = held("gradients", "gradients", set)
+    num_copies = num_strategy_ranks(cfg, placed.run.sizes)
     if num_copies > 1 and max(placed.most("gradients")) >= num_copies * max(gradients.num_bytes):
-        gradients = _whole_first(placed, gradients)
+        # A rank keeps its piece when all have been summed, once a step.
+        before = sections_of("gradients before their sum", "gradients", set)
+        before = [replace(s, num_bytes=[n * num_copies for n in s.num_bytes]) for s in before]
+        both = zip(_held(placed, "gradients", before).pieces, gradients.pieces)
+        gradients = replace(
+            gradients,
+            num_bytes=placed.most("gradients"),
+            pieces=[(*passing, *own) for passing, own in both],
+            num_passing=len(before),
+        )
     parts.append(gradients)
-    if placed.cfg.parallel.data == "ddp" and any(buckets := placed.most("buffers", "backward")):
-        parts.append(_held(placed, "buckets", [buckets], [gradients.whole]))
-    parts.append(held("optimizer", "optimizer", *choices))
+
+    def all_of(part: str, num_bytes: Sequence[int], total: int) -> Held:
+        return _held(placed, part, [Section(_cut_axes(cfg, part), num_bytes, total)])
+
+    if cfg.parallel.data == "ddp" and any(buckets := placed.most("buffers", "backward")):
+        parts.append(all_of("buckets", buckets, gradients.whole))
+    parts.append(held("optimizer", "optimizer", set))
     # What layers keep: with the head's, which is freed at once, no layer is left to compute.
-    parts.append(_held(placed, "activations", [placed.kept], one.kept))
+    parts.append(all_of("activations", placed.kept, *one.kept))
     return Holding(title, *_works(placed), parts)
 
 
-def _trained(chosen: Callable[[Weight], bool]) -> Callable[[Weight], bool]:
-    return lambda weight: weight.is_trained and chosen(weight)
-
-
-def _whole_first(placed: Placed, gradients: Held) -> Held:
-    """Return gradients of which a rank keeps its piece when all have been summed, once a step."""
-    most = placed.most("gradients")
-    pieces = _pieces_of(placed, "gradients before their sum", most, gradients.whole)
-    both = [(piece, *own) for piece, own in zip(pieces, gradients.pieces)]
-    return replace(gradients, num_bytes=most, pieces=both, is_whole_first=True)
-
-
-def _held(
-    placed: Placed, part: str, of_ranks: Sequence[Sequence[int]], wholes: Sequence[int]
-) -> Held:
-    """Return a part that consists of sections, each with bytes on every rank and in all."""
-    whole, offset = sum(wholes), 0.0
+def _held(placed: Placed, part: str, sections: Sequence[Section]) -> Held:
+    """Return a part that consists of sections."""
+    whole, offset = sum(section.whole for section in sections), 0.0
     pieces: list[list[tuple[float, float]]] = [[] for _ in placed.places]
-    for place, (num_bytes, section) in enumerate(zip(of_ranks, wholes, strict=True)):
-        name = "experts" if place else part
-        for rank, piece in enumerate(_pieces_of(placed, name, num_bytes, whole, offset)):
+    for section in sections:
+        for rank, piece in enumerate(_pieces_of(placed, section, whole, offset)):
             pieces[rank].append(piece)
-        offset += section / whole
-    return Held(part, [sum(sections) for sections in zip(*of_ranks)], whole, pieces)
+        offset += section.whole / whole
+    num_bytes = [sum(of_rank) for of_rank in zip(*(section.num_bytes for section in sections))]
+    return Held(part, num_bytes, whole, pieces)
 
 
 def _works(placed: Placed) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -337,14 +338,23 @@ def equal_in_all(sweep: SweepRecord) -> dict[str, Any]:
 
 
 def environments(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return the values of each fact of the cells' environments, without repetition."""
+    """Return the values of each fact of the cells' environments, without repetition.
+
+    Of a kernel that some cells do not have: in how many cells each value is.
+    """
     facts: dict[str, list[Any]] = {}
-    for record in (row.record for row in rows if row.record):
-        kernels = {f"{name} kernel": kernel for name, kernel in record.kernels.items()}
-        for key, value in (record.environment | kernels).items():
+    records = [row.record for row in rows if row.record]
+    for record in records:
+        for key, value in record.environment.items():
             values = facts.setdefault(key, [])
             if value not in values:
                 values.append(value)
+    for name in dict.fromkeys(name for record in records for name in record.kernels):
+        numbers = Counter(record.kernels[name] for record in records if name in record.kernels)
+        some = "" if numbers.total() == len(records) else " in {} of {} cells"
+        facts[f"{name} kernel"] = [
+            kernel + some.format(number, len(records)) for kernel, number in numbers.items()
+        ]
     return facts
 
 
