@@ -109,7 +109,7 @@ MOST_LINES = {
     "planner schedule metrics": 11_650,
     "proof": 1_120,
     "simulation": 540,
-    "benchmark report drawing records": 7_525,
+    "benchmark report drawing records": 7_540,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}

@@ -11,6 +11,7 @@ from shardwise.report.seeds import over_seeds
 from shardwise.report.summary import caveats
 from shardwise.report.tables import (
     counts,
+    environments,
     interleaved,
     make_rows,
     numeric_axes,
@@ -329,3 +330,14 @@ def test_rounds_are_counted_where_they_went_well():
     assert rounds_of(with_starts(single=["01", "03"], ddp=["02"])) == "1 to 2 rounds"
     assert rounds_of(with_starts(single=["01"], ddp=["02"])) == "1 round"
     assert rounds_of([]) == ""
+
+
+def test_a_kernel_that_some_cells_lack_is_told_with_their_number():
+    sweep, records = strategies()
+    own = records["ddp"].kernels | {"attention": "ring"}
+    records["ddp"] = dataclasses.replace(records["ddp"], kernels=own)
+    facts = environments([*rows_of(sweep, records).values()])
+    assert facts["attention kernel"] == [f"ring in 1 of {len(records)} cells"]
+    assert {name: facts[f"{name} kernel"] for name in records["single"].kernels} == {
+        name: [kernel] for name, kernel in records["single"].kernels.items()
+    }

@@ -338,23 +338,22 @@ def equal_in_all(sweep: SweepRecord) -> dict[str, Any]:
 
 
 def environments(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Return the values of each fact of the cells' environments, without repetition.
-
-    Of a kernel that some cells do not have: in how many cells each value is.
+    """Return the values of each fact of the cells' environments, without repetition; of one that
+    some cells do not have, with the number of those that do.
     """
     facts: dict[str, list[Any]] = {}
+    present: Counter[str] = Counter()
     records = [row.record for row in rows if row.record]
     for record in records:
-        for key, value in record.environment.items():
-            values = facts.setdefault(key, [])
-            if value not in values:
-                values.append(value)
-    for name in dict.fromkeys(name for record in records for name in record.kernels):
-        numbers = Counter(record.kernels[name] for record in records if name in record.kernels)
-        some = "" if numbers.total() == len(records) else " in {} of {} cells"
-        facts[f"{name} kernel"] = [
-            kernel + some.format(number, len(records)) for kernel, number in numbers.items()
-        ]
+        kernels = {f"{name} kernel": kernel for name, kernel in record.kernels.items()}
+        for key, value in (record.environment | kernels).items():
+            present[key] += 1
+            if value not in facts.setdefault(key, []):
+                facts[key].append(value)
+    for key, number in present.items():
+        if number < len(records):
+            values = " and ".join(map(str, facts[key]))
+            facts[key] = [f"{values} in {number} of {len(records)} cells"]
     return facts
 
 
