@@ -103,7 +103,7 @@ MOST_LINES = {
     "presets": 300,
     "assembly training checkpoint process launch": 8_580,
     "models": 11_700,
-    "parallel": 4_680,
+    "parallel": 4_690,
     "data": 3_760,
     "kernels": 7_520,
     "planner schedule metrics": 11_650,

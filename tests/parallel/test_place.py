@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise.layouts import shard_dim
-from shardwise.parallel.place import fill, full_tensor, materialise
+from shardwise.parallel.place import fill, full_tensor, materialise, placed_like
 from tests.distributed import run_ranks
 
 
@@ -27,6 +27,29 @@ def _fill_sharded(rows: int) -> bool:
 @pytest.mark.parametrize("rows", [7, 2])  # uneven, fewer rows than ranks
 def test_each_rank_takes_its_own_share(rows):
     assert all(run_ranks(6, _fill_sharded, rows))
+
+
+def _placed_like(dtype: torch.dtype) -> bool:
+    """It is what torch's public call returns, also in what is computed from it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    like = nn.Parameter(distribute_tensor(torch.arange(15.0).view(3, 5), mesh, [Shard(0)]))
+    part = torch.full_like(like.to_local(), 2.0, dtype=dtype)
+    got = placed_like(like, part)
+    shape, stride = like.shape, like.stride()
+    expected = DTensor.from_local(
+        part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+    assert got._spec == expected._spec
+    assert got.dtype == dtype
+    assert not got.requires_grad
+    assert got.to_local().data_ptr() == part.data_ptr()
+    sums = got + like.detach(), expected + like.detach()
+    return bool((full_tensor(sums[0]) == full_tensor(sums[1])).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_is_placed_like_another_tensor(dtype):
+    assert all(run_ranks(2, _placed_like, dtype))
 
 
 def test_materialise_keeps_ties_flags_and_buffers():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.interfaces import ParameterFacts
 from shardwise.layouts import shard_dim
@@ -103,9 +104,17 @@ def placed(
 
 
 def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor of this rank's part, on any device, that is sharded as `like` is."""
+    """Return a DTensor of this rank's part, on any device, that is sharded as `like` is.
+
+    Autograd does not follow it. So it takes 10 us instead of the 110 of `DTensor.from_local`: ZeRO
+    makes one for each trained parameter in a step. torch's FSDP2 calls the constructor likewise.
+    """
     assert isinstance(like, DTensor)
-    return placed(local, like.device_mesh, like.placements, like.shape)
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def axes_of(tensor: torch.Tensor) -> tuple[str, ...]:
