@@ -150,9 +150,9 @@ class Section:
 
     axes: tuple[str, ...]
     num_bytes: Sequence[int]
-    """What each rank holds of it."""
+    """Bytes that each rank holds of it."""
     whole: int
-    """All of it."""
+    """Bytes of the complete section."""
 
 
 def _cut_axes(cfg: RunConfig, part: str) -> tuple[str, ...]:
