@@ -7,7 +7,6 @@ CLUSTERS := .venv-clusters
 RAY := .venv-ray
 PEERS := .venv-peers
 AUDIT := .venv-audit
-NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
@@ -34,7 +33,7 @@ $(KERNELS)/.ok: $(VENV)/.ok Makefile
 	$(PYTHON) -m venv $(KERNELS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(KERNELS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
-	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton $(NVCC)
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt --no-deps torchao
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@

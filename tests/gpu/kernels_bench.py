@@ -18,7 +18,7 @@ from tests.gpu.timing import comparisons, with_figures  # noqa: E402
 GDN = fla_or_torch()
 LIMITS = {"lora": 170, "loss": 60, "draw": 30, "warm": 80, f"timing {GDN}": 140}
 """Seconds of each stage. The first one compiles and tunes the kernels."""
-STEP_SIDES = ("shardwise", "shardwise:cuda", "shardwise:peft", "transformers")
+STEP_SIDES = ("shardwise", "shardwise:peft", "transformers")
 """`shardwise`: with the kernel of `lora.kernel: auto`; after a colon stands another kernel."""
 AIMS = {
     "lora": {"times_floor": 1.10, "times_faster_than_peft": 1.35},

@@ -61,7 +61,7 @@ def lora_parts(lora: dict[str, Any]) -> list[str]:
     parts.append(table(LORA_COLUMNS, map(lora_cells, lora["rows"])))
     by_side: dict[str, list[dict[str, Any]]] = {}
     for row in lora["rows"]:
-        if row["side"] in ("torch", "triton", "cuda") and "times_faster_than_peft" in row:
+        if row["side"] in ("torch", "triton") and "times_faster_than_peft" in row:
             by_side.setdefault(row["side"], []).append(row)
     for side, rows in by_side.items():
         floor = median(row["times_floor"] for row in rows)

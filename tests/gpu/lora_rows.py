@@ -27,7 +27,7 @@ from tests.gpu.draw import machine
 from tests.gpu.measure import METHOD, Clock, ceilings, floors
 from tests.gpu.shapes import ODD, Setting, sizes_of
 
-OURS = ("torch", "triton", "cuda")
+OURS = ("torch", "triton")
 SIDES = ("frozen", "peft", "peft bfloat16", *OURS)
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 

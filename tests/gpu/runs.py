@@ -65,7 +65,6 @@ LEVERS: dict[str, Lever] = {
     "full": Lever(FULL),
     "compile, lora": Lever({"training.compile": "inductor"}, "lora", COMPILE_TORCH),
     "compile, full": Lever({"training.compile": "inductor", **FULL}, "full", COMPILE_TORCH),
-    "lora.kernel cuda": Lever({"lora.kernel": "cuda"}, "lora"),
     "lora.kernel torch": Lever({"lora.kernel": "torch"}, "lora"),
     "lora.kernel peft": Lever({"lora.kernel": "peft"}, "lora"),
     "lora.dropout": Lever({"lora.dropout": 0.1}),

@@ -52,7 +52,12 @@ def row(side: str, forward: float, backward: float, status: str = "ok") -> dict[
 
 def test_ratios_are_of_forward_and_backward_together():
     rows = with_ratios(
-        [row("frozen", 1, 1), row("peft", 3, 5), row("cuda", 1, 1.5), row("triton", 0, 0, "failed")]
+        [
+            row("frozen", 1, 1),
+            row("peft", 3, 5),
+            row("torch", 1, 1.5),
+            row("triton", 0, 0, "failed"),
+        ]
     )
     assert rows[2]["times_floor"] == 1.25
     assert rows[2]["times_faster_than_peft"] == 3.2
@@ -135,7 +140,7 @@ def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(kernels_bench.ROOT)
     # However busy this machine is.
     monkeypatch.setattr(suite, "TOTAL_SECONDS", 10 * PATIENCE)
-    sides = ("shardwise:torch", "shardwise:cuda", "transformers")
+    sides = ("shardwise:torch", "shardwise:triton", "transformers")
     monkeypatch.setattr(kernels_bench, "STEP_SIDES", sides)
     run = run_in(tmp_path, Elsewhere)
     run.all()
@@ -147,14 +152,14 @@ def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
     )
     assert {r["side"]: r["status"] for r in lora["rows"]} == {
         **dict.fromkeys(("frozen", "peft", "peft bfloat16", "torch"), "ok"),
-        **dict.fromkeys(("triton", "cuda"), "skipped"),
+        "triton": "skipped",
     }
     assert all("times_faster_than_peft" in r for r in lora["rows"] if r["side"] == "torch")
     assert {r["side"]: r["status"] for r in loss["rows"]}["torch"] == "ok"
     assert {r["side"]: r["status"] for r in step["rows"]} == {
         "shardwise:torch": "ok",
         "transformers": "ok",
-        "shardwise:cuda": "skipped",
+        "shardwise:triton": "skipped",
     }
     (compared,) = step["comparisons"]
     assert compared["gate"] == "green"
@@ -168,11 +173,11 @@ def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
 
 def test_a_side_is_left_out_of_the_step_if_its_kernels_were_wrong_or_not_compared(tmp_path):
     run = run_in(tmp_path)
-    assert run.gate("shardwise:cuda") == "cuda was compared nowhere"
-    gate = {"kind": "gate", "side": "cuda", "status": "green", "reason": ""}
-    wrong = {"kind": "row", "side": "cuda", "status": "failed", "reason": "red gate: runs differ"}
+    assert run.gate("shardwise:triton") == "triton was compared nowhere"
+    gate = {"kind": "gate", "side": "triton", "status": "green", "reason": ""}
+    wrong = {"kind": "row", "side": "triton", "status": "failed", "reason": "red gate: runs differ"}
     write(run, "lora", [gate, wrong])
-    assert run.gate("shardwise:cuda") == "red gate: runs differ"
+    assert run.gate("shardwise:triton") == "red gate: runs differ"
     assert run.gate("shardwise:peft") == run.gate("transformers") == "green"
 
 

@@ -24,14 +24,11 @@ def main(share: str, shares: str, scratch: str) -> None:
     """Take a step of each model that fla is tested with, in the timed heads, rows and length."""
     keep_share(int(share), int(shares))  # before the kernels are defined
     kernels.choose("fla")
-    from shardwise.kernels.lora_linear import load_backend
     from shardwise.training.step import forward_backward
     from tests.gpu import sides
     from tests.gpu.workload import FLA_SHAPES, WORKLOADS, preset
 
     device = torch.device("cuda", 0)
-    if int(share) == 0:
-        load_backend("cuda").missing(device)  # runs nvcc
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     for name, (on_a_device, _) in zip(FLA_SHAPES, WORKLOADS.values(), strict=True):
         model = preset(name) | FLA_SHAPES[name]

@@ -116,9 +116,7 @@ def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[st
         is_loop = device.type != "cuda" or why_in_a_loop(hf, model.spec, cfg.parallel.tp)
         kernels["experts"] = "loop" if is_loop else "grouped"
     if cfg.lora and lora_kernel.has_plain_layers(hf):
-        kernels["lora"], _ = lora_kernel.kernel_for(
-            hf, lora_kernel.kernel_of(cfg), device, cfg.training.precision
-        )
+        kernels["lora"], _ = lora_kernel.kernel_for(lora_kernel.kernel_of(cfg), device)
     if float8.recipe_of(cfg):
         kernels["matmul"] = float8.kernel_for(cfg, device)
     return kernels

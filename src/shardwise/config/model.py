@@ -78,9 +78,9 @@ class Lora(Section):
     """Modules that are trained in full and saved beside the adapters."""
     dtype: Literal["float32", "model"] = "float32"
     """Dtype of the adapters: float32, or the model's."""
-    kernel: Literal["auto", "torch", "triton", "cuda", "peft"] = "auto"
-    """The kernel of plain LoRA linears. `torch`, `triton` and `cuda` (C++) need fewer passes than
-    PEFT's forward (`peft`). `auto`: `triton` on a GPU where it can run, else `torch`."""
+    kernel: Literal["auto", "torch", "triton", "peft"] = "auto"
+    """The kernel of plain LoRA linears. `torch` and `triton` need fewer passes than PEFT's forward
+    (`peft`). `auto`: `triton` on a GPU where it can run, else `torch`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -161,8 +161,8 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     if training.compile == "inductor":
         notes.append("layers are compiled by aot_eager, not by inductor")
         training = replace(training, compile="aot_eager")
-    if lora is not None and lora.kernel in ("triton", "cuda"):
-        notes.append(f"LoRA runs by torch's operators, not by the {lora.kernel} kernel")
+    if lora is not None and lora.kernel == "triton":
+        notes.append("LoRA runs by torch's operators, not by the triton kernel")
         lora = replace(lora, kernel="torch")
     return replace(cfg, model=model, training=training, lora=lora), notes
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "proof/prove.py": {"norm"},
 }
 """By file, the names that it may have, and why."""
-SUFFIXES = (".py", ".j2", ".js", ".css", ".cu", ".cuh", ".h")
+SUFFIXES = (".py", ".j2", ".js", ".css")
 
 
 def plain(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The five products of LoRA linears, which each backend computes: torch's, Triton's, CUDA C++'s.
+"""The five products of LoRA linears, which each backend computes: torch's or Triton's.
 
 Several linears may share their input x [rows, in]. Linear i has a weight [out, in] and an adapter
 of rank R, a [R, in] and b [out, R]. All a's lie below one another in one matrix [linears * R, in],
@@ -14,7 +14,7 @@ operators.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,10 +27,6 @@ class Backend(Protocol):
 
     def missing(self, device: torch.device) -> str | None:
         """Return why it cannot run on a device, as a clause with a way out; None if it can."""
-        ...
-
-    def refused(self, dtypes: Iterable[torch.dtype]) -> str | None:
-        """Return why it cannot multiply matrices of these dtypes, as a clause; None if it can."""
         ...
 
     def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ model waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwise.kernels.lora_linear.backend import Backend
 
 
 def load_backend(name: str) -> Backend:
-    """Return the backend `torch`, `triton` or `cuda`. Raise ImportError if Triton is missing."""
+    """Return the backend `torch` or `triton`. Raise ImportError if Triton is missing."""
     return torch_backend if name == "torch" else Operators(name)
 
 
@@ -37,10 +37,6 @@ class Operators:
     def missing(self, device: torch.device) -> str | None:
         """Return why the backend cannot run on a device; None if it can."""
         return self._module.missing(device)
-
-    def refused(self, dtypes: Iterable[torch.dtype]) -> str | None:
-        """Return why it cannot multiply matrices of these dtypes; None if it can."""
-        return self._module.refused(dtypes)
 
     def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
         """Return h = drop(x) a^T [rows, linears * R]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
@@ -13,11 +13,6 @@ from shardwise.kernels.quantised import Weight
 
 def missing(device: torch.device) -> str | None:
     """Return None: it runs on every device."""
-    return None
-
-
-def refused(dtypes: Iterable[torch.dtype]) -> str | None:
-    """Return None: it multiplies every dtype."""
     return None
 
 

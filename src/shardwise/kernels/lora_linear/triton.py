@@ -7,7 +7,7 @@ it as it stores its tiles. The gradient of the input is computed alike, one line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,11 +29,6 @@ FACTOR_BYTES = 128
 def missing(device: torch.device) -> str | None:
     """Return why Triton's kernels cannot run on a device; None if they can."""
     return why_not(device)
-
-
-def refused(dtypes: Iterable[torch.dtype]) -> str | None:
-    """Return None: it multiplies every dtype."""
-    return None
 
 
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:

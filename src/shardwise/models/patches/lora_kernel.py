@@ -27,7 +27,6 @@ from shardwise.kernels.float8 import Float8
 from shardwise.kernels.lora_linear import Backend, Linear, load_backend, lora_linear
 from shardwise.kernels.lora_linear.magnitude import row_norms, with_magnitude
 from shardwise.models.dora import Magnitude, magnitude_of
-from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.stored import weight_of
@@ -35,18 +34,15 @@ from shardwise.models.stored import weight_of
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
-OTHER_DTYPE = "set training.precision to bfloat16, or lora.kernel to auto"
-
 NO_FLOAT8: Mapping[nn.Module, Float8] = {}
-Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
+Kernel = Literal["auto", "torch", "triton", "peft"]
 """The values of `lora.kernel`."""
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Let the plain adapters of a part compute with the kernel that `lora.kernel` asks for."""
     if cfg.lora and has_plain_layers(part.hf):
-        kernel, precision = kernel_of(cfg), cfg.training.precision
-        use_lora_kernel(part.hf, kernel, device, precision, part.backward_half, part.float8)
+        use_lora_kernel(part.hf, kernel_of(cfg), device, part.backward_half, part.float8)
 
 
 def kernel_of(cfg: RunConfig) -> Kernel:
@@ -60,7 +56,6 @@ def use_lora_kernel(
     model: nn.Module,
     kernel: Kernel,
     device: torch.device,
-    precision: str = "float32",
     half: BackwardHalf | None = None,
     float8: Mapping[nn.Module, Float8] = NO_FLOAT8,
 ) -> str:
@@ -71,7 +66,7 @@ def use_lora_kernel(
     says which half of a backward runs, in a pipeline whose schedule has two. Linears in
     `float8` multiply in 8 bits, which torch's kernel alone can. Raises UserError as `kernel_for`.
     """
-    kernel, backend = kernel_for(model, kernel, device, precision)
+    kernel, backend = kernel_for(kernel, device)
     if backend is None:
         return kernel
     for layer in _plain_layers(model):
@@ -84,41 +79,25 @@ def use_lora_kernel(
     return kernel
 
 
-def kernel_for(
-    model: nn.Module, kernel: Kernel, device: torch.device, precision: str
-) -> tuple[Kernel, Backend | None]:
-    """Return the kernel that runs for the plain LoRA layers of a model, and its backend.
+def kernel_for(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend | None]:
+    """Return the kernel that runs for plain LoRA layers on `device`, and its backend.
 
-    `peft` has no backend. Raises UserError if the kernel cannot run on `device`, or not with the
-    dtypes that `training.precision` makes it multiply.
+    `peft` has no backend. `auto` is Triton's on a GPU where it can run, else torch's. Raises
+    UserError if the kernel cannot run there.
     """
     if kernel == "peft":
         return kernel, None
-    kernel, backend = backend_of(kernel, device)
-    dtype = autocast_dtype(precision)
-    for layer in _plain_layers(model):
-        linear = _linear(layer)
-        if why := backend.refused([dtype] if dtype else [linear.weight.dtype, linear.a.dtype]):
-            raise UserError(f"lora.kernel is {kernel}, but {why}; {OTHER_DTYPE}")
-    return kernel, backend
-
-
-def has_plain_layers(model: nn.Module) -> bool:
-    """Return whether a model has adapters that a kernel of kernels/lora_linear computes."""
-    return bool(_plain_layers(model))
-
-
-def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
-    """Return a kernel that runs on `device` and its backend. Raises UserError if there is none.
-
-    `auto` is Triton's on a GPU where it can run, else torch's.
-    """
     if kernel == "auto":
         has_triton = device.type == "cuda" and _why_not("triton", device) is None
         kernel = "triton" if has_triton else "torch"
     if why := _why_not(kernel, device):
         raise UserError(f"lora.kernel is {kernel}, but {why}; use auto or torch")
     return kernel, load_backend(kernel)
+
+
+def has_plain_layers(model: nn.Module) -> bool:
+    """Return whether a model has adapters that a kernel of kernels/lora_linear computes."""
+    return bool(_plain_layers(model))
 
 
 def _why_not(kernel: str, device: torch.device) -> str | None:
@@ -231,10 +210,7 @@ class _Shared:
             linear if magnitude_of(layer) is None else linear._replace(bias=None)
             for layer, linear in zip(layers, linears)
         ]
-        try:
-            ys = lora_linear(x, inner, drop, self.backend, self.half, float8)
-        except UserError as error:  # only a forward knows the dtype of its input
-            raise UserError(f"lora.kernel: {error}: {OTHER_DTYPE}") from None
+        ys = lora_linear(x, inner, drop, self.backend, self.half, float8)
         return tuple(self._with_magnitude(*each) for each in zip(layers, linears, ys))
 
     def _with_magnitude(self, layer: PeftLinear, linear: Linear, y: torch.Tensor) -> torch.Tensor:
