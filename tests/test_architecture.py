@@ -105,11 +105,11 @@ MOST_LINES = {
     "models": 12_250,
     "parallel": 4_720,
     "data": 4_120,
-    "kernels": 5_700,
+    "kernels": 6_240,
     "planner schedule metrics": 11_700,
     "proof": 1_120,
     "simulation": 540,
-    "benchmark report drawing records": 6_850,
+    "benchmark report drawing records": 7_550,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
