@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import ParamWrapper
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy, renamed_by_peft
 from shardwise.models.quantise import read_back, rounding_of_merge
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
+from shardwise.models.stored import plain_names
 from shardwise.models.weight_files import plain_entries, weights_from_files
 
 
@@ -54,14 +56,14 @@ def save_adapter(
     assert state.keys() == set(names), (
         f"not the adapters of this model: {sorted(state.keys() ^ set(names))[:5]}"
     )
-    base_names = {hf_name(name) for name, _ in model.named_parameters() if not is_adapter(name)}
+    base_names = {hf_name(name) for name in plain_names(model) if not is_adapter(name)}
     modules: list[str] = []
     parameters: list[str] = []
     layers = adapter_layers(model)
     loaded = model if multimodal is None else multimodal.model
     renamed_targets = renamed_by_peft(loaded.config.model_type)
-    for path in layers:
-        if path in base_names:
+    for path, layer in layers.items():
+        if isinstance(layer, ParamWrapper):
             parameters.append(path)
         elif path.rpartition(".")[2] in renamed_targets:
             parameters.append(f"{path}.weight")
