@@ -46,6 +46,7 @@ RANGES = {
     "training.memory_checkpoint_every": (0, 1_000_000_000),
     "training.check_copies_every": (0, 1_000_000_000),
     "measure.warmup_steps": (0, 1_000_000_000),
+    "measure.print_seconds": (0, 1_000_000_000),
 }
 """The smallest and the largest value of each key that is a number.
 

@@ -31,6 +31,33 @@ def test_outside_a_terminal_only_messages_and_the_last_state(force_colour, monke
     assert stream.getvalue() == "start [bold]\nstep 2/4  loss 2.5000 · 12,346 tokens/s · 1.50 GiB\n"
 
 
+def test_outside_a_terminal_a_line_is_printed_as_often_as_asked():
+    now = 100.0
+    stream = io.StringIO()
+    progress = Progress(8, stream=stream, every_seconds=30, clock=lambda: now)
+    now = 110.0  # the model was loaded for ten seconds, which no step takes
+    with progress:
+        for step in range(3, 9):  # a resumed run begins at step 3
+            now += 20
+            progress.update(step, step)
+    # Of 20 seconds each: 4, 2 and 0 steps are left after steps 4, 6 and 8.
+    assert stream.getvalue().splitlines() == [
+        "step 4/8  loss 4.0000 · time left 1 min 20 s",
+        "step 6/8  loss 6.0000 · time left 40 s",
+        "step 8/8  loss 8.0000 · time left 0 s",
+    ]
+
+
+def test_after_the_last_line_the_end_says_what_came_later():
+    now = 0.0
+    stream = io.StringIO()
+    with Progress(2, stream=stream, every_seconds=30, clock=lambda: now) as progress:
+        now = 30.0
+        progress.update(1, 3.0)
+        progress.update(2, 2.0)
+    assert stream.getvalue() == "step 1/2  loss 3.0000 · time left 30 s\nstep 2/2  loss 2.0000\n"
+
+
 def test_a_long_message_stays_one_line_outside_a_terminal():
     stream = io.StringIO()
     Progress(4, stream=stream).message("word " * 100)

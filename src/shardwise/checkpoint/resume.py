@@ -41,6 +41,7 @@ MAY_DIFFER = frozenset(
         "measure.warmup_steps",
         "measure.memory",
         "measure.reverse_microbatches",
+        "measure.print_seconds",
         "measure.trackers",
         "data.train",  # the loaders compare its content, and the tokenizer's
         "model.path",  # its content is compared by fingerprint

@@ -233,6 +233,9 @@ class Measure(Section):
     nudge_weights: bool = False
     """Move about half of the initial weights by one unit in their last place (float32). With
     `reverse_microbatches` it is the noise control: how far rounding alone moves a loss curve."""
+    print_seconds: float = 30.0
+    """Seconds between lines of progress where the output is no terminal, as in the log of a job (0:
+    a line after each step)."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(
         default_factory=list
     )

@@ -1,14 +1,16 @@
-"""The progress of a run on the screen: a live bar in a terminal, a few plain lines elsewhere."""
+"""The progress of a run on the screen: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from typing import TextIO
 
 from rich import progress as bars
 from rich.console import Console
 
-from shardwise.words import size
+from shardwise.words import duration, size
 
 
 class Progress:
@@ -16,8 +18,9 @@ class Progress:
 
     With `epochs`, those that the steps come to, it also shows how far into them the run is.
 
-    In a terminal one line at the bottom follows the steps and stays when the run ends. Elsewhere
-    `update` prints nothing, and the last state is printed once, at the end.
+    In a terminal one line at the bottom follows the steps and stays when the run ends. Elsewhere,
+    as in a log file, `update` prints a line where the last one is `every_seconds` old by `clock`,
+    and the end prints the last state.
     """
 
     def __init__(
@@ -26,11 +29,16 @@ class Progress:
         epochs: float | None = None,
         show: bool = True,
         stream: TextIO | None = None,
+        every_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stream = stream or sys.stdout
         self._console = Console(file=stream, quiet=not show)
         self._total_steps = total_steps
         self._epochs = epochs
+        self._every_seconds, self._clock = every_seconds, clock
+        self._started = self._printed = clock()
+        self._num_done = 0
         self._last = ""
         # Not rich's own answer: FORCE_COLOR, which many CI systems set, is a terminal to rich.
         self._live = show and stream.isatty() and not self._console.is_dumb_terminal
@@ -56,6 +64,7 @@ class Progress:
 
         `loss` is its mean loss, `tokens_per_second` that of all ranks, `memory_bytes` this rank's.
         """
+        self._num_done += 1
         parts = [f"loss {loss:.4f}"]
         if self._epochs is not None:
             done = self._epochs * step / self._total_steps
@@ -68,12 +77,20 @@ class Progress:
         self._last = f"step {step}/{self._total_steps}  {state}"
         if self._live:
             self._bar.update(self._task, completed=step, description=state)
+        elif (now := self._clock()) >= self._printed + self._every_seconds:
+            self.message(f"{self._last} · time left {self._time_left(step, now)}")
+            self._printed, self._last = now, ""
+
+    def _time_left(self, step: int, now: float) -> str:
+        """Return how long the steps to come take, if they are like those since the start."""
+        return duration((now - self._started) / self._num_done * (self._total_steps - step))
 
     def message(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Progress:
+        self._started = self._printed = self._clock()
         if self._live:
             self._bar.start()
             self._console.show_cursor()  # rich hides it, and a killed process could not restore it

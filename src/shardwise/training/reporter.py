@@ -68,7 +68,12 @@ class Reporter:
         self._main = dist.get_rank() == 0
         self._output_dir = Path(cfg.training.output_dir)
         self._num_steps = job.num_steps
-        self._progress = Progress(job.num_steps, cfg.training.epochs, show=self._main)
+        self._progress = Progress(
+            job.num_steps,
+            cfg.training.epochs,
+            show=self._main,
+            every_seconds=cfg.measure.print_seconds,
+        )
         self._metrics: MetricsFile | None = None
         self._logs: list[Log] = []
         self._stack = contextlib.ExitStack()
