@@ -201,6 +201,38 @@ def test_a_refused_run_does_not_stand_in_the_way_of_the_next(tmp_path):
     assert names(tmp_path) == set()
 
 
+@pytest.mark.parametrize("metrics", [None, "", '{"step": 0, "eval_loss": 5.5}\n'])
+@pytest.mark.parametrize("status", ["failed", "oom", "stopped", None])
+def test_a_run_that_failed_before_its_first_step_does_not_stand_in_the_way(
+    metrics, status, tmp_path
+):
+    cfg = config(tmp_path)
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    if status is not None:
+        record_failure(cfg, status, "data.train: row 7 has no field 'text'")
+    claim(cfg, clear=True)
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "status"),
+    [
+        ('{"step": 0, "eval_loss": 5.5}\n{"step": 1, "loss": 5.4}\n', "failed"),
+        ("not what a run writes\n", "failed"),
+        ('{"loss": 5.4}\n', "failed"),
+        ("", "ok"),
+    ],
+)
+def test_a_run_that_took_a_step_stands_in_the_way(metrics, status, tmp_path):
+    cfg = config(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    record_failure(cfg, status, "because")
+    with pytest.raises(UserError, match="holds another run"):
+        claim(cfg, clear=True)
+    assert names(tmp_path) == {"metrics.jsonl", "record.json"}
+
+
 @pytest.mark.parametrize(
     ("status", "began", "recorded"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Generator
@@ -53,10 +54,10 @@ def locked(cfg: RunConfig, world: World | None) -> Generator[Lock | None]:
 def claim(cfg: RunConfig, clear: bool) -> None:
     """Make the output folder, and with `clear` remove the files of the run that is replaced.
 
-    UserError where the folder holds a run and `training.overwrite` is off. The record of a run that
-    was refused before it began (status `unsupported`) holds nothing to lose: the next run replaces
-    it. A run that resumes from a checkpoint in this folder leaves everything as it is until the
-    checkpoint was checked: see `rewind`.
+    UserError where the folder holds a run and `training.overwrite` is off. A run that failed before
+    its first step has nothing to lose: the next run replaces it. A run that resumes from a
+    checkpoint in this folder leaves everything as it is until the checkpoint was checked: see
+    `rewind`.
     """
     _check_is_checkpoint(cfg.training.resume)
     folder = _make(cfg)
@@ -69,7 +70,7 @@ def claim(cfg: RunConfig, clear: bool) -> None:
     auto = cfg.training.resume == "auto"
     # A run that died before its first checkpoint, and is started again, has nothing to keep.
     starts_again = auto and not results(folder)
-    if not (cfg.training.overwrite or starts_again or _was_refused(folder)):
+    if not (cfg.training.overwrite or starts_again or _took_no_step(folder)):
         content = "results, and no checkpoint to resume from" if auto else "another run"
         raise UserError(
             f"training.output_dir {folder} holds {content}; choose another folder, or set "
@@ -184,12 +185,16 @@ def _resumes_here(cfg: RunConfig, folder: Path) -> bool:
     return Path(resume).resolve().is_relative_to((folder / CHECKPOINTS).resolve())
 
 
-def _was_refused(folder: Path) -> bool:
-    if (folder / METRICS).exists():
+def _took_no_step(folder: Path) -> bool:
+    """Return whether a run here failed before its first step, so that it has saved nothing."""
+    if complete(folder) or results(folder):
         return False
     try:
-        return RunRecord.read(folder / RECORD).status == "unsupported"
-    except UserError:
+        if (folder / RECORD).exists() and RunRecord.read(folder / RECORD).status == "ok":
+            return False
+        lines = (folder / METRICS).read_bytes().splitlines() if (folder / METRICS).exists() else []
+        return all(json.loads(line)["step"] == 0 for line in lines)  # an evaluation at the start
+    except (UserError, ValueError, KeyError, TypeError):
         return False
 
 
