@@ -121,7 +121,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, fragment, folder):
     (folder / "list.yaml").write_text("- model\n")
     (folder / "unknown.yaml").write_text(RUN.replace("output_dir: out", "output_dir: out, step: 5"))
     (folder / "full").mkdir()
-    (folder / "full" / "metrics.jsonl").write_text("")
+    (folder / "full" / "metrics.jsonl").write_text("{}\n")
     done = shardwise(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {fragment}")
