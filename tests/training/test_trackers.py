@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.process.ending import Stopped
+from shardwise.process.ending import RunError, Stopped
 from shardwise.training.trackers import check_installed, open_trackers
 
 CONFIG = {"model": {"path": "tiny"}, "optimizer": {"lr": 0.5, "betas": (0.9, 0.95)}, "lora": None}
@@ -169,3 +169,96 @@ def test_a_tracker_that_does_not_start_closes_those_before_it(fake, tmp_path):
 def test_no_tracker_no_import(tmp_path):
     assert open_trackers([], tmp_path, CONFIG, ExitStack()) == []
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------- resumes
+
+
+@pytest.mark.parametrize("done", [1, 4, 8])
+def test_tensorboard_shows_each_step_once_after_a_resume(done, tmp_path):
+    # TensorBoard's own reader says what it shows. The run died after step 8.
+    for first, value in ((1, 1.0), (done + 1, 2.0)):
+        with ExitStack() as stack:
+            (log,) = open_trackers(["tensorboard"], tmp_path, CONFIG, stack, first - 1)
+            for step in range(first, 9):
+                log({"loss": value}, step=step)
+            if first == 1:
+                log({"eval_loss": 3.0}, step=done)
+    accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("loss")] == [
+        (step, 1.0 if step <= done else 2.0) for step in range(1, 9)
+    ]
+    assert [point.step for point in events.Scalars("eval_loss")] == [done]
+
+
+# A stand-in for MLflow 3.17, whose calls below do this with a file store: a run that is continued
+# says what it has, another value of a parameter is refused, a step may have a value twice.
+MLFLOW = """
+from types import SimpleNamespace as Object
+import os
+
+params, points, experiments = {}, [], []
+
+class MlflowException(Exception):
+    pass
+
+def set_experiment(name):
+    experiments.append(name)
+
+def start_run(run_name):
+    if os.environ.get("MLFLOW_RUN_ID", "known") != "known":
+        raise MlflowException("Run 'other' not found")
+    if "MLFLOW_RUN_ID" in os.environ and experiments:
+        raise MlflowException("active experiment ID does not match environment run ID")
+    newest = {name: value for name, step, value in points}
+    return Object(info=Object(run_id="known"), data=Object(params=dict(params), metrics=newest))
+
+def log_params(new):
+    for name, value in new.items():
+        if params.setdefault(name, str(value)) != str(value):
+            raise MlflowException("Changing param values is not allowed.")
+
+def log_metrics(values, step):
+    points.extend((name, step, value) for name, value in values.items())
+
+def end_run(status):
+    experiments.clear()
+
+class MlflowClient:
+    def get_metric_history(self, run_id, key):
+        assert run_id == "known"
+        return [Object(step=step) for name, step, _ in points if name == key]
+"""
+
+
+def test_mlflow_continues_a_run_by_its_id(fake, tmp_path, monkeypatch):
+    fake("mlflow")
+    (tmp_path / "packages" / "mlflow.py").write_text(MLFLOW)
+    config = CONFIG
+    for done, last in ((0, 6), (4, 8), (8, 8)):
+        with ExitStack() as stack:
+            (log,) = open_trackers(["mlflow"], tmp_path, config, stack, done)
+            for step in range(done + 1, last + 1):
+                log({"loss": 1.0 + done, "lr": 0.5}, step=step)
+            if done == 4:
+                log({"mine": 1.0}, step=5)
+        monkeypatch.setenv("MLFLOW_RUN_ID", "known")
+        config = {**CONFIG, "optimizer": {"lr": 0.25}, "training": {"resume": "latest"}}
+    mlflow = importlib.import_module("mlflow")
+    losses = [(step, value) for name, step, value in mlflow.points if name == "loss"]
+    assert losses == [(step, 1.0 if step <= 6 else 5.0) for step in range(1, 9)]
+    assert ("mine", 5, 1.0) in mlflow.points
+    assert mlflow.params == {
+        **{"model.path": "tiny", "optimizer.lr": "0.5", "optimizer.betas": "(0.9, 0.95)"},
+        **{"lora": "None", "training.resume": "latest"},
+    }
+
+
+def test_a_run_id_that_a_tracker_does_not_know_is_told_in_a_line(fake, tmp_path, monkeypatch):
+    fake("mlflow")
+    (tmp_path / "packages" / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.setenv("MLFLOW_RUN_ID", "other")
+    with pytest.raises(RunError, match=r"mlflow has begun no run .*'other' not found"):
+        open_trackers(["mlflow"], tmp_path, CONFIG, ExitStack())

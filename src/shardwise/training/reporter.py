@@ -104,7 +104,8 @@ class Reporter:
                     output_dir.rewind(self.cfg, self.start.folder / METRICS)
                 self._metrics = stack.enter_context(MetricsFile(self._output_dir / METRICS))
                 names, config = self.cfg.measure.trackers, self.cfg.recorded()
-                self._logs = open_trackers(names, self._output_dir, config, stack)
+                done = self.start.step
+                self._logs = open_trackers(names, self._output_dir, config, stack, done)
             stack.enter_context(self._progress)
             self._stack = stack.pop_all()
         return self

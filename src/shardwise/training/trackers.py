@@ -19,7 +19,7 @@ import yaml
 
 from shardwise.config import UserError
 from shardwise.keys import flat
-from shardwise.process.ending import Stopped
+from shardwise.process.ending import RunError, Stopped
 
 PROJECT = "shardwise"
 """The project of a run, unless the tracker's own environment variable names another one."""
@@ -30,10 +30,11 @@ Close = Callable[[bool], object]
 """Sends or writes what is left, and ends the run; true: as a failed one, if a tracker has those."""
 
 
-def _tensorboard(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
-    """Write event files to `output_dir`/tensorboard."""
+def _tensorboard(output_dir: Path, config: dict[str, Any], done: int) -> tuple[Log, Close]:
+    """Write event files to `output_dir`/tensorboard; of later steps, older ones no longer count."""
     tensorboard = importlib.import_module("torch.utils.tensorboard")
-    writer = tensorboard.SummaryWriter(str(output_dir / "tensorboard"))
+    folder, first = str(output_dir / "tensorboard"), done + 1
+    writer = tensorboard.SummaryWriter(folder, purge_step=first if done else None)
     plain = json.loads(json.dumps(config))  # lists for tuples, which YAML would tag
     writer.add_text("config", f"```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```")
 
@@ -44,8 +45,11 @@ def _tensorboard(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
     return log, lambda failed: writer.close()
 
 
-def _wandb(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
-    """Begin a run of Weights & Biases; WANDB_MODE=offline keeps it in `output_dir`/wandb."""
+def _wandb(output_dir: Path, config: dict[str, Any], done: int) -> tuple[Log, Close]:
+    """Begin a run of Weights & Biases; WANDB_MODE=offline keeps it in `output_dir`/wandb.
+
+    It drops what is logged again of a step that the run of WANDB_RUN_ID has.
+    """
     run = importlib.import_module("wandb").init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=_run_name(output_dir),
@@ -55,17 +59,34 @@ def _wandb(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
     return run.log, lambda failed: run.finish(exit_code=int(failed))
 
 
-def _mlflow(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
-    """Begin a run of MLflow, at MLFLOW_TRACKING_URI or in MLflow's own local default."""
+def _mlflow(output_dir: Path, config: dict[str, Any], done: int) -> tuple[Log, Close]:
+    """Begin a run of MLflow, or continue that of MLFLOW_RUN_ID with what it does not have yet.
+
+    MLflow refuses another value of a parameter, and keeps a metric twice that a step has twice.
+    """
     mlflow = importlib.import_module("mlflow")
-    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-    mlflow.start_run(run_name=_run_name(output_dir))
-    mlflow.log_params(flat(config))
-    return mlflow.log_metrics, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
+    is_given = "MLFLOW_RUN_ID" in os.environ
+    if not is_given:  # a run that exists has its experiment
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    run = mlflow.start_run(run_name=_run_name(output_dir))
+    parameters, last_steps = flat(config), {}
+    if is_given:
+        parameters = {k: v for k, v in parameters.items() if k not in run.data.params}
+        history = mlflow.MlflowClient().get_metric_history
+        for name in run.data.metrics if done else ():
+            last_steps[name] = max(point.step for point in history(run.info.run_id, name))
+    mlflow.log_params(parameters)
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        new = {name: value for name, value in values.items() if step > last_steps.get(name, -1)}
+        if new:
+            mlflow.log_metrics(new, step=step)
+
+    return log, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-def _trackio(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
-    """Begin a run in Trackio's local database."""
+def _trackio(output_dir: Path, config: dict[str, Any], done: int) -> tuple[Log, Close]:
+    """Begin a run in Trackio's local database; a resume is another run there."""
     trackio = importlib.import_module("trackio")
     run = trackio.init(project=PROJECT, name=_run_name(output_dir), config=config)
     return run.log, lambda failed: run.finish()
@@ -94,16 +115,25 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def open_trackers(
-    names: Sequence[str], output_dir: Path, config: dict[str, Any], stack: ExitStack
+    names: Sequence[str], output_dir: Path, config: dict[str, Any], stack: ExitStack, done: int = 0
 ) -> list[Log]:
     """Begin a run in each tracker, on one rank only; `stack` ends them.
 
     A run that an error ends has failed, except by a request to stop. `config` is the resolved run
-    file as plain data.
+    file as plain data; `done`: the steps that a resume begins after. RunError where one refuses.
     """
     logs = []
     for name in dict.fromkeys(names):
-        log, close = TRACKERS[name](output_dir, config)
+        try:
+            log, close = TRACKERS[name](output_dir, config, done)
+        except OSError:
+            raise
+        except Exception as error:  # such as a run id that it does not know
+            reason = " ".join(str(error).split())
+            raise RunError(
+                f"measure.trackers: {name} has begun no run ({reason}); correct that, or leave "
+                f"{name} out"
+            ) from error
         stack.push(partial(_end, close))
         logs.append(log)
     return logs
