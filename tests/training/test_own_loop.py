@@ -294,6 +294,42 @@ def twice(run: Any, number: int) -> None:
         run.step(run.microbatches(run.done + 1, rows()))
 
 
+def finished(run: Any, number: int) -> None:
+    run.step(run.microbatches(number, rows(number)))
+    if number == 1:
+        run.finish()
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "steps": lambda run: next(run.steps()),
+    "step": lambda run: run.step(run.microbatches(run.done + 1, rows())),
+    "evaluate": lambda run: run.evaluate([run.microbatches(0, rows())]),
+    "log": lambda run: run.log(mine=1.0),
+    "save": lambda run: run.save(),
+    "finish": lambda run: run.finish(),
+}
+
+
+def after_finish(use: Callable[[Any], object]) -> Callable[..., None]:
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, rows(step)))
+            run.finish()
+            use(run)
+
+    return main
+
+
+def outside(use: Callable[[Any], object]) -> Callable[..., None]:
+    return lambda cfg, mesh: use(shardwise.prepare(cfg, mesh, own_module.Classifier()))
+
+
+def prepared_twice(cfg: RunConfig, mesh: Any) -> None:
+    for _ in range(2):
+        with_module(own_module.Classifier)(cfg, mesh)
+
+
 WRONG = {
     "no layers named": (with_module(Unnamed), "does not name its layers"),
     "a layer that is none": (with_module(Misnamed), "'layers.0', which is no module"),
@@ -328,6 +364,16 @@ WRONG = {
     "evaluated after the save": (with_steps(saved_before), "step 1 is over or saved already"),
     "evaluated in the next step": (with_steps(a_step_late), "step 1 is over or saved already"),
     "a name of the run": (with_steps(reserved_name), "loss is written by the run"),
+    "finished in the loop": (with_steps(finished), "`steps` was called outside of the run"),
+    "prepared twice": (prepared_twice, "`prepare` was called twice"),
+    **{
+        f"{name} after finish": (after_finish(use), f"`{name}` was called outside of the run")
+        for name, use in USES.items()
+    },
+    **{
+        f"{name} without a context": (outside(use), f"`{name}` was called outside of the run")
+        for name, use in USES.items()
+    },
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ from shardwise.training.step import StepResult
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_prepared: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
+"""The meshes, of which each run has one, that a loop was prepared on, by their `id`."""
+
 
 def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLoop:
     """Return the run of a caller's loop on this rank, as a context manager.
@@ -46,6 +50,10 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
         model is not None or not cfg.model.is_callers,
         "there is no model; name its folder in model.path, or give `prepare` a module",
     )
+    require(
+        id(mesh) not in _prepared,
+        "`prepare` was called twice in a run, which has one record; start another run for it",
+    )
     meter = Meter(cfg.measure.warmup_steps)
     with paused():  # reads a whole checkpoint for its checksums
         start = find_start(cfg)
@@ -54,7 +62,9 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
     if own is not None and start.folder is None:
         state = own_state(cfg, own)
     chosen = None if own else chosen_of(cfg, mesh, state.lora)
-    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own, chosen=chosen), start, meter)
+    loop = OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own, chosen=chosen), start, meter)
+    _prepared[id(mesh)] = mesh
+    return loop
 
 
 class OwnLoop(Session):

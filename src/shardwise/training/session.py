@@ -68,6 +68,7 @@ class Session:
         self._number = 0  # of the step that `steps` has given; 0 when it is over
         self._evaluation: Evaluation | None = None  # after it
         self._record: RunRecord | None = None
+        self._is_open = False  # from the beginning of the context to `finish`
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -77,10 +78,20 @@ class Session:
             stack.enter_context(self._checkpointer)
             stack.enter_context(on_signals(self._signals.append))
             self._stack = stack.pop_all()
+        self._is_open = True
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
+        self._is_open = False
         return self._stack.__exit__(*error)
+
+    def _check_open(self, method: str) -> None:
+        """Raise UserError where the run has not begun or is over: its record would be wrong."""
+        require(
+            self._is_open,
+            f"`{method}` was called outside of the run, which is the block of `with prepare(...)` "
+            "up to `finish`; call it there",
+        )
 
     def steps(self) -> Generator[int]:
         """Yield the number of each step that is left; the caller calls `step` once for each.
@@ -90,6 +101,7 @@ class Session:
         the step.
         """
         for number in self.reporter.steps_left():
+            self._check_open("steps")
             self._meter.start()
             self._number, self._evaluation = number, None
             yield number
@@ -107,6 +119,7 @@ class Session:
 
         UserError, with the rows of this rank in a file, if the loss is not finite.
         """
+        self._check_open("step")
         number = self.done + 1
         require(
             number == self._number,
@@ -193,6 +206,7 @@ class Session:
 
         With `keep_best` it comes before the step is saved: a checkpoint names the best one.
         """
+        self._check_open("evaluate")
         is_late = self._checkpointer.has(self.done) or 0 < self.done < self._number
         require(
             not (self.cfg.training.keep_best and is_late),
@@ -206,14 +220,18 @@ class Session:
 
     def log(self, **values: float) -> None:
         """Add numbers to `metrics.jsonl` and the trackers, at the step that was done last."""
+        self._check_open("log")
         self.reporter.log(self.done, values)
 
     def save(self) -> None:
         """Save a checkpoint now, after `evaluate` if there is one, whatever `save_every` says."""
+        self._check_open("save")
         self._checkpointer.after_step(self.done, self._evaluation, is_asked_for=True)
 
     def finish(self, tokenizer: PreTrainedTokenizerBase | None = None) -> RunRecord | None:
         """Save the result, with the tokenizer, and the record, which is returned on rank 0."""
+        self._check_open("finish")
+        self._is_open = False
         if self.done < self.job.num_steps and self.reporter.early_stop is None:
             self.reporter.note(f"ended after step {self.done} of {self.job.num_steps}")
         # The loop was left within this step, or has evaluated after its last one.
