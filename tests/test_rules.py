@@ -182,8 +182,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         1,
     ),
     "a share of a stream": ("llama", {"data": {"streaming": True, "validation": 0.1}}, 1),
-    "keep_best without validation": ("llama", {"training": {"keep_best": True}}, 1),
-    "patience without validation": ("llama", {"training": {"patience": 2, "eval_every": 5}}, 1),
+    "evaluations without validation": ("llama", {"training": {"eval_every": 5}}, 1),
     "patience without evaluations": (
         "llama",
         {"training": {"patience": 2}, "data": {"validation": 0.1}},

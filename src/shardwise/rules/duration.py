@@ -10,6 +10,14 @@ from shardwise.rules.rule import Case, Rule
 _READ_BY_CALLERS_LOOP = ("train", "sequence_length", "packing")
 
 
+def _of_evaluations(case: Case) -> str | None:
+    """Return a key that is set and acts on evaluations, of a run that has none."""
+    if case.cfg.data.validation != 0 or case.cfg.data.train == CALLERS:
+        return None
+    keys = ("keep_best", "patience", "eval_every", "eval_batches")
+    return next((key for key in keys if getattr(case.training, key)), None)
+
+
 def _not_of_a_callers_loop(case: Case) -> str | None:
     """Return the first key that is set although the rows and the evaluations are the caller's."""
     data, training = case.cfg.data, case.training
@@ -62,26 +70,14 @@ RULES = (
         why="a stream has no number of documents to take a share of",
     ),
     Rule(
-        "keep_best without validation",
-        applies=lambda case: (
-            case.training.keep_best
-            and case.cfg.data.validation == 0
-            and case.cfg.data.train != CALLERS
+        "evaluations without validation",
+        applies=lambda case: _of_evaluations(case) is not None,
+        problem=lambda case: (
+            f"training.{_of_evaluations(case)} is set, but data.validation is 0: nothing is "
+            "evaluated"
         ),
-        problem="training.keep_best needs a validation loss",
-        way_out="set data.validation",
-        why="there is no loss to compare",
-    ),
-    Rule(
-        "patience without validation",
-        applies=lambda case: (
-            case.training.patience > 0
-            and case.cfg.data.validation == 0
-            and case.cfg.data.train != CALLERS
-        ),
-        problem="training.patience needs a validation loss",
-        way_out="set data.validation",
-        why="there is no loss to compare",
+        way_out="set data.validation, or leave the key out",
+        why="the key would have no effect",
     ),
     Rule(
         "patience without evaluations",
