@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.assembly.describe import describe
 from tests.assembly.test_costs import tiny
@@ -42,6 +43,26 @@ def test_a_run_that_may_begin_is_described_and_takes_no_memory():
     assert description.kernels == {"loss": "chunked", "experts": "loop", "lora": "torch"}
     assert description.pipeline is not None
     assert description.pipeline.num_microbatches == 8
+
+
+@pytest.mark.parametrize(
+    ("data", "num_ranks", "num_gpus", "part"),
+    [
+        ("single", 1, 4, "one of 4 GPUs is used; --nproc 4 uses all"),
+        ("fsdp2", 1, 4, "one of 4 GPUs is used; --nproc 4 uses all"),
+        ("fsdp2", 1, 1, "parallel.data is fsdp2, but one process splits nothing; --nproc N"),
+        ("single", 1, 1, None),
+        ("fsdp2", 4, 4, None),
+        ("fsdp2", 2, 4, None),
+    ],
+)
+def test_one_process_says_what_it_leaves_unused(data, num_ranks, num_gpus, part, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    sections = {"parallel": {"data": data}, "training": {"device": "auto"}}
+    notes = describe(run_of(tiny("llama"), sections), num_ranks).notes
+    assert len(notes) == (part is not None)
+    assert (part or "") in "".join(notes)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):
         notes += (f"experts run one after the other, which is slower: {reason}",)
     notes += float8.notes(hf, spec, family, cfg, device_type(cfg))
+    notes += _of_one_process(cfg, num_ranks)
     return Description(
         **vars(model),
         multimodal=multimodal,
@@ -89,6 +90,20 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
         facts=facts,
         notes=notes,
+    )
+
+
+def _of_one_process(cfg: RunConfig, num_ranks: int) -> tuple[str, ...]:
+    """Return a note where one process leaves GPUs unused, or splits nothing by its strategy."""
+    if num_ranks > 1:
+        return ()
+    num_gpus = torch.cuda.device_count() if device_type(cfg) == "cuda" else 1
+    if num_gpus > 1:
+        return (f"one of {num_gpus} GPUs is used; --nproc {num_gpus} uses all of them",)
+    if cfg.parallel.data == "single":
+        return ()
+    return (
+        f"parallel.data is {cfg.parallel.data}, but one process splits nothing; --nproc N starts N",
     )
 
 
