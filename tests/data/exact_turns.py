@@ -77,12 +77,12 @@ def outcome(template: str, messages: list[dict[str, Any]]) -> str:
     tokenizer.chat_template = template
     calls = any("tool_calls" in message for message in messages)
     keys = {"tools": "tools"} if calls and "tools" in template else {}
-    record = {"messages": messages, "tools": json.dumps([TOOL])}
+    record = {"messages": messages, **({"tools": json.dumps([TOOL])} if keys else {})}
     try:
         chat = ChatFormat.of(tokenizer, Data(train="unused", format="chat", **keys))
         ((tokens, targets),) = chat.encode(record)
         prompts = [
-            prompt_before(chat, messages[:i], record if keys else {})
+            prompt_before(chat, {**record, "messages": messages[:i]})
             for i, message in enumerate(messages)
             if message["role"] == "assistant"
         ]
@@ -98,12 +98,12 @@ def outcome(template: str, messages: list[dict[str, Any]]) -> str:
     return f"`{end.strip()}`" if end.strip() else "no end mark"
 
 
-def prompt_before(chat: ChatFormat, messages: list[dict[str, Any]], record: dict[str, Any]) -> str:
+def prompt_before(chat: ChatFormat, record: dict[str, Any]) -> str:
     """Return what the template writes for the model to go on from, behind the last word before."""
-    tools = json.loads(record["tools"]) if record else None
-    for form in forms(chat.messages({"messages": messages})):
+    messages = record["messages"]
+    for form in forms(chat.messages(record)):
         with contextlib.suppress(Refused):
-            text = chat._renderer(tools)(form, True)
+            text = chat.with_fields(record).render(form, True)
             if messages[-1]["content"] in text:
                 return behind_last_word(text)
     raise BadDocument("bad chat", "refused")

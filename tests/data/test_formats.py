@@ -394,8 +394,16 @@ def test_what_the_assistant_says_is_what_is_learnt(
     [
         ({"text": "a"}, "missing field", r"no field 'messages'; .* text; .*data\.format"),
         ({"conversations": []}, "missing field", r"set data\.fields: .messages: conversations"),
-        ({"messages": "hi"}, "bad chat", "'messages' is not a list of objects; "),
-        ({"messages": []}, "bad chat", "'messages' is not a list of objects; "),
+        (
+            {"messages": "hi"},
+            "bad chat",
+            "'messages' is not a list of objects, nor JSON text of one; ",
+        ),
+        (
+            {"messages": []},
+            "bad chat",
+            "'messages' is not a list of objects, nor JSON text of one; ",
+        ),
         ({"messages": [{"role": "user"}]}, "bad chat", "message 1 has no field 'content'; "),
         (
             {"messages": [{"role": "user", "content": 3}]},
@@ -408,14 +416,30 @@ def test_what_the_assistant_says_is_what_is_learnt(
             "message 1 has a part of type 'image'",
         ),
         *(
-            ({"messages": messages, **fields}, "not text", message)
-            for messages, fields, message in (
-                ([{"role": "user", "content": [IMAGE]}], {}, "a part of message 1 has 'image_url'"),
-                ([{"role": "user", "content": "a", "images": ["x"]}], {}, "message 1 has 'images'"),
-                ([{"role": "user", "content": "a"}], {"images": ["x"]}, "dialogue has 'images'"),
+            ({"messages": messages, **fields}, reason, message)
+            for messages, fields, reason, message in (
+                (
+                    [{"role": "user", "content": [IMAGE]}],
+                    {},
+                    "not text",
+                    "a part of message 1 has 'image_url'",
+                ),
+                (
+                    [{"role": "user", "content": "a", "images": ["x"]}],
+                    {},
+                    "not text",
+                    "message 1 has 'images'",
+                ),
+                (
+                    [{"role": "user", "content": "a"}],
+                    {"images": ["x"]},
+                    "unread field",
+                    "'images' is not read; only text",
+                ),
                 (
                     [{"role": "user", "content": [{"type": "refusal", "text": "a"}]}],
                     {},
+                    "not text",
                     "a part of type 'refusal'",
                 ),
             )
@@ -564,13 +588,6 @@ def test_a_file_of_tools_that_is_none(tokenizer: PreTrainedTokenizerFast, tmp_pa
     file.write_text("{}")
     with pytest.raises(UserError, match=r"^data\.tools: .*tools.json .*; give a JSON file"):
         marked(chat_tokenizer(tokenizer, CALLS), TURNS, tools=str(file))
-
-
-def test_nulls_of_other_rows_are_not_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
-    function = {"name": "add", "arguments": {"to": "two", "zip": None}}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    record = {"messages": [{"role": "user", "content": "add it"}, call]}
-    assert f"«{CALL}<|im_end|>»" in marked(chat_tokenizer(tokenizer, CALLS), record)
 
 
 def test_each_turn_as_its_own_document(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -39,10 +39,10 @@ class Data(Section):
     """Chat: variables of the template, such as `enable_thinking: false`."""
     tools: str | None = None
     """Chat: the tools that a dialogue offers: a `.json` file, the same for all dialogues, or the
-    field of each document that has them."""
+    field of each document that has them; null: the field `tools`, where a document has it."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Chat: the targets are all turns of the assistant, its last one, or every token. A message
-    of the assistant with `"train": false` or `"weight": 0` is no target."""
+    of the assistant with false for `train`, `training` or `loss`, or `"weight": 0`, is none."""
     turns: Literal["together", "separate"] = "together"
     """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
     written as they are at inference. It is meant for templates that leave out earlier thinking."""
@@ -51,7 +51,7 @@ class Data(Section):
     fields: dict[str, str | list[str]] | None = None
     """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
     `{prompt: [instruction, input], completion: output}`: the texts of a list that are not empty
-    are joined by an empty line."""
+    are joined by an empty line. `unused` names fields that are left out on purpose."""
     on_error: Literal["fail", "skip"] = "fail"
     """A document that cannot be used ends the run, or is skipped and counted."""
     sequence_length: int = 512
@@ -72,6 +72,11 @@ class Data(Section):
         """Return the names in the data of `prompt`, `completion` or `messages`."""
         columns = (self.fields or {}).get(name, name)
         return (columns,) if isinstance(columns, str) else tuple(columns)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The fields of the data, or flags of its messages, that are left out on purpose."""
+        return self.columns("unused") if "unused" in (self.fields or {}) else ()
 
     @property
     def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
@@ -101,11 +106,11 @@ class Data(Section):
             )
             positive = all(0 < weight < math.inf for weight in self.weights)
             require(positive, f"data.weights is {shown(self.weights)}; give positive numbers")
-        unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages"})
+        unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages", "unused"})
         require(
             not unknown,
-            f"data.fields names {', '.join(unknown)}; give names for prompt, completion or "
-            "messages, and for a text data.text_field",
+            f"data.fields names {', '.join(unknown)}; give names for prompt, completion, messages "
+            "or unused, and for a text data.text_field",
         )
         require(
             all(self.columns(name) for name in self.fields or {}),

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, UserError
 from shardwise.data.bounds import LATER_CPU_SECONDS, TimeLimit, bounded, time_limit
-from shardwise.data.chats import Message, Refused, Render, Turn, Undecidable, find_turns
+from shardwise.data.chats import Message, Refused, Turn, Undecidable, find_turns
+from shardwise.data.columns import (
+    SYSTEM,
+    TOOLS,
+    VARIABLES,
+    check_all_read,
+    fields_beside,
+    given,
+    unread,
+)
 from shardwise.data.messages import (
     bad_chat,
-    check_text_only,
+    check_flags,
     forms,
+    from_json,
     is_trained,
     read_message,
-    read_tools,
+    read_objects,
+    writes_text_in_quotes,
 )
 from shardwise.data.record import CORRECT_LINE, BadDocument, OutOfBounds, Record
+from shardwise.data.templates import known_roles, marks_turns, names_in, template_tokens
 from shardwise.data.text import read_text
 from shardwise.data.tokenizer import tokens_and_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""The roles that every chat template may handle. A template can have others (`known_roles`)."""
-
 MOST_CHARACTERS = 1_000_000
 """A chat template may write so many characters more than a hundred times those of the dialogue."""
 
-SYSTEM: Message = {"role": "system", "content": "Be brief."}
+BRIEF: Message = {"role": "system", "content": "Be brief."}
 PLAIN: list[Message] = [
     {"role": "user", "content": "What is one and one?"},
     {"role": "assistant", "content": "Two."},
@@ -44,9 +51,6 @@ PLAIN: list[Message] = [
 Encoded = tuple[list[int], list[bool]]
 """Tokens, and whether each is a target."""
 
-LIST_TOKENS = ("string", "comma")
-"""The tokens of a list of strings in a template, by the names of Jinja's lexer."""
-
 
 @dataclass(frozen=True)
 class ChatFormat:
@@ -55,34 +59,37 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase
     data: Data
     template: str
-    tools: list[Any] | None
-    """The tools of every dialogue, from the file that `data.tools` names."""
+    tool_template: str
+    """The template of dialogues with tools, where the tokenizer has one of its own for them."""
+    given: dict[str, Any]
+    """What a template gets beside the messages: variables, tools and documents."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> ChatFormat:
         """Read the template and the tools of a run; UserError where there are none to read."""
         template: Any = tokenizer.chat_template
-        if isinstance(template, dict):
-            name = "tool_use" if data.tools and "tool_use" in template else "default"
-            template = template.get(name)
+        templates = template if isinstance(template, dict) else {"default": template}
+        template = templates.get("default")
+        tool_template = templates.get("tool_use", template)
+        if data.tools is not None:
+            template = tool_template if data.tools.endswith(".json") else template or tool_template
         if not isinstance(template, str):
             need = "data.format chat needs a chat template, which the tokenizer lacks"
             raise UserError(f"{need}; set data.chat_template to a file with one")
-        _template_tokens(template)
-        if data.tools is not None and "tools" not in template:
+        template_tokens(template)
+        if data.tools is not None and "tools" not in names_in(tool_template):
             raise UserError(
                 "data.tools is set, but the chat template does not write tools; leave it out"
             )
-        options = inspect.signature(tokenizer.apply_chat_template).parameters
-        if taken := sorted(
-            set(data.template_arguments or {}) & {*options, "messages", "documents"}
-        ):
-            raise UserError(f"data.template_arguments has {taken[0]}, which is not for a template")
-        tools = None
+        given = dict(data.template_arguments or {})
+        if reserved := sorted(reserved_of(tokenizer) & given.keys()):
+            raise UserError(
+                f"data.template_arguments has {reserved[0]}, which is not for a template"
+            )
         if data.tools is not None and data.tools.endswith(".json"):
             text = read_text(data.tools, "data.tools")
-            tools = read_tools(text, f"data.tools: {data.tools}", _bad_file)
-        return cls(tokenizer, data, template, tools)
+            given["tools"] = read_objects(text, f"data.tools: {data.tools}", _bad_file)
+        return cls(tokenizer, data, template, tool_template, given)
 
     def check(self, record: Record) -> None:
         """Render one dialogue within limits on time, memory and size.
@@ -93,7 +100,7 @@ class ChatFormat:
         messages = self.messages(record)
         with bounded("the chat template"):
             try:
-                text = self._renderer(self._tools_of(record))(messages, False)
+                text = self.with_fields(record).render(messages, False)
             except Refused:
                 return  # it may take the dialogue in another form, and says so if not
         if len(text) > MOST_CHARACTERS + 100 * len(str(messages)):
@@ -110,13 +117,16 @@ class ChatFormat:
         """
         messages = self.messages(record)
         trained = self._trained(messages)
-        tools = self._tools_of(record)
+        chat = self.with_fields(record)
         if self.data.turns == "together":
-            return [self._encode(messages, trained, tools)]
-        return [self._encode(messages[: turn + 1], [turn], tools) for turn in trained]
+            return [chat._encode(messages, trained)]
+        return [chat._encode(messages[: turn + 1], [turn]) for turn in trained]
 
     def messages(self, record: Record) -> list[Message]:
-        """Return the messages of a dialogue in one form; BadDocument where they cannot be used."""
+        """Return the messages of a dialogue in one form; BadDocument where they cannot be used.
+
+        The first one may come from a field with a system message.
+        """
         (field,) = self.data.columns("messages")
         if field not in record:
             names = ", ".join(record)
@@ -124,12 +134,16 @@ class ChatFormat:
             if "conversations" in record:
                 way_out = "it has conversations: set data.fields: {messages: conversations}"
             raise BadDocument("missing field", f"no field {field!r}; {way_out}")
-        check_text_only(record, "the dialogue", ("images", "videos", "audios"))
-        messages = record[field]
+        messages = from_json(record[field])
+        if isinstance(messages, list):
+            messages = list(map(from_json, messages))
         is_list = isinstance(messages, list) and len(messages) > 0
         if not is_list or not all(isinstance(message, dict) for message in messages):
-            raise bad_chat(f"field {field!r} is not a list of objects")
+            raise bad_chat(f"field {field!r} is not a list of objects, nor JSON text of one")
         read = [read_message(message, number) for number, message in enumerate(messages, 1)]
+        known = names_in(self.template) | {*self.data.unused}
+        for number, message in enumerate(read, 1):
+            check_flags(message, number, known)
         roles = known_roles(self.template)
         if unknown := sorted({message["role"] for message in read} - set(roles)):
             names = ", ".join(repr(role[:40]) for role in unknown[:5])
@@ -138,7 +152,42 @@ class ChatFormat:
                 f"unknown role {names}, whose words the model would never learn; "
                 f"rename it to one of {', '.join(roles)}; or {CORRECT_LINE}",
             )
-        return read
+        return self._with_system(read, record)
+
+    def _with_system(self, messages: list[Message], record: Record) -> list[Message]:
+        """Return the messages behind the system message that a field of its own has."""
+        names = [name for name in SYSTEM if name in fields_beside(self.data)]
+        for name, value in given(record, names).items():
+            system = read_message({"role": "system", "content": value}, 0)
+            if messages[0]["role"] not in ("system", "developer"):
+                messages = [system, *messages]
+            elif messages[0]["content"] != system["content"]:
+                raise unread(name, "the messages have another system message; keep one of them")
+        return messages
+
+    def with_fields(self, record: Record) -> ChatFormat:
+        """Return the format with the variables, tools and documents of a dialogue."""
+        names = [name for name in fields_beside(self.data) if name not in SYSTEM]
+        beside, fields = given(record, names), dict(self.given)
+        tools = self._named_tools(record)
+        if tools is None and self.data.tools is None:
+            name = next((name for name in TOOLS if name in beside), "tools")
+            tools = read_objects(beside.pop(name, None), f"field {name!r}", bad_chat)
+            if name == "functions" and tools:
+                tools = [{"type": "function", "function": tool} for tool in tools]
+        documents = read_objects(beside.pop("documents", None), "field 'documents'", bad_chat)
+        variables = from_json(beside.pop(VARIABLES, {}))
+        if not isinstance(variables, dict) or reserved_of(self.tokenizer) & variables.keys():
+            raise bad_chat(f"field {VARIABLES!r} has no variables for a template")
+        check_all_read(record, tuple(beside), self.data)
+        fields |= variables
+        template = self.tool_template if tools else self.template
+        for name, value in (("tools", tools), ("documents", documents)):
+            if value and name not in names_in(template):
+                raise unread(name, "the chat template does not write it: give one that does")
+            if value:
+                fields[name] = value
+        return replace(self, template=template, given=fields)
 
     def _trained(self, messages: Sequence[Message]) -> list[int]:
         """Return the numbers of the messages that are trained on."""
@@ -147,21 +196,21 @@ class ChatFormat:
             numbers = numbers[-1:]
         return [i for i in numbers if is_trained(messages[i])]
 
-    def _tools_of(self, record: Record) -> list[Any] | None:
-        if self.tools is not None or self.data.tools is None:
-            return self.tools
-        if self.data.tools not in record:
+    def _named_tools(self, record: Record) -> list[Any] | None:
+        """Return the tools in the field that `data.tools` names."""
+        field = self.data.tools
+        if field is None or field.endswith(".json"):
+            return None
+        if field not in record:
             names = ", ".join(record)
-            problem = f"no field {self.data.tools!r} (data.tools); its fields are {names}"
+            problem = f"no field {field!r} (data.tools); its fields are {names}"
             raise BadDocument(
                 "missing field", f"{problem}; {CORRECT_LINE}, or give null for no tools"
             )
-        return read_tools(record[self.data.tools], f"field {self.data.tools!r}", bad_chat)
+        return read_objects(record[field], f"field {field!r}", bad_chat)
 
-    def _encode(
-        self, messages: Sequence[Message], trained: Sequence[int], tools: list[Any] | None
-    ) -> Encoded:
-        text, turns = self._turns(messages, tools)
+    def _encode(self, messages: Sequence[Message], trained: Sequence[int]) -> Encoded:
+        text, turns = self._turns(messages)
         spans = [(turn.start, turn.end) for turn in turns if turn.message in trained]
         if self.data.train_on == "all":
             left_out = [turn for turn in turns if not is_trained(messages[turn.message])]
@@ -181,9 +230,7 @@ class ChatFormat:
             tokens, targets = [*tokens, eos], [*targets, True]
         return tokens, targets
 
-    def _turns(
-        self, messages: Sequence[Message], tools: list[Any] | None
-    ) -> tuple[str, list[Turn]]:
+    def _turns(self, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
         """Find the turns of a dialogue, in the first of its forms that the template can write.
 
         Templates differ in whether a call has its arguments as an object or as text, and a content
@@ -191,18 +238,22 @@ class ChatFormat:
         """
         problems: list[Exception] = []
         found: list[tuple[str, list[Turn]]] = []
+        in_quotes: list[tuple[str, list[Turn]]] = []
         for form in forms(messages):
             try:
-                text, turns = self._turns_of_form(form, tools)
+                text, turns = self._turns_of_form(form)
             except (Refused, Undecidable) as problem:
                 problems.append(problem)
+                continue
+            if writes_text_in_quotes(form, text):
+                in_quotes.append((text, turns))
                 continue
             found.append((text, turns))
             contents = {turn.message: messages[turn.message]["content"] for turn in turns}
             if all(contents[turn.message].strip() in text[turn.start : turn.end] for turn in turns):
                 return text, turns
-        if found:  # the template changes contents, or leaves out that of a tool call
-            return found[0]
+        if found or in_quotes:  # it changes contents, or leaves out that of a tool call
+            return (found or in_quotes)[0]
         if isinstance(problems[0], Refused):
             problem = f"the chat template refuses it ({problems[0]})"
             if self._fails_on_plain():
@@ -224,19 +275,17 @@ class ChatFormat:
             f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or {marks}",
         )
 
-    def _turns_of_form(
-        self, form: Sequence[Message], tools: list[Any] | None
-    ) -> tuple[str, list[Turn]]:
-        if _marks_turns(self.template):
-            return self._marked_turns(form, tools)
-        return find_turns(self._renderer(tools), form)
+    def _turns_of_form(self, form: Sequence[Message]) -> tuple[str, list[Turn]]:
+        if marks_turns(self.template):
+            return self._marked_turns(form)
+        return find_turns(self.render, form)
 
     def _fails_on_plain(self) -> bool:
         """Return whether the template fails on a plain dialogue too, in every form."""
-        for messages in (PLAIN, [SYSTEM, *PLAIN]):
+        for messages in (PLAIN, [BRIEF, *PLAIN]):
             for form in forms(messages):
                 with contextlib.suppress(Refused, Undecidable):
-                    self._turns_of_form(form, self.tools)
+                    self._turns_of_form(form)
                     return False
         return True
 
@@ -248,7 +297,7 @@ class ChatFormat:
         problem = ""
         for form in forms([{"role": "user", "content": question}]):
             try:
-                text = self._renderer(self.tools)(form, True)
+                text = self.render(form, True)
             except Refused as refused:
                 problem = problem or str(refused)
                 continue
@@ -263,19 +312,17 @@ class ChatFormat:
             "leave it out"
         )
 
-    def _marked_turns(
-        self, messages: Sequence[Message], tools: list[Any] | None
-    ) -> tuple[str, list[Turn]]:
+    def _marked_turns(self, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
         """Return the turns that a template with `{% generation %}` marks itself."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        fields: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.given}
         (text,), (marks,) = _guarded(
             lambda: render_jinja_template(
                 [list(messages)],
-                tools=tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
-                **self._variables(),
+                **fields,
             )
         )
         speakers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -292,23 +339,23 @@ class ChatFormat:
             turns.append(Turn(i, start, end, has_end_mark=not (is_open and content.strip())))
         return text, turns
 
-    def _variables(self) -> dict[str, Any]:
-        return {**self.tokenizer.special_tokens_map, **(self.data.template_arguments or {})}
-
-    def _renderer(self, tools: list[Any] | None) -> Render:
-        def render(messages: Sequence[Message], prompt: bool) -> str:
-            return _guarded(
-                lambda: self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=tools,
-                    chat_template=self.template,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                    **(self.data.template_arguments or {}),
-                )
+    def render(self, messages: Sequence[Message], prompt: bool) -> str:
+        """Return what the template writes; `prompt`: for the assistant to go on from there."""
+        return _guarded(
+            lambda: self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **self.given,
             )
+        )
 
-        return render
+
+def reserved_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the names that no variable of a template may have."""
+    options = inspect.signature(tokenizer.apply_chat_template).parameters
+    return {*options, "messages", "documents"}
 
 
 def _guarded(render: Callable[[], Any]) -> Any:
@@ -329,40 +376,3 @@ def _guarded(render: Callable[[], Any]) -> Any:
 
 def _bad_file(problem: str) -> UserError:
     return UserError(f"{problem}; give a JSON file with a list of tools")
-
-
-@functools.cache
-def _marks_turns(template: str) -> bool:
-    """Return whether a chat template has `{% generation %}` outside of comments and raw text."""
-    for token, after in itertools.pairwise(_template_tokens(template)):
-        if token.type == "block_begin" and (after.type, after.value) == ("name", "generation"):
-            return True
-    return False
-
-
-@functools.cache
-def known_roles(template: str) -> tuple[str, ...]:
-    """Return ROLES, and the strings with which a chat template compares by `==` or `in` a list.
-
-    A template writes any other role into the text as it is, and its words are never targets.
-    """
-    compared: list[str] = []
-    before, in_list = "", False
-    for token in _template_tokens(template):
-        if token.type == "string" and (in_list or before == "eq"):
-            compared.append(token.value)
-        opens_list = before == "in" and token.type in ("lbracket", "lparen")
-        in_list = opens_list or (in_list and token.type in LIST_TOKENS)
-        before = token.value if token.type == "name" else token.type
-    return (*ROLES, *sorted(set(compared) - set(ROLES)))
-
-
-def _template_tokens(template: str) -> list[Any]:
-    """Return Jinja's tokens of a chat template; UserError where it is not valid Jinja."""
-    import jinja2
-
-    try:
-        return list(jinja2.Environment().lexer.tokenize(template))
-    except jinja2.TemplateSyntaxError as error:
-        what = f"the chat template is not valid Jinja ({error})"
-        raise UserError(f"{what}; correct it") from None

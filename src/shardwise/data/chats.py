@@ -29,7 +29,9 @@ MOST_MESSAGES = 1_000
 """In a dialogue. To find its turns takes time that grows with the square of their number."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which messages have what the assistant thought."""
-_WRITTEN = (*REASONING, "content", "tool_calls")
+CALLS = ("tool_calls", "function_call")
+"""The names under which a message that a template gets has its calls."""
+_WRITTEN = (*REASONING, "content", *CALLS)
 """The fields of a message in which words of the assistant stand."""
 
 _A_BEGIN = f"[{chr(BEGIN)}-{chr(BEGIN + MOST_MESSAGES)}]"
@@ -182,9 +184,7 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
         in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
         thoughts, contents, calls = (
             Counter(m[2] for s in strings for m in _MARKED_WORD.finditer(s) if m[2])
-            for strings in (
-                _strings(message, names) for names in (REASONING, ("content",), ("tool_calls",))
-            )
+            for strings in (_strings(message, names) for names in (REASONING, ("content",), CALLS))
         )
         in_message = thoughts + contents + calls
         # A template may leave thoughts out, unless the message has nothing else.
@@ -215,7 +215,8 @@ def _mark(string: str, message: int, first: bool, empty: bool) -> str:
     core = string.strip()
     if not words and (core or empty):
         start = string.find(core)
-        words = [(start, start + len(core))]
+        # JSON escapes quotes: such words stand otherwise in the text, and are not looked for.
+        words = [(start, start + len(core) * (core.isprintable() and not {*core} & {*'"\\'}))]
     chosen = [words[0], words[-1]] if first and len(words) > 1 else words[-1:]
     for start, end in reversed(chosen):
         begin_mark, end_mark = chr(BEGIN + message), chr(END + message)

@@ -9,15 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.config import Data, UserError
+from shardwise.data.columns import fields_of
 from shardwise.data.record import Record
-from shardwise.data.tables import (
-    DatasetEntry,
-    Table,
-    fields_of,
-    open_csv,
-    open_dataset,
-    open_parquet,
-)
+from shardwise.data.tables import DatasetEntry, Table, open_csv, open_dataset, open_parquet
 from shardwise.data.text import (
     TextFiles,
     expanded,
@@ -112,8 +106,8 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
             f"Parquet with the fields {', '.join(fields)}"
         )
     sources: list[Source] = [index_files(text, data.text_field)] if text else []
-    sources += [OPEN_TABLE[suffix(file)](file, fields) for file in tables]
-    sources += [open_dataset(entry, fields, key) for entry in datasets]
+    sources += [OPEN_TABLE[suffix(file)](file, data) for file in tables]
+    sources += [open_dataset(entry, data, key) for entry in datasets]
     if not any(len(source) for source in sources):
         names = [*map(str, files), *map(str, datasets)]
         others = f" and {len(names) - 3:,} others" if len(names) > 3 else ""

@@ -13,6 +13,7 @@ import numpy as np
 from shardwise.config import Data, UserError
 from shardwise.data.best_fit import pack_documents
 from shardwise.data.chat_format import ChatFormat, Encoded
+from shardwise.data.columns import check_all_read, fields_beside
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 from shardwise.data.state import SlotState
@@ -121,12 +122,7 @@ class Encoder:
         if self.data.format == "completion":
             columns = [self.data.columns(name) for name in ("prompt", "completion")]
             prompt, completion = (joined_text(record, names) for names in columns)
-            if "instruction" in columns[0] and "input" not in columns[0] and record.get("input"):
-                raise BadDocument(
-                    "unread field",
-                    "field 'input' is not read; set data.fields to {prompt: [instruction, input], "
-                    "completion: ...}",
-                )
+            check_all_read(record, fields_beside(self.data), self.data)
             return [encode_completion(self.tokenizer, prompt, completion)]
         text = text_of(record, self.data.text_field, "data.text_field")
         begin, end = (len(text) * (piece[0] + i) // piece[1] for i in (0, 1))

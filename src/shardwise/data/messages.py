@@ -2,55 +2,106 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.data.chats import REASONING, Message
+from shardwise.data.columns import MEDIA
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """The role of each speaker that ShareGPT's form, with `from` and `value`, calls otherwise."""
 
-MEDIA = (
-    "image", "images", "image_url", "input_image", "audio", "audio_url", "input_audio", "video",
-    "video_url",
-)  # fmt: skip
-"""Fields of a message, or of a part of its content, that hold no text."""
-
 TEXT_PARTS = ("text", "input_text", "output_text", None)
 """Types of the parts of a content that hold text."""
 
+SWITCHES = ("train", "training", "loss")
+"""Flags of a message that are true or false: whether it is a target. `weight` is 1 or 0."""
+
+OTHER_FLAGS = (
+    "ignore_loss", "is_target", "is_trained", "loss_mask", "loss_scale", "loss_weight", "mask",
+    "masked", "no_loss", "supervise", "train_detail", "train_on", "trainable", "training_detail",
+)  # fmt: skip
+"""Fields by which other programs say what is a target, not all of them with true or false."""
+
 
 def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the forms in which a template may want the messages."""
-    calls = any(message.get("tool_calls") for message in messages)
-    for as_parts, as_text in itertools.product((False, True), (False, True)):
-        if as_text and not calls:
-            continue
-        yield [_in_form(message, as_parts, as_text) for message in messages]
+    """Yield the forms in which a template may want the messages, first the one that is given.
+
+    Contents are texts or lists of parts. The arguments of calls are as given, objects or texts. A
+    message has its calls in `tool_calls`, or a single one in `function_call`.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    readers: list[Callable[[Any], Any]] = [lambda arguments: arguments]
+    readers += [
+        reader
+        for reader in (_as_object, _as_text)
+        if any(
+            reader(call["function"]["arguments"]) != call["function"]["arguments"] for call in calls
+        )
+    ]
+    is_single = calls and all(len(m.get("tool_calls", calls[:1])) == 1 for m in messages)
+    for as_older in (False, True) if is_single else (False,):
+        for as_parts, reader in itertools.product((False, True), readers):
+            yield [_in_form(message, as_parts, reader, as_older) for message in messages]
 
 
-def _in_form(message: Message, as_parts: bool, as_text: bool) -> Message:
+def _in_form(
+    message: Message, as_parts: bool, reader: Callable[[Any], Any], as_older: bool
+) -> Message:
     changed = dict(message)
     if as_parts:
         changed["content"] = [{"type": "text", "text": message["content"]}]
-    if as_text and message.get("tool_calls"):
-        changed["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+    functions = [dict(call["function"]) for call in message.get("tool_calls", ())]
+    for function in functions:
+        function["arguments"] = reader(function["arguments"])
+    if functions and as_older:
+        del changed["tool_calls"]
+        changed["function_call"] = functions[0]
+    elif functions:
+        calls = zip(message["tool_calls"], functions)
+        changed["tool_calls"] = [{**call, "function": function} for call, function in calls]
     return changed
 
 
-def _with_text_arguments(call: Message) -> Message:
-    function = dict(call.get("function", {}))
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
-    return {**call, "function": function}
+def _as_object(arguments: Any) -> Any:
+    """Return the object that a text in JSON stands for; anything else as it is."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        return parsed if isinstance(parsed := json.loads(arguments), dict) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def writes_text_in_quotes(form: Sequence[Message], text: str) -> bool:
+    """Return whether a template writes arguments that are text in JSON as a string in JSON.
+
+    It wants objects, though it does not refuse the text.
+    """
+    calls = [call for message in form for call in message.get("tool_calls", ())]
+    functions = [call["function"] for call in calls]
+    functions += [message["function_call"] for message in form if "function_call" in message]
+    return any(
+        json.dumps(function["arguments"], ensure_ascii=is_ascii) in text
+        for function in functions
+        if isinstance(_as_object(function["arguments"]), dict)
+        and isinstance(function["arguments"], str)
+        for is_ascii in (False, True)
+    )
 
 
 def read_message(message: Record, number: int) -> Message:
-    """Return a message whose content is a text, and whose tool calls have objects as arguments."""
-    # A table has null for a field that only other rows have. A template would take it as given.
+    """Return a message whose content is a text, and whose calls are in `tool_calls`.
+
+    A field that is null counts as missing.
+    """
     read = {key: value for key, value in message.items() if value is not None}
     if "role" not in read and isinstance(read.get("from"), str):  # in the form of ShareGPT
         speaker, words = read.pop("from"), read.pop("value", None)
@@ -58,16 +109,20 @@ def read_message(message: Record, number: int) -> Message:
     if read.get("role") is None:
         raise bad_chat(f"message {number} has no field 'role'")
     string(read["role"], f"field 'role' of message {number}")
-    calls = read.get("tool_calls") or None
-    if calls is None:
-        read.pop("tool_calls", None)
-    else:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise bad_chat(f"field 'tool_calls' of message {number} is not a list of objects")
-        read["tool_calls"] = [_call(_without_nulls(call), number) for call in calls]
+    calls = from_json(read.pop("tool_calls", None)) or []
+    older = from_json(read.pop("function_call", None))
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise bad_chat(f"field 'tool_calls' of message {number} is not a list of objects")
+    if older and calls and [call.get("function") for call in calls] != [older]:
+        raise bad_chat(f"message {number} has 'tool_calls' and another 'function_call'")
+    calls = calls or ([{"type": "function", "function": older}] if older else [])
+    if calls:
+        read["tool_calls"] = [_call(call, number) for call in calls]
     content = read.get("content")
+    if not content and read.get("refusal"):
+        raise bad_chat(f"field 'refusal' of message {number} is not read; write it as its content")
     if content is None:
-        if calls is None and not any(read.get(name) for name in REASONING):
+        if not calls and not any(read.get(name) for name in REASONING):
             raise bad_chat(f"message {number} has no field 'content'")
         content = ""
     if isinstance(content, list):
@@ -76,17 +131,18 @@ def read_message(message: Record, number: int) -> Message:
     for name in REASONING:
         if name in read:
             string(read[name], f"field {name!r} of message {number}")
-    if not isinstance(read.get("train", True), bool):
-        raise bad_chat(f"field 'train' of message {number} is not true or false")
+    for name in SWITCHES:
+        if not isinstance(read.get(name, True), bool):
+            raise bad_chat(f"field {name!r} of message {number} is not true or false")
     if read.get("weight", 1) not in (0, 1):
         raise bad_chat(f"field 'weight' of message {number} is not 0 or 1, all there is")
-    check_text_only(read, f"message {number}", MEDIA)
+    check_text_only(read, f"message {number}")
     return read
 
 
-def check_text_only(fields: Record, name: str, media: Sequence[str]) -> None:
-    """Raise BadDocument where one of these fields holds an image or the like."""
-    for key in media:
+def check_text_only(fields: Record, name: str) -> None:
+    """Raise BadDocument where a field holds an image or the like."""
+    for key in MEDIA:
         if fields.get(key):
             raise BadDocument(
                 "not text", f"{name} has {key!r}, and only text is trained on; {CORRECT_LINE}"
@@ -98,7 +154,7 @@ def _part(part: Any, number: int) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict):
-        check_text_only(part, f"a part of message {number}", MEDIA)
+        check_text_only(part, f"a part of message {number}")
     is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
     if not is_text or not isinstance(part.get("text"), str):
         kind = part.get("type", "object") if isinstance(part, dict) else type(part).__name__
@@ -111,45 +167,53 @@ def _part(part: Any, number: int) -> str:
 
 
 def _call(call: Record, number: int) -> Message:
-    """Return a tool call with an object as arguments, where its text is one in JSON."""
-    function = call.get("function")
+    """Return a tool call that has a name and arguments."""
+    function = from_json(call.get("function"))
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_chat(f"a tool call of message {number} has no function with a name")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except json.JSONDecodeError:
-            parsed = None
-        if isinstance(parsed, dict):
-            arguments = parsed
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    if arguments is None or arguments == "":
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def read_tools(value: Any, name: str, error: Callable[[str], Exception]) -> list[Any] | None:
-    """Return a list of tools, which may be given as text in JSON."""
+def from_json(value: Any) -> Any:
+    """Return the list or object that a text in JSON stands for; anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+            return parsed if isinstance(parsed, list | dict) else value
+    return value
+
+
+def read_objects(value: Any, name: str, error: Callable[[str], Exception]) -> list[Any] | None:
+    """Return a list of objects, such as tools, which may be given as text in JSON."""
+    value = from_json(value)
     if value is None or value == "":
         return None
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as problem:
-            raise error(f"{name} is not JSON ({problem})") from None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise error(f"{name} is not a list of objects that describe tools")
-    return _without_nulls(value) or None
+        raise error(f"{name} is text that is not JSON")
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise error(f"{name} is not a list of objects")
+    return value or None
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return data without the nulls that a table has for fields that only other rows have."""
-    if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+def check_flags(message: Message, number: int, known: Container[str]) -> None:
+    """Raise BadDocument where a message has a flag that is not `known` and would do nothing."""
+    for name, value in message.items():
+        is_flag = isinstance(value, bool) or name in OTHER_FLAGS
+        if is_flag and name not in (*SWITCHES, "weight") and name not in known:
+            raise BadDocument(
+                "unknown flag",
+                f"field {name!r} of message {number} is no flag that is known; rename it to one of "
+                f"{', '.join(SWITCHES)} (true or false) or weight (1 or 0), or set data.fields: "
+                f"{{unused: {name}}} to leave it out",
+            )
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether a message may be a target, by its fields `train` and `weight`."""
-    return bool(message.get("train", True) and message.get("weight", 1))
+    """Return whether a message may be a target, by its flags."""
+    return all(message.get(name, True) for name in (*SWITCHES, "weight"))
 
 
 def bad_chat(problem: str) -> BadDocument:

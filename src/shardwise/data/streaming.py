@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from shardwise.config import Data, UserError
 from shardwise.data.record import Record
 from shardwise.data.state import SlotState
-from shardwise.data.tables import DatasetEntry, fields_of, mixed, open_stream, read_stream, version
+from shardwise.data.tables import DatasetEntry, mixed, open_stream, read_stream, version
 
 BUFFER = 1_000
 """The records among which the next one is drawn. They are read before the first step."""
@@ -58,9 +58,9 @@ class Streamed:
 
     def once(self, epoch: int = 0) -> Iterator[Record]:
         """Yield the records of one pass; UserError where a data set cannot be read."""
-        fields, is_train = fields_of(self.data), self.key == "data.train"
+        is_train = self.key == "data.train"
         most = self.data.max_documents if is_train else None
-        streams = [open_stream(entry, fields, self.key) for entry in self.entries]
+        streams = [open_stream(entry, self.data, self.key) for entry in self.entries]
         rows = mixed(streams, self.weights, self.seed, most)
         if self.seed is not None:
             rows = rows.shuffle(seed=self.seed % 2**32, buffer_size=BUFFER)

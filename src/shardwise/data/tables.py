@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import Data, UserError
+from shardwise.data.columns import fields_beside, fields_of
 from shardwise.data.record import Record
 from shardwise.data.text import SUFFIXES, expanded, files_below, files_of_folder, parts_of, suffix
 
@@ -22,20 +23,6 @@ SPLIT = "train"
 REPAIR = "repair or remove it"
 STREAMED = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 """The builder of `datasets` that streams a file, by its suffix."""
-
-
-FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
-"""The fields that a format reads. `text` reads `data.text_field`."""
-
-
-def fields_of(data: Data) -> tuple[str, ...]:
-    """Return the names in the data of the fields that a run reads."""
-    of_format = FIELDS.get(data.format, ())
-    fields = tuple(column for name in of_format for column in data.columns(name))
-    fields = fields or (data.text_field,)
-    if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
-        return (*fields, data.tools)
-    return fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +36,7 @@ class Table:
         return len(self.rows)
 
     def __getitem__(self, document: int) -> Record:
-        return self.rows[document]
+        return without_padding(self.rows[document], self.rows.features)
 
     def where(self, document: int) -> str:
         """Return the number of the row, counted from 0, behind the name of the table."""
@@ -57,9 +44,26 @@ class Table:
 
     def fingerprint(self) -> str:
         """Return a short hash of the number of rows and of at least 16 rows."""
-        sample = [self.rows[i] for i in range(0, len(self), max(len(self) // 16, 1))]
+        sample = [self[i] for i in range(0, len(self), max(len(self) // 16, 1))]
         content = json.dumps([len(self), sample], default=str, sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+def without_padding(row: Record, features: Any) -> Record:
+    """Return a row without the nulls in its objects, which a table has for fields of other rows.
+
+    A null within a column of JSON was written by the author, and stays.
+    """
+
+    def kept(value: Any, feature: Any) -> Any:
+        if isinstance(feature, dict) and isinstance(value, dict):
+            return {k: kept(v, feature.get(k)) for k, v in value.items() if v is not None}
+        of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        if of_items is not None and isinstance(value, list):
+            return [kept(item, of_items) for item in value]
+        return value
+
+    return {name: kept(value, (features or {}).get(name)) for name, value in row.items()}
 
 
 def is_dataset_folder(path: Path) -> bool:
@@ -150,7 +154,7 @@ class DatasetEntry:
         return self.name
 
 
-def open_parquet(path: Path, fields: Sequence[str]) -> Table:
+def open_parquet(path: Path, data: Data) -> Table:
     """Open these columns of a Parquet file.
 
     To read one row of Parquet, its whole row group must be decoded. So `datasets` copies the
@@ -162,7 +166,7 @@ def open_parquet(path: Path, fields: Sequence[str]) -> Table:
 
     with _loading(f"{path}: cannot be read as Parquet", REPAIR):
         metadata = pyarrow.parquet.read_metadata(path)
-    columns = _columns(str(path), metadata.schema.to_arrow_schema().names, fields)
+    columns = _columns(str(path), metadata.schema.to_arrow_schema().names, data)
     if metadata.num_rows == 0:
         raise UserError(f"{path}: a Parquet file without rows; remove it")
     files = {"data_files": str(path), "columns": columns, "split": SPLIT}
@@ -170,7 +174,7 @@ def open_parquet(path: Path, fields: Sequence[str]) -> Table:
         return Table(datasets.load_dataset("parquet", **files), str(path))
 
 
-def open_csv(path: Path, fields: Sequence[str]) -> Table:
+def open_csv(path: Path, data: Data) -> Table:
     """Open these columns of a CSV or TSV file, whose first line has their names.
 
     `datasets` reads it, as it reads a folder of such files.
@@ -180,7 +184,7 @@ def open_csv(path: Path, fields: Sequence[str]) -> Table:
     files = {"data_files": str(path), "sep": separator, "split": SPLIT}
     with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
         loaded = datasets.load_dataset("csv", **files)
-    columns = _columns(str(path), loaded.column_names, fields)
+    columns = _columns(str(path), loaded.column_names, data)
     return Table(loaded.select_columns(columns), str(path))
 
 
@@ -205,18 +209,18 @@ def columns_of_dataset(entry: DatasetEntry, key: str) -> list[str]:
     return rows.column_names or list(next(read_stream(rows, key), {}))
 
 
-def open_dataset(entry: DatasetEntry, fields: Sequence[str], key: str = "data.train") -> Table:
+def open_dataset(entry: DatasetEntry, data: Data, key: str = "data.train") -> Table:
     """Open these columns of a split of a dataset.
 
     It is a folder that `save_to_disk` wrote, or a folder or hub name for `load_dataset`. UserError,
     which names `key`, where it cannot be loaded, or lacks the split or a field.
     """
     rows = _split(entry, key, streaming=False)
-    columns = _columns(entry.name, rows.column_names, fields)
+    columns = _columns(entry.name, rows.column_names, data)
     return Table(rows.select_columns(columns), entry.name)
 
 
-def open_stream(entry: DatasetEntry, fields: Sequence[str], key: str) -> Any:
+def open_stream(entry: DatasetEntry, data: Data, key: str) -> Any:
     """Open these columns of a split of a dataset as a `datasets.IterableDataset`.
 
     Nothing of it is read yet. UserError as from `open_dataset`.
@@ -225,7 +229,7 @@ def open_stream(entry: DatasetEntry, fields: Sequence[str], key: str) -> Any:
     rows = _stream_of(files, key) if files else _split(entry, key, streaming=True)
     if rows.column_names is None:  # known only when it is read
         return rows
-    return rows.select_columns(_columns(entry.name, rows.column_names, fields))
+    return rows.select_columns(_columns(entry.name, rows.column_names, data))
 
 
 def mixed(
@@ -254,7 +258,8 @@ def read_stream(rows: Any, key: str) -> Generator[Record]:
     try:
         # Not `iter(rows)`, which in a worker process gives only some of the rows.
         for batch in rows.iter(batch_size=1):
-            yield {column: values[0] for column, values in batch.items()}
+            row = {column: values[0] for column, values in batch.items()}
+            yield without_padding(row, rows.features)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         raise UserError(f"{key}: the stream cannot be read ({cause}); {REPAIR}") from None
@@ -332,20 +337,19 @@ def _loading(problem: str, way_out: str) -> Generator[None]:
             datasets.enable_progress_bar()
 
 
-def _columns(name: str, columns: Sequence[str], fields: Sequence[str]) -> list[str]:
-    """Return the columns that are read: these fields, and the `input` beside an `instruction`.
+def _columns(name: str, columns: Sequence[str], data: Data) -> list[str]:
+    """Return the columns that are read: the fields of a run, and known ones beside them.
 
-    A document with an `input` that `data.fields` does not name is refused, so it must be seen.
     UserError for a field that is no column.
     """
+    fields = fields_of(data)
     for field in fields:
         if field not in columns:
             raise UserError(
                 f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format, and "
                 "data.text_field or data.fields, to fit them"
             )
-    needs_input = "instruction" in fields and "input" in columns and "input" not in fields
-    return [*fields, "input"] if needs_input else list(fields)
+    return [*fields, *(field for field in fields_beside(data) if field in columns)]
 
 
 def _datasets(name: str) -> Any:

@@ -1,0 +1,94 @@
+"""Which fields of a document a run reads, and what becomes of known ones beside them.
+
+A known field that is not empty is taken where its meaning is certain: a system message or tools
+beside the messages of a dialogue. Else the document is refused, with the key that would use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.config import Data
+from shardwise.data.record import BadDocument, Record
+
+FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
+"""The fields that a format reads. `text` reads `data.text_field`."""
+
+SYSTEM = ("system", "system_prompt", "system_message")
+"""The fields with a system message."""
+TOOLS = ("tools", "functions")
+"""The fields with tools. `functions` has what each of `tools` has under its key `function`."""
+VARIABLES = "chat_template_kwargs"
+"""The field with variables of the chat template for one dialogue, as in TRL."""
+
+MEDIA = (
+    "image", "images", "image_url", "input_image", "audio", "audios", "audio_url", "input_audio",
+    "video", "videos", "video_url",
+)  # fmt: skip
+"""Fields of a document, a message, or a part of its content, that hold no text."""
+
+BESIDE = {
+    "text": (),
+    "completion": (*SYSTEM, "history", *TOOLS, "documents", *MEDIA),
+    "chat": (*SYSTEM, "history", *TOOLS, "documents", VARIABLES, *MEDIA),
+}
+"""The known fields beside those that a format reads."""
+
+BESIDE_QUESTION = ("input", "context")
+"""The known fields beside a prompt that is called `instruction` or `question`."""
+
+
+def fields_of(data: Data) -> tuple[str, ...]:
+    """Return the names in the data of the fields that a run reads."""
+    of_format = FIELDS.get(data.format, ())
+    fields = tuple(column for name in of_format for column in data.columns(name))
+    fields = fields or (data.text_field,)
+    if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
+        return (*fields, data.tools)
+    return fields
+
+
+def fields_beside(data: Data) -> tuple[str, ...]:
+    """Return the known fields that a run does not name, which are taken or refused."""
+    names, fields = BESIDE[data.format], fields_of(data)
+    if data.format == "completion" and {"instruction", "question"} & {*fields}:
+        names += BESIDE_QUESTION
+    return tuple(name for name in names if name not in (*fields, *data.unused))
+
+
+def given(record: Record, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of these fields of a document that are not empty."""
+    values = {name: record.get(name) for name in names}
+    return {
+        name: value
+        for name, value in values.items()
+        if (value.strip() if isinstance(value, str) else value)
+    }
+
+
+def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
+    """Raise BadDocument where one of these fields, which the run does not read, is not empty."""
+    for name in given(record, names):
+        raise unread(name, _way_out(name, data))
+
+
+def _way_out(name: str, data: Data) -> str:
+    if name in MEDIA:
+        return "only text is trained on; remove the line"
+    if data.format == "chat":
+        return "write its turns into the messages"
+    if name == "history":
+        return "write its turns as messages and set data.format: chat"
+    prompt = data.columns("prompt")
+    first = (name, *prompt) if name in SYSTEM else (*prompt, name)
+    names = f"{{prompt: [{', '.join(first)}], completion: ...}}"
+    if name in BESIDE_QUESTION:
+        return f"set data.fields to {names}"
+    return f"set data.fields to {names}, or write messages and set data.format: chat"
+
+
+def unread(name: str, way_out: str) -> BadDocument:
+    """Return the error of a field that would be lost; it can always be left out on purpose."""
+    ways = f"{way_out}, or set data.fields: {{unused: {name}}} to leave it out"
+    return BadDocument("unread field", f"field {name!r} is not read; {ways}")
