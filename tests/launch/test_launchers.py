@@ -38,6 +38,7 @@ def test_the_same_run_file_goes_everywhere(launcher, tmp_path, monkeypatch, caps
     # Each rank reads the timeout.
     command += [
         "--launch.timeout_seconds=60",
+        "--training.device=cpu",
         *(["--launch.nodes=1"] if launcher == "local" else []),
     ]
     assert cli.main(command) == 0
@@ -49,6 +50,37 @@ def test_the_same_run_file_goes_everywhere(launcher, tmp_path, monkeypatch, caps
         assert found == {launcher} & others.keys()
     unused = [f"launch.{key}" for key in UNUSED[launcher]]
     assert printed.err == (f"note: --on {launcher} does not use {', '.join(unused)}\n")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "asked"),
+    [
+        ("slurm", {}, "launch.slurm={gpus-per-node: 4}"),
+        ("slurm", {"slurm": {"gres": "gpu:4"}}, None),
+        ("slurm", {"slurm": {"gpus-per-task": 1}}, None),
+        ("kubernetes", {}, "launch.resources={nvidia.com/gpu: 4}"),
+        ("kubernetes", {"resources": {"amd.com/gpu": 4}}, None),
+        ("skypilot", {"resources": {"cpus": "8+"}}, "launch.resources={accelerators: H100:4}"),
+        ("skypilot", {"resources": {"accelerators": "A100:4"}}, None),
+        ("torchrun", {}, None),
+    ],
+)
+def test_a_job_that_asks_for_no_gpu_says_so(
+    launcher, options, asked, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    run["training"] |= {"output_dir": "/data/run", "micro_batch_size": 2}
+    run["parallel"] = {"data": "ddp"}
+    launch = {"processes": 4, "container": "me/image:1", "mounts": {"/data": "kept"}, **options}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | {"launch": launch}))
+    for device, is_told in (("auto", asked is not None), ("cpu", False)):
+        capsys.readouterr()
+        command = ["launch", "run.yaml", f"--on={launcher}", "--dry-run"]
+        assert cli.main([*command, f"--training.device={device}"]) == 0
+        note = f"note: the job asks for no GPU; set {asked}, or training.device=cpu"
+        assert (note in capsys.readouterr().err) == is_told
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

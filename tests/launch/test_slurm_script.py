@@ -262,6 +262,7 @@ def test_keys_that_a_launcher_does_not_use_are_named(tmp_path, monkeypatch, caps
     assert cli.main(["init"]) == 0
     capsys.readouterr()
     keys = ["--launch.before=[module load cuda]", "--launch.container=a.sif"]
+    keys += ["--training.device=cpu"]
     for launcher in ("local", "torchrun"):
         assert cli.main(["launch", "run.yaml", "--on", launcher, "--dry-run", *keys]) == 0
         expected = f"note: --on {launcher} does not use launch.before, launch.container\n"

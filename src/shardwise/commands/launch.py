@@ -28,6 +28,8 @@ The module has `script`, what `--dry-run` prints, and `run`, which starts the ru
 and returns the exit code. Both take the run, the name of its file, and the overrides.
 """
 _OF_SLURM = ("time", "ahead_seconds")
+_OF_GPUS = ("gres", "tres-per-task", "accelerators", "any_of", "ordered")
+"""Options that ask for GPUs, beside those that have `gpu` in their names."""
 UNUSED = {
     "local": (*_OF_SLURM, "before", "container", "mounts", "resources"),
     "slurm": ("resources",),
@@ -74,10 +76,29 @@ def run(args: Namespace) -> int:
     if unused := [key for key in keys if getattr(cfg.launch, key) != getattr(Launch(), key)]:
         names = ", ".join(f"launch.{key}" for key in unused)
         print(f"note: --on {args.on} does not use {names}", file=sys.stderr)
+    if cfg.training.device != "cpu" and (keys := _keys_for_gpus(cfg.launch, args.on)):
+        print(f"note: the job asks for no GPU; set {keys}, or training.device=cpu", file=sys.stderr)
     if args.dry_run:
         print(script, end="")
         return 0
     return launcher.run(cfg, args.run, args.overrides)
+
+
+def _keys_for_gpus(launch: Launch, launcher: str) -> str:
+    """Return the key that gives a job GPUs, where it has none of these; "" where it asks for some.
+
+    A machine that is there already, as under torchrun, is not asked for.
+    """
+    each = launch.processes
+    section, example = {
+        "slurm": ("slurm", f"gpus-per-node: {each}"),
+        "skypilot": ("resources", f"accelerators: H100:{each}"),
+        "kubernetes": ("resources", f"nvidia.com/gpu: {each}"),
+    }.get(launcher, ("", ""))
+    asked = getattr(launch, section, {})
+    if not section or any("gpu" in key or key in _OF_GPUS for key in asked):
+        return ""
+    return f"launch.{section}={{{example}}}"
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
