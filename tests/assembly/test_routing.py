@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from shardwise.assembly.build import build
 from shardwise.assembly.routing import STATISTICS
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig
-from shardwise.models.expert_plan import biases_of
+from shardwise.models.expert_plan import biases_of, experts_of
+from shardwise.models.families import FAMILIES, spec_of
 from shardwise.parallel.mesh import build_mesh
+from shardwise.proof.harness import Rows
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
@@ -19,6 +23,16 @@ from tests.parity.harness import Cell, microbatches, run_config
 
 RATE, STEPS = 0.02, 3
 Outcome = tuple[dict, list[dict[str, float]], dict[str, torch.Tensor], list[torch.Tensor]]
+PADDING = 17
+"""The token that fills rows up: tokens of documents are another one less often."""
+
+
+def padded(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A row whose documents end where its targets do; up to 21 of its 24 tokens are padding."""
+    tokens, labels, documents = Rows()(slot, step)
+    begin = int((labels != IGNORED).sum()) + 1
+    tokens[begin:], documents[begin:] = PADDING, -1
+    return tokens, labels, documents
 
 
 def outcome(cfg: RunConfig) -> Outcome:
@@ -29,7 +43,7 @@ def outcome(cfg: RunConfig) -> Outcome:
     assert job.routing is not None
     steps, shares = [], []
     for step in range(1, STEPS + 1):
-        batches = microbatches(cfg, mesh, step)
+        batches = microbatches(cfg, mesh, step, padded)
         steps.append(training_step(job, batches, mesh, cfg.optimizer.max_grad_norm).routing)
         shares.append(job.routing.given.clone())
     parts = [*job.pm.parts]
@@ -93,6 +107,52 @@ def test_statistics_of_known_loads(alone):
     assert all(step["router_max_over_mean"] >= 1 for step in steps)
     assert all(0 < step["router_entropy"] <= 1 + 1e-6 for step in steps)
     assert all(step["router_dropped"] == step["router_dropped_most"] == 0 for step in steps)
+
+
+WITH_EXPERTS = [n for n, f in FAMILIES.items() if any(block.kind.experts for block in f.blocks)]
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_loads_are_those_of_the_documents_in_a_plain_forward(family, packing):
+    cfg = run_config(Cell(family, "single", "full"))
+    cfg = replace(cfg, data=replace(cfg.data, packing=packing))
+    found, counted = run_ranks(1, loads, cfg)[0]
+    assert torch.equal(found, counted / counted.sum(1, keepdim=True))
+
+
+def loads(cfg: RunConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shares of a step on padded rows, and the choices of every document alone in transformers.
+
+    A row is one document where packing does not keep them apart.
+    """
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    assert job.routing is not None
+    plain = type(job.hf)(job.hf.config)
+    plain.load_state_dict(job.hf.state_dict())
+    batches = microbatches(cfg, mesh, 1, padded)
+    training_step(job, batches, mesh, None)
+    return job.routing.given, counted(plain, batches, cfg.data.keeps_documents_apart)
+
+
+def counted(plain: PreTrainedModel, batches: list[Batch], is_apart: bool) -> torch.Tensor:
+    """How often each expert of each layer is chosen, [L, E]."""
+    experts = [module for _, module in experts_of(plain, spec_of(plain.config, plain))]
+    counts = [torch.zeros(module.num_experts) for module in experts]
+    for module, count in zip(experts, counts, strict=True):
+
+        def count_choices(_, args: tuple[torch.Tensor, ...], count: torch.Tensor = count) -> None:
+            count += torch.bincount(args[1].flatten(), minlength=len(count))
+
+        module.register_forward_pre_hook(count_choices)
+    for batch in batches:
+        for tokens, ids in zip(batch.input_ids, batch.document_ids):
+            ids = ids if is_apart else ids.clamp(max=0)
+            for document in ids[ids >= 0].unique():
+                with torch.no_grad():
+                    plain.eval()(tokens[ids == document][None], use_cache=False)
+    return torch.stack(counts)
 
 
 def test_a_model_without_experts_has_none():

@@ -152,18 +152,18 @@ def shared_factors_not_added_up():
 def limit_of_the_micro_batch():
     rows = Capacity._documents_of_tokens
 
-    def together(self):
-        numbers, lengths = rows(self)
+    def together(ids):
+        numbers, lengths = rows(ids)
         return torch.zeros_like(numbers), torch.full_like(lengths, len(lengths))
 
-    Capacity._documents_of_tokens = together
+    Capacity._documents_of_tokens = staticmethod(together)
 
 
 def last_tokens_kept():
     drop = Capacity.drop
 
-    def backwards(self, chosen, order, top_k, num_experts):
-        return drop(self, chosen.flip(0), order.flip(0), top_k, num_experts)
+    def backwards(self, chosen, order, *others):
+        return drop(self, chosen.flip(0), order.flip(0), *others)
 
     Capacity.drop = backwards
 

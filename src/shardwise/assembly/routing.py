@@ -2,8 +2,8 @@
 
 A bias on a router's scores changes which experts are chosen, not how their outputs are weighed.
 After each step it grows by `model.router_bias_rate` where an expert got fewer tokens than the mean
-of its layer, and falls by as much where it got more. Source: Wang et al., "Auxiliary-Loss-Free Load
-Balancing", arXiv 2408.15664.
+of its layer, and falls by as much where it got more. Tokens are those of documents, not of padding.
+Source: Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ class ModelPart(Part):
 
     def rows_or_documents(self) -> torch.Tensor:
         """Return [B, T] of the micro-batch that is being computed: the documents of its tokens
-        where they are isolated, and equal numbers in a row where they are not.
+        where they are isolated, and equal numbers in a row where they are not; -1 for padding.
         """
         batch = self.dropout.batch
         assert isinstance(batch, Batch)
-        return batch.document_ids if self.isolated else torch.zeros_like(batch.document_ids)
+        return batch.document_ids if self.isolated else batch.document_ids.clamp(max=0)
 
     def autocast(self, batch: AnyBatch) -> torch.autocast:
         """Return the context in which matrix products have the dtype of `training.precision`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.batches import Batch
+from shardwise.models import load
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.families import family_of, spec_of
+from shardwise.models.patches import patch
 from shardwise.models.patches.capacity import Capacity
 from shardwise.models.patches.experts import RoutedExperts
 from tests.kernels.lora_linear.cases import worst
 from tests.models.patches.test_experts import module_of, outcome
+from tests.models.tiny import relative_error
+from tests.parity.harness import Cell, run_config
 
 EXPERTS = 5
 Ids = list[list[int]]
@@ -53,7 +61,7 @@ def reference(module: Any, keeps: torch.Tensor) -> Any:
 
 
 def with_capacity(module: Any, ids: Ids, factor: float) -> RoutedExperts:
-    return RoutedExperts(module, {}, capacity=Capacity(factor, lambda: torch.tensor(ids)))
+    return RoutedExperts(module, {}, capacity=Capacity(factor), documents=lambda: torch.tensor(ids))
 
 
 def drawn(random: Any, num_rows: int, length: int, top_k: int) -> torch.Tensor:
@@ -81,7 +89,8 @@ def drawn(random: Any, num_rows: int, length: int, top_k: int) -> torch.Tensor:
 def test_any_routing_equals_a_loop_that_counts(
     model_type, num_rows, length, top_k, factor, isolated, random
 ):
-    ids = [[random.randrange(2) if isolated else 0 for _ in range(length)] for _ in range(num_rows)]
+    numbers = [-1, 0, 1] if isolated else [0]
+    ids = [[random.choice(numbers) for _ in range(length)] for _ in range(num_rows)]
     indices = drawn(random, num_rows, length, top_k)
     module, keeps = module_of(model_type), kept(ids, indices, factor)
     routed = with_capacity(module, ids, factor)
@@ -89,8 +98,10 @@ def test_any_routing_equals_a_loop_that_counts(
     assert worst(ours, outcome(module, indices, reference(module, keeps))) < 1e-12
     counts = routed.take_counts()
     assert counts is not None
-    assert counts[:-1].tolist() == torch.bincount(indices.flatten(), minlength=EXPERTS).tolist()
-    assert counts[-1] == (~keeps).sum()
+    in_documents = torch.tensor(ids).flatten() >= 0
+    expected = torch.bincount(indices[in_documents].flatten(), minlength=EXPERTS)
+    assert counts[:-1].tolist() == expected.tolist()
+    assert counts[-1] == (~keeps[in_documents]).sum()
 
 
 ALL_TO_ONE = torch.full((6, 1), 3)
@@ -118,3 +129,24 @@ def test_a_part_of_a_row_is_refused():
     routed = with_capacity(module_of("qwen3_moe"), [[0] * 12], 1.0)
     with pytest.raises(AssertionError, match="complete rows"):
         outcome(routed.module, ALL_TO_ONE, routed.forward)
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_padding_makes_no_room_for_a_documents_tokens(packing):
+    cfg = run_config(Cell("qwen3_moe", "single", "full", variant="capacity"))
+    cfg = replace(cfg, data=replace(cfg.data, packing=packing))
+    hf_config = load.read_config(cfg.model)
+    hf = load.load_whole(cfg.model, hf_config)
+    part = CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
+    patch(part, cfg, torch.device("cpu")).train()
+    tokens = torch.randint(0, 256, (1, 25), generator=torch.Generator().manual_seed(0))
+    ids, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    alone = Batch(ids[:, :9], labels[:, :9], torch.zeros_like(ids[:, :9]), (0,), step=1)
+    documents = torch.where(torch.arange(24) < 9, 0, -1)[None]
+    padded = Batch(ids, labels, documents, (0,), step=1)
+    roomy = replace(padded, document_ids=documents.clamp(min=0))
+    expected, ours, others = (
+        part(batch, return_logits=True)[:, :9] for batch in (alone, padded, roomy)
+    )
+    assert relative_error(ours, expected) < 1e-6
+    assert relative_error(others, expected) > 1e-4

@@ -3,7 +3,7 @@
 Of a row's T tokens, of which each chooses k of E experts, an expert takes ceil(factor T k / E) at
 most: the first that choose it. What is dropped is a function of the row alone, so it is the same
 under every layout; and whether a token is dropped depends on no later one. In rows whose documents
-are isolated the limit is for each document.
+are isolated the limit is for each document. What fills a row up has a limit of its own.
 
 A dropped choice adds nothing, and the token's other choices keep their weights. Renormalised, these
 would depend on how full another expert is, and a token without any expert left would have none.
@@ -19,7 +19,7 @@ import torch
 
 Documents = Callable[[], torch.Tensor]
 """Returns [B, T] of the micro-batch that is being computed: equal numbers side by side where tokens
-share a limit."""
+share a limit, -1 where a row is padded."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,21 @@ class Capacity:
 
     factor: float
     """`model.expert_capacity`: 1 is an equal share of the row's tokens for each expert."""
-    documents: Documents
 
     def drop(
-        self, experts: torch.Tensor, order: torch.Tensor, top_k: int, num_experts: int
+        self,
+        experts: torch.Tensor,
+        order: torch.Tensor,
+        ids: torch.Tensor,
+        top_k: int,
+        num_experts: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return choices with those beyond the limit behind all others, where their expert is E.
 
         experts [S] are sorted, of an expert in the order of tokens; choice order[i] [S] is one of
-        token order[i] // top_k.
+        token order[i] // top_k. Tokens with equal `ids` [B, T] side by side share a limit.
         """
-        numbers, lengths = self._documents_of_tokens()
+        numbers, lengths = self._documents_of_tokens(ids)
         tokens = order // top_k
         assert len(order) == len(numbers) * top_k, "a layer must see complete rows"
         limits = (self.factor * lengths.double() * top_k / num_experts).ceil()
@@ -49,9 +53,9 @@ class Capacity:
         experts, moved = experts.masked_fill(is_dropped, num_experts).sort(stable=True)
         return experts, order[moved]
 
-    def _documents_of_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @staticmethod
+    def _documents_of_tokens(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return for each token the number of its document in the micro-batch, and its length."""
-        ids = self.documents()
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         numbers = begins.flatten().cumsum(0) - 1

@@ -23,7 +23,7 @@ from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.grouped_linear import Adapter, grouped_linear, take_rows, takes
 from shardwise.kernels.quantised import Weight
 from shardwise.models.names import hf_name
-from shardwise.models.patches.capacity import Capacity
+from shardwise.models.patches.capacity import Capacity, Documents
 from shardwise.models.patches.gates import has_silu
 from shardwise.models.stored import weight_of
 
@@ -38,17 +38,22 @@ experts' outputs [S, D]."""
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Let the stacked experts of a part, and the adapters on them, compute as `RoutedExperts`."""
     factor = cfg.model.expert_capacity
-    capacity = None if factor is None else Capacity(factor, part.rows_or_documents)
-    part.experts = use_routed_experts(part.hf, part.backward_half, capacity)
+    capacity = None if factor is None else Capacity(factor)
+    half, documents = part.backward_half, part.rows_or_documents
+    part.experts = use_routed_experts(part.hf, half, capacity, documents)
 
 
 def use_routed_experts(
-    model: nn.Module, half: BackwardHalf | None = None, capacity: Capacity | None = None
+    model: nn.Module,
+    half: BackwardHalf | None = None,
+    capacity: Capacity | None = None,
+    documents: Documents | None = None,
 ) -> dict[str, RoutedExperts]:
     """Replace the forwards of a model's stacked experts; return what does, by the modules' paths.
 
     `half` says which half of a backward runs, in a pipeline whose schedule has two. `capacity`
     limits the tokens of each expert in training; evaluation drops none, as servers don't.
+    `documents` says which tokens are padding; None: none are.
     """
     adapters: dict[nn.Module, dict[str, ParamWrapper]] = {}
     for module in model.modules():
@@ -58,7 +63,7 @@ def use_routed_experts(
     for path, module in model.named_modules():
         # What a copy in `modules_to_save` replaces is never called.
         if is_routed(module) and ".original_module" not in path:
-            routed = RoutedExperts(module, adapters.get(module, {}), half, capacity)
+            routed = RoutedExperts(module, adapters.get(module, {}), half, capacity, documents)
             module.forward = routed.forward
             for wrapper in routed.adapters.values():
                 wrapper.forward = wrapper.base_layer.__call__
@@ -89,11 +94,14 @@ class RoutedExperts:
         adapters: dict[str, ParamWrapper],
         half: BackwardHalf | None = None,
         capacity: Capacity | None = None,
+        documents: Documents | None = None,
     ) -> None:
+        assert capacity is None or documents is not None
         self.module = module
         self.adapters = adapters
         self.half = half
         self.capacity = capacity
+        self.documents = documents
         self.compute: Compute = self.outputs
         """What the sorted rows go through. A strategy that sends rows to other ranks wraps it."""
         self._counts: torch.Tensor | None = None
@@ -107,13 +115,14 @@ class RoutedExperts:
         """
         num_tokens, top_k = indices.shape
         experts, order = indices.flatten().sort(stable=True)
-        ends = chosen_ends = self._ends(experts)
+        ids = None if self.documents is None else self.documents()
         capacity = self.capacity if self.module.training else None
         if capacity is not None:
-            experts, order = capacity.drop(experts, order, top_k, self.module.num_experts)
-            ends = self._ends(experts)
+            assert ids is not None
+            experts, order = capacity.drop(experts, order, ids, top_k, self.module.num_experts)
+        ends = self._ends(experts)
         if torch.is_grad_enabled():
-            self._count(chosen_ends, ends)
+            self._count(indices, ids, order, ends)
         back = order.argsort()
         rows = take_rows(hidden, order, back, top_k)
         y = self.compute(rows, ends) if capacity is None else self._of_kept(rows, ends)
@@ -121,17 +130,31 @@ class RoutedExperts:
         return (y * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
     def take_counts(self) -> torch.Tensor | None:
-        """Return the tokens of training since this was asked last: those that chose each expert,
-        and the number that were dropped, [E + 1].
+        """Return the tokens of documents in training since this was asked last: those that chose
+        each expert, and the number that were dropped, [E + 1].
 
         None: no forward ran.
         """
         counts, self._counts = self._counts, None
         return counts
 
-    def _count(self, chosen_ends: torch.Tensor, ends: torch.Tensor) -> None:
-        chosen = chosen_ends.diff(prepend=ends.new_zeros(1))
-        counts = torch.cat([chosen, chosen_ends[-1:] - ends[-1:]]).float()
+    def _count(
+        self,
+        indices: torch.Tensor,
+        ids: torch.Tensor | None,
+        order: torch.Tensor,
+        ends: torch.Tensor,
+    ) -> None:
+        """Count choices [N, k], none of padding; those in `order` behind all ends are dropped."""
+        numbers = torch.ones_like(indices, dtype=torch.float32)
+        if ids is not None:
+            numbers *= (ids >= 0).view(-1, 1)
+        numbers = numbers.flatten()
+        counts = numbers.new_zeros(self.module.num_experts + 1)
+        counts.index_add_(0, indices.flatten(), numbers)
+        if self.capacity is not None:
+            is_dropped = torch.arange(len(order), device=order.device) >= ends[-1]
+            counts[-1] = (numbers[order] * is_dropped).sum()
         self._counts = counts if self._counts is None else self._counts + counts
 
     def _ends(self, experts: torch.Tensor) -> torch.Tensor:
