@@ -428,7 +428,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"cp": 16}},
         16,
     ),
-    "cp with positions that the longest row scales": ("dynamic-rope", {"parallel": {"cp": 2}}, 2),
     "muon with LoRA": ("llama", {"optimizer": {"name": "muon"}, "lora": LORA}, 1),
     "muon under a layout that is not proven": (
         "llama",
@@ -555,7 +554,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
         changed = {
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),
             "llama4_text": ("qwen3_moe", LLAMA4),
-            "dynamic-rope": ("llama", DYNAMIC),
             "of-blocks": ("llama", {"hidden_size": 256, "intermediate_size": 256}),
             "narrow": ("llama", {"hidden_size": 72, "head_dim": 16, "intermediate_size": 72}),
         }
@@ -573,7 +571,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 
 LLAMA4 = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
 """Its experts have a forward of their own."""
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 
 def run_of(model: str, sections: Sections) -> RunConfig:

@@ -155,8 +155,6 @@ class ModelFacts:
     `ep` and a number of data ranks over which states are sharded; None if all have whole ones."""
     num_float8_linears: int = 0
     """How many linears can multiply in 8 bits."""
-    scaled_positions: str | None = None
-    """The `rope_type` of positions that are scaled by the longest row at hand; None: no such."""
 
 
 @dataclass(frozen=True)

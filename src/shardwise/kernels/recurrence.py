@@ -92,6 +92,9 @@ class Neighbours(Protocol):
     A method is called by all of these ranks, in the same order.
     """
 
+    document_ids: torch.Tensor
+    """[B, T] of complete rows."""
+
     @property
     def documents(self) -> torch.Tensor | None:
         """The documents [B, T] of complete rows that are kept apart; None: none are."""

@@ -69,7 +69,6 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         context=context_facts(hf, spec),
         most_earlier_tokens=_most_earlier_tokens(hf, spec),
         num_float8_linears=float8.num_linears(hf, spec, family),
-        scaled_positions=_scaled_positions(hf),
         **eight_bit.facts_of(hf, spec),
     )
 
@@ -88,12 +87,6 @@ def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:
         if any(f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers):
             return name
     return None
-
-
-def _scaled_positions(hf: PreTrainedModel) -> str | None:
-    parameters = getattr(hf.config, "rope_parameters", None) or {}
-    rope_type = parameters.get("rope_type")
-    return rope_type if rope_type in ("dynamic", "longrope") else None
 
 
 def context_facts(hf: PreTrainedModel, spec: ModelSpec) -> ContextFacts:

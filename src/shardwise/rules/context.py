@@ -79,15 +79,5 @@ MODEL_RULES = (
         ),
         why="a rank gets these tokens from the one before it alone",
     ),
-    Rule(
-        "cp with positions that the longest row scales",
-        applies=lambda case: case.parallel.cp > 1 and case.model.scaled_positions is not None,
-        problem=(
-            "parallel.cp is {parallel.cp}, but {model.family} scales its positions by the longest "
-            "row at hand (rope_type {model.scaled_positions})"
-        ),
-        way_out="set parallel.cp to 1",
-        why="each rank would scale by the last of its own tokens",
-    ),
 )
 """On the model."""

@@ -25,6 +25,7 @@ from shardwise.models.patches import (
     isolation,
     lora_kernel,
     loss,
+    rotary,
     router_loss,
 )
 
@@ -42,6 +43,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("routed experts", experts.apply),
     ("finite forget gates", forget_gate.apply),
     ("gated activations", gates.apply),
+    ("rotary positions by document", rotary.apply),
     ("isolated documents", isolation.apply),  # around mixers; gives their dropouts the documents
     ("router loss", router_loss.apply),
     ("loss in the head", loss.apply),

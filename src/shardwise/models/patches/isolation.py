@@ -22,6 +22,7 @@ from shardwise.batches import Batch
 from shardwise.config import RunConfig
 from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import DropoutState
+from shardwise.models.patches.rotary import scaled_by_length
 from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
 
     `state.batch` must be one `with_documents`.
     """
+    by_document = bool(scaled_by_length(hf))
     for layer in spec.layers:
         assert layer.keeps_documents_apart, (
             f"{layer.kind}: a rule refuses it with data.packing isolated"
@@ -115,7 +117,7 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
         for block in layer.mixers:
             if block.kind.mixes_tokens and not block.kind.functions:
                 mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
-                mixer.forward = _isolated(mixer.forward, state)
+                mixer.forward = _isolated(mixer.forward, state, by_document)
 
 
 def with_documents(batch: Batch) -> IsolatedBatch:
@@ -124,8 +126,13 @@ def with_documents(batch: Batch) -> IsolatedBatch:
     return IsolatedBatch(**vars(batch), documents=documents)
 
 
-def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[..., Any]:
-    """Return a mixer's forward that takes packed rows and computes each document by itself."""
+def _isolated(
+    forward: Callable[..., Any], state: DropoutState, by_document: bool = False
+) -> Callable[..., Any]:
+    """Return a mixer's forward that takes packed rows and computes each document by itself.
+
+    `by_document`: the angles that it is given are those of each document, see rotary.py.
+    """
 
     def isolated(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         assert isinstance(state.batch, IsolatedBatch)
@@ -136,7 +143,12 @@ def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[...,
             outs = []
             for group, rows in enumerate(documents.unpack(hidden_states)):
                 state.unpack = lambda mask, group=group: documents.unpack(mask)[group]
-                outs.append(forward(rows, **_from_position_0(kwargs, rows.shape[1])))
+                changed = _from_position_0(kwargs, rows.shape[1])
+                if by_document and (angles := kwargs.get("position_embeddings")) is not None:
+                    size = hidden_states.shape[:2]
+                    parts = (documents.unpack(x.expand(*size, -1)) for x in angles)
+                    changed["position_embeddings"] = tuple(part[group] for part in parts)
+                outs.append(forward(rows, **changed))
         finally:  # checkpointing ends a recomputation by an error once it has all tensors
             state.unpack = None
         if isinstance(outs[0], tuple):  # attention: its output, and weights that are None
