@@ -38,7 +38,18 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "fragment"),
     [
         ((), "the following arguments are required: COMMAND; see shardwise --help"),
-        (("trian",), "argument COMMAND: invalid choice: 'trian'"),
+        (
+            ("trian", "run.yaml"),
+            "argument COMMAND: invalid choice: 'trian'; did you mean train?; see shardwise --help",
+        ),
+        (
+            ("train", "run.yaml", "--nprocs", "2"),
+            "unknown argument --nprocs; did you mean --nproc?",
+        ),
+        (
+            ("plan", "m", "--device=4xH100"),
+            "unknown argument --device=4xH100; did you mean --devices?",
+        ),
         (("train",), "the following arguments are required: RUN.yaml; see shardwise train --help"),
         (("train", "none.yaml"), "none.yaml: cannot read the file (No such file or directory)"),
         (("train", "broken.yaml"), "broken.yaml: not valid YAML"),

@@ -15,7 +15,7 @@ from shardwise import __version__
 from shardwise.commands import COMMANDS
 from shardwise.commands.command import OVERRIDE, is_completing
 from shardwise.config import UserError
-from shardwise.keys import known_keys
+from shardwise.keys import known_keys, nearest
 from shardwise.process.ending import report_error
 
 
@@ -23,7 +23,10 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser, whose errors are reported as every other mistake of the user is."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with the message of argparse."""
+        """Raise UserError with the message of argparse, and the nearest name that it knows."""
+        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            way_out = nearest(found[1], re.findall(r"[\w.-]+", found[2]), "choices")
+            message = f"{message[: found.start()]}invalid choice: '{found[1]}'; {way_out}"
         raise UserError(f"{message}; see {self.prog} --help")
 
 
@@ -66,10 +69,12 @@ def parse(arguments: list[str]) -> Namespace:
     else:
         unknown += overrides
     if unknown:
-        raise UserError(
-            f"unknown argument {unknown[0]}; see shardwise --help (an override is written "
-            f"{OVERRIDE})"
-        )
+        way_out = f"see shardwise --help (an override is written {OVERRIDE})"
+        name, options = unknown[0], re.findall(r"--[a-z][a-z-]+", args.usage())
+        if name.startswith("--") and "." not in name:
+            near = nearest(name.partition("=")[0], options, "options")
+            way_out = near if near.startswith("did you mean") else way_out
+        raise UserError(f"unknown argument {name}; {way_out}")
     return args
 
 
@@ -110,6 +115,6 @@ def build_parser() -> Parser:
         subparser = parsers.add_parser(
             command.name, help=command.summary, description=command.text, allow_abbrev=False
         )
-        subparser.set_defaults(call=command.run)
+        subparser.set_defaults(call=command.run, usage=subparser.format_usage)
         command.add_arguments(subparser)
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 
 from shardwise.commands.command import Command
@@ -16,7 +17,9 @@ def run(args: Namespace) -> int:
     from shardwise.models.catalogue import families_table, model_table
 
     logging.set_verbosity_error()  # its advice is on training
-    Console().print(families_table() if args.path is None else model_table(Model(args.path)))
+    # A file or a pipe has no width: names stay whole there, so that grep finds them.
+    console = Console(width=None if sys.stdout.isatty() else 1_000)
+    console.print(families_table() if args.path is None else model_table(Model(args.path)))
     return 0
 
 
