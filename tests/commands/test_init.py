@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from shardwise import cli
+from shardwise import cli, rules
 from shardwise.data.tokenizer import load_tokenizer
+from shardwise.layouts import Facts
 from shardwise.models.load import check_vocabulary, read_config
 from shardwise.presets import MODELS, preset_names, recipes
 from shardwise.run_file import json_schema, load_config
@@ -37,6 +38,11 @@ def test_what_it_writes_trains_at_once(folder):
     record = json.loads((folder / "runs" / "run" / "record.json").read_text())
     assert record["status"] == "ok"
     assert (folder / "runs" / "run" / "model" / "tokenizer.json").is_file()
+
+
+def test_what_it_writes_goes_over_two_processes():
+    assert cli.main(["init"]) == 0
+    rules.check(load_config("run.yaml", ["--parallel.data=fsdp2"]), Facts(2))
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith("tiny-")])

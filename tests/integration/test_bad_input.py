@@ -69,7 +69,7 @@ CASES = {
     ),
     "batch sizes": (
         ["--training.micro_batch_size=3"],
-        r"8 is not a multiple of 1 .* micro_batch_size 3; use 6 or 9",
+        r"8 is not a multiple of 1 .* micro_batch_size 3; use .*micro_batch_size 2, or .* 6 or 9",
     ),
     "missing corpus": (["--data.train=nowhere.jsonl"], r"nowhere.jsonl"),
     "missing model": (["--model.path=/nowhere/model"], r"/nowhere/model"),

@@ -115,7 +115,7 @@ def test_a_missing_package_is_one_line(command, folder, monkeypatch, capsys):
         importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name)
     )
     assert cli.main([*command, "--on=ray"]) == 2
-    expected = "error: --on ray needs Ray, which is not installed; pip install 'shardwise[ray]'\n"
+    expected = "error: --on ray needs Ray, which is not installed; pip install 'ray[train]'\n"
     assert capsys.readouterr().err == expected
 
 

@@ -358,5 +358,5 @@ def _datasets(name: str) -> Any:
         import datasets
     except ImportError:
         need = f"{name}: to read it needs datasets, which is not installed"
-        raise UserError(f"{need}; pip install 'shardwise[data]'") from None
+        raise UserError(f"{need}; pip install datasets") from None
     return datasets

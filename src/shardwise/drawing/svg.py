@@ -55,8 +55,9 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        command = "pip install 'shardwise[report]'"
-        raise UserError(f"a figure needs matplotlib, which is not installed; {command}") from None
+        raise UserError(
+            "a figure needs matplotlib, which is not installed; pip install matplotlib"
+        ) from None
     return matplotlib
 
 

@@ -133,7 +133,7 @@ def is_final(ending: Ending) -> bool:
 def check_installed() -> None:
     """Raise UserError where Ray Train is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError("--on ray needs Ray, which is not installed; pip install 'shardwise[ray]'")
+        raise UserError("--on ray needs Ray, which is not installed; pip install 'ray[train]'")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     require(
         launch.container is not None or bool(launch.before),
         "the machines have no shardwise; give an image that has it as launch.container, or say how "
-        "to install it, such as launch.before=['pip install shardwise']",
+        "to install it, such as launch.before=['pip install ./shardwise'], a clone in this folder",
     )
     mounts = {path: _source(source) for path, source in launch.mounts.items()}
     volumes = {path: source for path, (kind, source) in mounts.items() if kind == "volumes"}

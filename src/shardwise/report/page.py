@@ -96,7 +96,7 @@ def page_templates() -> Environment:
         import jinja2
     except ImportError:
         raise UserError(
-            "a report needs jinja2, which is not installed; pip install 'shardwise[report]'"
+            "a report needs jinja2, which is not installed; pip install jinja2"
         ) from None
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("shardwise", "report"),

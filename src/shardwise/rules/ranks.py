@@ -26,6 +26,17 @@ def _divisors(number: int) -> list[str]:
     return [str(size) for size in range(1, number + 1) if number % size == 0]
 
 
+def _batches_that_divide(case: Case) -> str:
+    """Return sizes that go over the ranks: the micro-batch first, which changes no result."""
+    rows = case.training.global_batch_size
+    others = multiples(rows, _rows_at_once(case))
+    each, left_over = divmod(rows, num_data_ranks(case.cfg, case.facts.num_ranks))
+    if left_over:
+        return f"use {others}"
+    smaller = max(n for n in range(1, case.training.micro_batch_size) if each % n == 0)
+    return f"use training.micro_batch_size {smaller}, or training.global_batch_size {others}"
+
+
 GRID_RULES = (
     Rule(
         "pp, cp and tp divide the ranks",
@@ -108,9 +119,7 @@ STEP_RULES = (
             f"{num_data_ranks(case.cfg, case.facts.num_ranks)} data-parallel processes x "
             f"micro_batch_size {case.training.micro_batch_size}"
         ),
-        way_out=lambda case: (
-            f"use {multiples(case.training.global_batch_size, _rows_at_once(case))}"
-        ),
+        way_out=_batches_that_divide,
         why="every rank computes the same number of micro-batches, with the same number of rows",
     ),
     Rule(

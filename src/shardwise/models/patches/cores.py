@@ -105,7 +105,7 @@ def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str,
             name += " with parallel.cp"
         raise UserError(
             f"no installed package computes the {slow[0]} in {name} on this GPU, and plain torch "
-            "is slow; install shardwise[gpu] and use bfloat16, or set model.slow_cores to allow"
+            "is slow; install the extra `gpu` and use bfloat16, or set model.slow_cores to allow"
         )
     return chosen
 
