@@ -27,6 +27,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
 
 
+def without_end(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer without an end-of-text token: a text has the tokens of its words alone."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, pad_token=tokenizer.pad_token
+    )
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_fork_server_left() -> Iterator[None]:
     # A process that is forked from this one would take the fork server for its child, and could not

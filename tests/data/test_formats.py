@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.batches import IGNORED
@@ -20,7 +21,7 @@ from shardwise.data.formats import Encoder
 from shardwise.data.packing import Document, to_batch
 from shardwise.data.record import BadDocument
 from shardwise.data.state import SlotState
-from shardwise.data.tokenizer import load_tokenizer
+from shardwise.data.tokenizer import load_tokenizer, prompt_tokens
 from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
 
 IMAGE = {"type": "text", "text": "What is it?", "image_url": {"url": "x"}}
@@ -741,6 +742,45 @@ def test_a_document_longer_than_a_row(tokenizer: PreTrainedTokenizerFast) -> Non
     parts = ["a«bcde»", "e«fghi»", "i«j<eos>»"]
     assert all_marked(tokenizer, record, **keys, long="split") == parts
     assert all_marked(tokenizer, record, **keys, long="skip") == [""]
+
+
+@pytest.mark.parametrize("around", ["<pad> $A", "$A <eos>", "<pad> $A <eos>", "<pad> th $A"])
+@pytest.mark.parametrize(
+    "text", ["hi", "<pad>hi", "hi<eos>", "<pad>hi<eos>", "<pad>th hi", "<eos>"]
+)
+def test_what_a_tokenizer_adds_around_a_text_stands_there_once(
+    tokenizer: PreTrainedTokenizerFast, around: str, text: str
+) -> None:
+    # Right by hand: what the text has already is not added, as a template's text has its BOS.
+    chat = chat_tokenizer(tokenizer, None)
+    names = [name for name in around.split() if name != "$A"]
+    special = [(name, chat.convert_tokens_to_ids(name)) for name in names]
+    backend = Tokenizer.from_str(chat.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single=around, special_tokens=special)
+    adding = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<pad>", eos_token="<eos>", pad_token="<pad>"
+    )
+    before, after = around.replace(" ", "").split("$A")
+    begin = "" if text.startswith(before) else before
+    end = "" if text.endswith(after) else after
+    expected = begin + text + end
+    for packing in ("none", "documents", "concat"):
+        written = marked(adding, {"text": text}, "text", packing)
+        ended = expected if expected.endswith("<eos>") else f"{expected}<eos>"
+        assert written.replace("«", "").replace("»", "") == ended, packing
+    prompt, completion = text[:-1], text[-1:]
+    written = marked(adding, {"prompt": prompt, "completion": completion}, "completion")
+    assert written.replace("«", "").replace("»", "") == ended
+    assert adding.decode(prompt_tokens(adding, text)) == begin + text
+
+
+@pytest.mark.parametrize("packing", ["none", "concat", "isolated", "documents"])
+def test_a_text_ends_with_a_target_in_every_packing(
+    tokenizer: PreTrainedTokenizerFast, packing: str
+) -> None:
+    for text in ("so it ends", "so it ends<eos>"):
+        written = marked(tokenizer, {"text": text}, "text", packing)
+        assert written.replace("«", "").endswith("so it ends<eos>»")
 
 
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:

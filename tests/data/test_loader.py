@@ -15,6 +15,7 @@ from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
 from shardwise.data.order import CHUNK, Order, split
+from tests.data.conftest import without_end
 from tests.left_out import some_now
 
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -187,7 +188,7 @@ def test_packing_none_predicts_each_token_once_an_epoch(
         seed=seed,
         global_batch_size=batch_size,
     )
-    documents = [tokenizer(text)["input_ids"] for text in texts]
+    documents = [[*tokenizer(text)["input_ids"], EOS] for text in texts]
     # Two epochs of each slot's share, by the rule that the module states: places slot, slot + G,
     # ... of the order.
     shares = [
@@ -247,6 +248,7 @@ def test_packing_concat_reproduces_the_joined_stream(
 def test_slots_that_share_a_document_read_different_pieces(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     # Two documents of 12 characters for five slots: slots 0, 2, 4 share one (4 characters each), 1
     # and 3 the other (6).
     texts = ["abcdefghijkl", "ABCDEFGHIJKL"]
@@ -260,6 +262,7 @@ def test_slots_that_share_a_document_read_different_pieces(
 def test_each_epoch_has_its_own_order(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     texts = [f"{letter}{letter}" for letter in "abcdefghij"]
     cfg = run_config(write_corpus(texts), packing="none", sequence_length=1, global_batch_size=1)
     labels = [predicted(rows)[0] for rows in train_rows(cfg, tokenizer, range(1), 30)]
@@ -284,11 +287,7 @@ def test_validation_reads_each_document_once_on_any_number_of_ranks(
     cfg = run_config(
         write_corpus(["some text to train on" * 9]), validation=write_corpus(texts), **keys
     )
-    documents = [
-        [*tokenizer(text)["input_ids"], *([EOS] if packing == "concat" else [])]
-        for text in texts
-        if text
-    ]
+    documents = [[*tokenizer(text)["input_ids"], EOS] for text in texts if text]
     wanted = (
         [token for tokens in documents for token in tokens][1:]
         if packing == "concat"
@@ -312,6 +311,7 @@ def test_validation_reads_each_document_once_on_any_number_of_ranks(
 def test_validation_is_cut_to_eval_batches(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     train, validation = write_corpus(["abc" * 20]), write_corpus(["x" * 101])
     keys = {
         "validation": validation,
@@ -337,6 +337,7 @@ def test_validation_is_cut_to_eval_batches(
 def test_validation_share_is_not_trained_on(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     texts = [f"{letter}{letter}" for letter in "abcdefghij"]
     cfg = run_config(
         write_corpus(texts), validation=0.3, packing="none", sequence_length=1, global_batch_size=1
@@ -403,6 +404,7 @@ def test_corpus_too_small_for_the_slots(
     texts: list[str],
     batch_size: int,
 ) -> None:
+    tokenizer = without_end(tokenizer)
     cfg = run_config(write_corpus(texts), packing="none", global_batch_size=batch_size)
     message = (
         rf"slot 0 of training.global_batch_size {batch_size} .* {len(texts)} documents; .* \d+"
@@ -414,6 +416,7 @@ def test_corpus_too_small_for_the_slots(
 def test_slot_passes_over_empty_documents(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     cfg = run_config(
         write_corpus(["", "ab", "", ""]), packing="none", sequence_length=1, global_batch_size=4
     )
@@ -435,6 +438,7 @@ def test_places_are_drawn_a_few_at_a_time(
     run_config: MakeConfig,
     monkeypatch,
 ) -> None:
+    tokenizer = without_end(tokenizer)
     drawn, documents = [], Order._documents
     monkeypatch.setattr(
         Order, "_documents", lambda *args: drawn.append(len(args[2])) or documents(*args)
@@ -454,6 +458,7 @@ def test_places_are_drawn_a_few_at_a_time(
 def test_validation_without_a_target(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     cfg = run_config(write_corpus(["abc"]), validation=write_corpus(["", "x"]), packing="none")
     loaders = build_loaders(cfg, tokenizer, range(1))
     assert loaders.validation is not None

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
 from shardwise.data.state import merge_states
+from tests.data.conftest import without_end
 from tests.data.test_loader import over_ranks, predicted, rows_of
 
 WriteCorpus = Callable[[Sequence[str]], str]
@@ -23,6 +24,7 @@ def labels(tokenizer: PreTrainedTokenizerFast, cfg: RunConfig, num_steps: int) -
 def test_entries_are_read_by_weight(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     # 30 documents with "a" and 10 with "b", in rows of one document; weights 1 : 1. In 100 steps of
     # 4 rows are ten epochs of 40 draws, 20 of each entry.
     train = [
@@ -69,6 +71,7 @@ def test_mixture_is_the_same_on_any_number_of_ranks_and_resumes(
 def test_held_out_documents_are_drawn_from_no_entry(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     train = [write_corpus([f"{i}a" for i in range(10)]), write_corpus([f"{i}b" for i in range(10)])]
     # Of each entry round(2.5) = 2 are held out.
     keys = {"packing": "none", "sequence_length": 1, "global_batch_size": 1, "weights": [1, 9]}

@@ -13,6 +13,7 @@ from shardwise.data.formats import Encoder
 from shardwise.data.loader import build_loaders
 from shardwise.data.slots import read_documents
 from shardwise.data.state import Counts, SlotState, counts, merge_states
+from tests.data.conftest import without_end
 from tests.data.templates import CHATML
 from tests.data.test_formats import chat_tokenizer
 from tests.data.test_loader import over_ranks, predicted, rows_of
@@ -93,6 +94,7 @@ def test_left_out_lines_move_no_other_and_are_counted(
     num_ranks: int,
     workers: int,
 ) -> None:
+    tokenizer = without_end(tokenizer)
     # 40 documents of two tokens, one row each: a slot reads its ten in ten steps. Of every seventh
     # nothing can be used; the same corpus with an empty text in its place gives the same rows.
     lines = [as_bytes(json.dumps({"text": chr(48 + i) * 2})) for i in range(40)]
@@ -117,6 +119,7 @@ def test_left_out_lines_move_no_other_and_are_counted(
 def test_counts_of_one_epoch(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     lines = [as_bytes(line) for line, _, _ in BAD] + [b'{"text": "ab"}'] * 4
     path = str(write(tmp_path / "a.jsonl", b"\n".join(lines)))
     validation = str(write(tmp_path / "b.jsonl", b"\n".join(lines)))

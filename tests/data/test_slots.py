@@ -20,6 +20,7 @@ from shardwise.data.state import Counts, LoaderState, counts, merge_states
 from tests.data.templates import CHATML
 from tests.data.test_formats import chat_tokenizer, dialogue
 from tests.data.test_loader import (
+    EOS,
     Row,
     all_packings,
     corpora,
@@ -96,7 +97,7 @@ def test_epochs_end_where_every_document_was_finished_and_go_on_there(
     if epochs in (1.0, 2.0):
         assert (counted.epochs, counted.finished) == (epochs, epochs * len(texts))
     if packing == "none" and epochs in (1.0, 2.0) and len(texts) >= batch_size:
-        documents = (tokenizer(text)["input_ids"][1:] for text in texts)
+        documents = ([*tokenizer(text)["input_ids"][1:], EOS] for text in texts if text)
         expected = Counter(token for tokens in documents for token in tokens)
         read_tokens = Counter(predicted([row for rows in steps for row in rows]))
         assert read_tokens == {token: epochs * n for token, n in expected.items()}

@@ -22,6 +22,7 @@ from shardwise.data import streaming
 from shardwise.data.loader import Loaders, build_loaders
 from shardwise.data.state import LoaderState, counts, merge_states
 from shardwise.data.streaming import Streamed
+from tests.data.conftest import without_end
 from tests.data.test_loader import Row, over_ranks, predicted, rows_of
 from tests.data.test_text import write
 from tests.left_out import some_now
@@ -141,6 +142,7 @@ def test_several_data_sets_the_first_documents_and_weights(tmp_path: Path) -> No
 def test_a_split_for_validation_is_streamed_too(
     folder: str, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
 ) -> None:
+    tokenizer = without_end(tokenizer)
     cfg = run_config(
         folder,
         streaming=True,
@@ -155,7 +157,9 @@ def test_a_split_for_validation_is_streamed_too(
         (batches,) = loaders.validation
         assert tokenizer.decode(predicted(rows_of(batches))) == "xy"
     assert loaders.validation.read.finished == 2
-    same = run_config(folder, streaming=True, validation=folder, global_batch_size=1)
+    same = run_config(
+        folder, streaming=True, validation=folder, global_batch_size=1, packing="none"
+    )
     with pytest.raises(UserError, match=r"^data\.validation: .* is in data\.train too"):
         build_loaders(same, tokenizer, range(1))
 

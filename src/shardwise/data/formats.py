@@ -17,7 +17,7 @@ from shardwise.data.columns import check_all_read, fields_beside
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 from shardwise.data.state import SlotState
-from shardwise.data.tokenizer import tokens_and_places
+from shardwise.data.tokenizer import tokens_and_places, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +131,7 @@ class Encoder:
     def _ended(self, tokens: list[int], targets: list[bool]) -> Encoded:
         """Add the end-of-text token where it is missing."""
         is_text = self.data.format == "text"
-        needs_end = self.data.packed in JOINED or (is_text and self.data.packed == "documents")
+        needs_end = is_text or self.data.packed in JOINED
         end = self.end_of_text
         if not needs_end or end is None or not tokens or tokens[-1] == end:
             return tokens, targets
@@ -200,8 +200,7 @@ def text_of(record: Record, field: str, key: str) -> str:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     """Encode a text; all tokens are targets. An empty text has no tokens, not even special ones."""
-    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    tokens = tokenizer(text, **options)["input_ids"] if text else []
+    tokens = tokens_of(tokenizer, text) if text else []
     return tokens, [True] * len(tokens)
 
 

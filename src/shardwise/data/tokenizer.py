@@ -45,22 +45,63 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     return tokenizer
 
 
+PLAIN = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+"""Options of a tokenizer whose tokens alone are needed."""
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer adds around any text."""
+    tokens = list(tokenizer(text, **PLAIN)["input_ids"])
+    return tokens[_once(tokenizer, tokens)]
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text that is to be continued: nothing is added at its end."""
+    tokens = list(tokenizer(text, **PLAIN)["input_ids"])
+    begin, num_after = _once(tokenizer, tokens).start, len(_around(tokenizer)[1])
+    return tokens[begin : len(tokens) - num_after]
+
+
+def _once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> slice:
+    """Return which tokens of a text remain, so that none is added that the text has already.
+
+    A text may begin with the token that the tokenizer adds in front, as what a chat template has
+    written does, or end with the one that it adds behind.
+    """
+    before, after = _around(tokenizer)
+    num_before, num_after, num_tokens = len(before), len(after), len(tokens)
+    begins_twice = before and tokens[: 2 * num_before] == 2 * before
+    ends_twice = after and tokens[num_tokens - 2 * num_after :] == 2 * after
+    begin, end = num_before * bool(begins_twice), num_tokens - num_after * bool(ends_twice)
+    return slice(begin, end)
+
+
+@functools.cache
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer adds before and behind any text."""
+    alone, added = (
+        list(tokenizer("a", add_special_tokens=is_added, **PLAIN)["input_ids"])
+        for is_added in (False, True)
+    )
+    for begin in range(len(added) - len(alone) + 1):
+        if alone and added[begin : begin + len(alone)] == alone:
+            return added[:begin], added[begin + len(alone) :]
+    return [], []
+
+
 def tokens_and_places(
-    tokenizer: PreTrainedTokenizerBase, text: str, **options: Any
+    tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the tokens of a text, and the characters [start, end) that each stands for.
 
     White space that a special token strips from its sides is not part of it.
     """
-    encoded = tokenizer(
-        text,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-        **options,
-    )
+    options = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": True, **PLAIN}
+    encoded = tokenizer(text, **options)
     tokens, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    if add_special_tokens:
+        once = _once(tokenizer, tokens)
+        tokens, places = tokens[once], places[once]
     stripping = _stripping(tokenizer)
     for index, token in enumerate(tokens):
         if token in stripping:
