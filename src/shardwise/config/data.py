@@ -30,9 +30,9 @@ class Data(Section):
     validation: float | str | list[str] = 0.0
     """The share of the documents that is held out, or separate files."""
     format: Literal["text", "completion", "chat"] = "text"
-    """`text`: every token is a target, also the end-of-text token behind it. `completion`: fields `prompt` and `completion`; the tokens
-    of the completion are targets. `chat`: field `messages`, written by a chat template; `train_on`
-    says which tokens are targets."""
+    """`text`: every token is a target, also the end-of-text token behind it. `completion`: fields
+    `prompt` and `completion`; the tokens of the completion are targets. `chat`: field `messages`,
+    written by a chat template; `train_on` says which tokens are targets."""
     chat_template: str | None = None
     """Chat: a file with the Jinja template; null: the tokenizer's own."""
     template_arguments: dict[str, Any] | None = None
