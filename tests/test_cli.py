@@ -203,11 +203,13 @@ def test_train_leaves_the_number_of_processes_open(folder, launched):
 def test_export_merges_an_adapter(monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(
-        adapter, "merge_adapter", lambda *arguments, tokenizer: calls.append(arguments)
+        adapter,
+        "merge_adapter",
+        lambda *arguments, tokenizer: calls.append(arguments) or ["a note"],
     )
     assert cli.main(["export", "--merge", "base", "run/adapter", "merged"]) == 0
     assert calls == [(Model("base"), "run/adapter", "merged")]
-    assert capsys.readouterr().out.startswith("merged run/adapter into base: merged")
+    assert capsys.readouterr().out.startswith("note: a note\nmerged run/adapter into base: merged")
 
 
 def test_models_prints_the_families_and_one_model(folder):

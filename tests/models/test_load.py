@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5Config
 
 from shardwise.config import Model, UserError
-from shardwise.models import initialise, weight_files
+from shardwise.models import initialise, weight_files, weight_folder
 from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
 from shardwise.models.save import save_model
 from tests.left_out import some_now
@@ -489,19 +489,21 @@ def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=shards[1].name):
         entries(Model(str(tmp_path)))
     shards[1].unlink()
-    with pytest.raises(UserError, match=f"{shards[1].name}: named in"):
+    with pytest.raises(UserError, match=f"{shards[1].name}' is named in"):
         entries(Model(str(tmp_path)))
-    (tmp_path / weight_files.INDEX).write_text("{}")
+    (tmp_path / weight_folder.INDEX).write_text("{}")
     with pytest.raises(UserError, match="not a safetensors index"):
         entries(Model(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/../../x.safetensors"])
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / weight_files.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    (tmp_path / weight_folder.INDEX).write_text(
+        json.dumps({"weight_map": {"lm_head.weight": name}})
+    )
     for read in (
-        lambda: weight_files.fingerprint(Model(str(tmp_path)), weights=True),
-        lambda: weight_files._files_by_key(tmp_path),
+        lambda: weight_folder.fingerprint(Model(str(tmp_path)), weights=True),
+        lambda: weight_folder.files_by_key(tmp_path),
     ):
         with pytest.raises(UserError, match="not in its folder"):
             read()

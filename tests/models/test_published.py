@@ -27,7 +27,7 @@ from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models.quantised_folders import BASE_OF, METHODS, write
-from tests.models.tiny import loaded_by_transformers, logits, on_meta, trained, with_adapters
+from tests.models.tiny import loaded_by_transformers, logits, on_meta, same, trained, with_adapters
 from tests.parity.harness import (
     DEEP,
     TOLERANCE,
@@ -357,10 +357,11 @@ def test_a_damaged_header_is_refused(header, plain, tmp_path):
         read_config(Model(str(folder)))
 
 
-def test_codes_that_the_index_does_not_name_are_refused(plain, tmp_path):
+def test_codes_that_the_index_does_not_name_are_read_with_their_file(plain, tmp_path):
+    """As by transformers, which takes all that is in an index's files."""
+    write(tmp_path / "whole", plain, "fp8")
     folder = with_index(plain, tmp_path / "q", without=(Q,))
-    with pytest.raises(UserError, match=f"{Q}: not in the files"):
-        read_config(Model(str(folder)))
+    assert same(values_of(folder), values_of(tmp_path / "whole"))
 
 
 def with_index(plain: Path, folder: Path, without: tuple[str, ...]) -> Path:

@@ -24,6 +24,7 @@ from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.patches import cores, experts, float8, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
+from shardwise.models.weight_folder import unread_note
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.process.world import device_type
 from shardwise.schedule.orders import Pipeline
@@ -77,6 +78,8 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
     notes += _of_quantised_folder(cfg, hf.config)
+    if cfg.model.init == "weights" and (unread := unread_note(cfg.model.path)):
+        notes += (f"model.path: {unread}",)
     if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):
         notes += (f"experts run one after the other, which is slower: {reason}",)
     notes += float8.notes(hf, spec, family, cfg, device_type(cfg))

@@ -19,7 +19,7 @@ from shardwise.assembly.optimizer import optimized_parameters, zero_states
 from shardwise.config import Lora, RunConfig
 from shardwise.interfaces import ParallelModel, State
 from shardwise.kernels.quantised import dequantise, quantise
-from shardwise.models import adapter_start, dora, load, lora, weight_files
+from shardwise.models import adapter_start, dora, load, lora, weight_files, weight_folder
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.stored import stored_in
@@ -151,7 +151,7 @@ def _initial_weights(
             by_hf_name.setdefault(hf_name(name), []).append(name)
     if by_hf_name:
         with paused():
-            weight_files.fetch(cfg.model)
+            weight_folder.fetch(cfg.model)
         hf = pm.parts[0].hf
         assert isinstance(hf, PreTrainedModel), "the state of a caller's module has all values"
         scales = None if cfg.model.base == "none" else weight_files.Scales(cfg.model.base)

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.assembly.build import Job
 from shardwise.assembly.state import portable_weights
 from shardwise.checkpoint.folder import UNFINISHED
-from shardwise.config import RunConfig
+from shardwise.config import Model, RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
 from shardwise.models.adapter_start import section_of_layers
@@ -36,8 +36,11 @@ def save_result(
     mesh: Mesh,
     output_dir: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    note: Callable[[str], object] = lambda text: None,
 ) -> Path | None:
     """Write the adapter (LoRA) or the model (full) from any layout, with the run's tokenizer.
+
+    With a model goes all else that the base's files have; `note` is told of that.
 
     Return the folder on rank 0, None elsewhere. Tensors are gathered one by one, and only rank 0
     keeps them: all of an adapter's, or up to one file's worth of a model's. The folder gets its
@@ -56,9 +59,10 @@ def save_result(
     elif cfg.lora is None:
         # Random weights have no files, and so nothing beside the language model.
         whole = job.multimodal if cfg.model.init == "weights" else None
-        others = () if whole is None else other_weights(job.hf, cfg.model)
         size = DISK_SHARD_BYTES if cfg.parallel.offload == "disk" else SHARD_BYTES
-        save_model(job.hf, tensors, unfinished, size, multimodal=whole, others=others)
+        others = _others(job, cfg.model, note)
+        if carried := save_model(job.hf, tensors, unfinished, size, whole, others):
+            note(f"model/: {carried}, untrained")
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
         path, multimodal = cfg.model.path, job.multimodal
@@ -70,6 +74,18 @@ def save_result(
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     shutil.rmtree(folder, ignore_errors=True)  # of the run that this one resumed
     return unfinished.rename(folder)
+
+
+def _others(
+    job: Job, model: Model, note: Callable[[str], object]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the base's files have beside the model; a base that is gone costs no result."""
+    try:
+        for entry in other_weights(job.hf, model):
+            yield entry
+            beat()
+    except (UserError, OSError) as error:
+        note(f"model/ lacks what the base has beside {type(job.hf).__name__}: {error}")
 
 
 def _full_tensors(job: Job, mesh: Mesh, trained_only: bool) -> Iterator[tuple[str, torch.Tensor]]:

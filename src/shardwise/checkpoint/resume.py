@@ -29,7 +29,7 @@ from shardwise.config import Optimizer, RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.interfaces import State
 from shardwise.keys import flat
-from shardwise.models import weight_files
+from shardwise.models import weight_folder
 from shardwise.models.adapter_start import resumed
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.run_file import parse_config, without_removed
@@ -234,4 +234,4 @@ def fingerprint(cfg: RunConfig) -> dict[str, str]:
     """Return checksums of the model's files; with LoRA also of weights, which no checkpoint has."""
     if cfg.model.is_callers:  # a checkpoint holds all of it
         return {}
-    return weight_files.fingerprint(cfg.model, weights=cfg.lora is not None)
+    return weight_folder.fingerprint(cfg.model, weights=cfg.lora is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.commands.command import Command
@@ -17,6 +18,7 @@ def run(args: Namespace) -> int:
     from shardwise.models.adapter import merge_adapter
     from shardwise.models.adapter_export import export_adapter
     from shardwise.models.copy import copy_model
+    from shardwise.models.weight_folder import unread_note
 
     model, adapter, out = args.model, args.adapter, args.out
     if args.copy is None:
@@ -30,21 +32,15 @@ def run(args: Namespace) -> int:
         args.base == "none" or args.merge, "--base is for --merge; an adapter alone has no base"
     )
     if args.copy is not None:
-        copy_model(Model(path=model), args.copy, out)
+        _print([unread_note(model), *copy_model(Model(path=model), args.copy, out)])
         print(f"wrote {model} as model.base {args.copy} computes it: {out}")
         return 0
     # An adapter that is no folder is refused when it is read.
     tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None
     if args.merge:
         base = Model(path=model, base=args.base)
-        moved = merge_adapter(base, adapter, out, tokenizer=tokenizer)
+        _print([unread_note(model), *merge_adapter(base, adapter, out, tokenizer=tokenizer)])
         done = f"merged {adapter} into {model}: {out}"
-        if moved is not None:
-            print(
-                f"note: the adapter has moved the matrices of model.base by {moved[1]:.2%} of "
-                f"their norm; to store the merged ones as {args.base} again would move them by "
-                f"{moved[0]:.2%}"
-            )
     else:
         export_adapter(Model(path=model), adapter, out, args.reader, tokenizer)
         done = f"wrote {adapter} for {args.reader}: {out}"
@@ -53,6 +49,11 @@ def run(args: Namespace) -> int:
     )
     print(done + note)
     return 0
+
+
+def _print(notes: Iterable[str | None]) -> None:
+    for note in filter(None, notes):
+        print(f"note: {note}")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -20,7 +20,14 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter_folder import PREFIX, AdapterFolder, as_in_file, read_adapter
 from shardwise.models.families import family_of
-from shardwise.models.load import build_meta, fill, load_whole, other_weights, read_config
+from shardwise.models.load import (
+    build_meta,
+    fill,
+    in_own_dtype,
+    load_whole,
+    other_weights,
+    read_config,
+)
 from shardwise.models.lora import adapter_layers, num_sharing, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy, renamed_by_peft
@@ -113,7 +120,7 @@ def merge_adapter(
     out_folder: str | Path,
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> tuple[float, float] | None:
+) -> list[str]:
     """Write the model with the adapters added into its weights: W + scale * BA.
 
     `transformers` alone loads it, as the class that the base's `architectures` names; what the base
@@ -121,16 +128,15 @@ def merge_adapter(
     has the values that it stores, on which the adapter was trained. The adapter's names may be
     those of the text class or of that one. Beside it stand the `tokenizer` and the
     base's generation config. `seed` is for a base with `init: random`. All of the model is in
-    memory. With `base.base`, return `quantise.rounding_of_merge`. UserError if the folder holds no
-    adapters, or those of another model.
+    memory. Return notes for the user. UserError if the folder holds no adapters, or those of
+    another model.
     """
     adapter = read_adapter(adapter_folder)
     check_writable(Path(out_folder))
     config = read_config(base)
-    if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is
-        base = dataclasses.replace(base, dtype=str(config.dtype).removeprefix("torch."))
+    base = in_own_dtype(base, config)  # the merged model is stored as its base is
     in_file = plain_entries(adapter.file)
-    model = load_whole(base, config, seed)
+    model = load_whole(base, config, seed, cast=False)
     family_of(model)
     if base.base != "none":
         entries = read_back(model, base, seed, base.base)
@@ -177,13 +183,17 @@ def merge_adapter(
     state = {n: tensor for n, tensor in state.items() if n not in model.all_tied_weights_keys}
     # Random weights have no files, and so nothing beside the language model.
     whole = multimodal if base.init == "weights" else None
-    others = () if whole is None else other_weights(model, base)
-    others = ((key, changed.get(key, tensor)) for key, tensor in others)
-    save_model(model, state.items(), out_folder, multimodal=whole, others=others)
+    others = ((key, changed.get(key, tensor)) for key, tensor in other_weights(model, base))
+    note = save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
-    if base.base == "none":
-        return None
-    return rounding_of_merge(build_meta(base, config), state, base, seed, base.base)
+    notes = [note] if note else []
+    if base.base != "none":
+        again, moved = rounding_of_merge(build_meta(base, config), state, base, seed, base.base)
+        notes.append(
+            f"the adapter has moved the matrices of model.base by {moved:.2%} of their norm; to "
+            f"store the merged ones as {base.base} again would move them by {again:.2%}"
+        )
+    return notes
 
 
 def _check_untied(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -20,7 +22,14 @@ from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.notices import quiet_notices
 from shardwise.models.published import check_config, method_of
 from shardwise.models.sizes import check_parameters, check_read, check_written
-from shardwise.models.weight_files import Scales, check_quantised, other_entries, weights_from_files
+from shardwise.models.weight_files import (
+    PLAIN,
+    Scales,
+    check_quantised,
+    first_dtype,
+    other_entries,
+    weights_from_files,
+)
 from shardwise.safety import warn_of_code
 
 
@@ -209,13 +218,32 @@ def weights(
 def other_weights(hf_model: PreTrainedModel, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (key, tensor) of what is in the model's files beside this model, as it is stored.
 
-    One tensor at a time is in memory. Of `hf_model` only the config is used.
+    One tensor at a time is in memory. Of `hf_model` only the config is used. Random weights have no
+    files, and so nothing beside the model.
     """
-    yield from other_entries(build_meta(model, hf_model.config), model.path)
+    if model.init == "weights":
+        yield from other_entries(build_meta(model, hf_model.config), model.path)
 
 
-def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+def in_own_dtype(model: Model, hf_config: PretrainedConfig) -> Model:
+    """Return the model in the dtype of its folder, as transformers takes it: the config's, or that
+    of the first number in the files.
+    """
+    dtype = hf_config.dtype
+    if dtype is None and model.init == "weights":
+        dtype = first_dtype(model.path)
+    if dtype not in PLAIN:
+        return model
+    own: Any = str(dtype).removeprefix("torch.")  # float16, too, in which nothing trains
+    return replace(model, dtype=own)
+
+
+def fill(
+    hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]], cast: bool = True
+) -> None:
     """Replace every parameter and persistent buffer of an unsharded model by `values`.
+
+    Parameters keep their dtype or, without `cast`, get that of the values.
 
     Names are transformers names (both copies of a module in `modules_to_save` get a copy of the
     same value) or, for LoRA factors, the model's. Tied parameters are tied again. An assert fails
@@ -231,7 +259,7 @@ def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) 
         for module, leaf in places[name]:
             if leaf in module._parameters:
                 like = module.get_parameter(leaf)
-                copied = value.to(like.dtype, copy=True)
+                copied = value.to(like.dtype if cast else value.dtype, copy=True)
                 module._parameters[leaf] = nn.Parameter(copied, like.requires_grad)
             else:
                 module._buffers[leaf] = value.clone()
@@ -240,8 +268,13 @@ def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) 
     assert not left, f"no value for {left[:5]}"
 
 
-def load_whole(model: Model, hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Return the model with all its weights on the CPU, in eval mode: for export and tests only."""
+def load_whole(
+    model: Model, hf_config: PretrainedConfig, seed: int = 0, cast: bool = True
+) -> PreTrainedModel:
+    """Return the model with all its weights on the CPU, in eval mode: for export and tests only.
+
+    Without `cast` parameters have the dtype of the files, unless those are quantised.
+    """
     built = build_meta(model, hf_config)
-    fill(built, weights(built, model, seed))
+    fill(built, weights(built, model, seed), cast or method_of(hf_config) is not None)
     return built.eval()

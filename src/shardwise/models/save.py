@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -24,7 +25,7 @@ from transformers.utils import (
 
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.weight_files import INDEX
+from shardwise.models.weight_folder import INDEX
 
 SHARD_BYTES = 5 * 2**30
 _COPIED = (GENERATION_CONFIG_NAME, PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
@@ -37,7 +38,7 @@ def save_model(
     shard_bytes: int = SHARD_BYTES,
     multimodal: Multimodal | None = None,
     others: Iterable[tuple[str, torch.Tensor]] = (),
-) -> None:
+) -> str | None:
     """Write `state` so that `transformers` alone loads it from `folder`.
 
     `state` yields (transformers name, full CPU tensor) of every parameter, tied ones once, and
@@ -45,8 +46,8 @@ def save_model(
     memory at a time. Of `hf_model` the names and the config are used, so it may be on meta or
     sharded or have adapters. Weights that were in `folder` are replaced.
 
-    With `multimodal` the folder is one of that class: its names and its config, and beside the
-    language model `others`, (key, tensor) of all else in the base's files, which are not changed.
+    `others`: (key, tensor) of all else in the base's files, which is written as it is; a line that
+    names it is returned. With `multimodal` the folder is one of that class: its names, its config.
     """
     folder = Path(folder)
     saved, state = hf_model, _each_once(hf_model, state)
@@ -54,6 +55,8 @@ def save_model(
         saved = multimodal.model
         state = ((multimodal.name_of(name), tensor) for name, tensor in state)
     entries = checkpoint_entries(saved, state)
+    carried: list[str] = []
+    others = ((carried.append(key), (key, tensor))[1] for key, tensor in others)
     write_shards(chain(entries, others), folder, shard_bytes)
     if multimodal is None:
         config = copy.deepcopy(hf_model.config)
@@ -67,6 +70,17 @@ def save_model(
     config.save_pretrained(folder)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(folder)
+    return _carried_note(carried, type(hf_model).__name__) if carried else None
+
+
+def _carried_note(keys: list[str], name: str) -> str:
+    # Of `model.layers.46.mlp.up_proj.weight` a reader wants `model.layers.46`, of `mtp.fc` `mtp`.
+    places = [re.match(r"(model\.)?[^.]+(\.\d+(?=\.))?", key) for key in keys]
+    short = list(dict.fromkeys(key if p is None else p[0] for key, p in zip(keys, places)))
+    return (
+        f"{len(keys)} tensors that {name} does not load ({', '.join(short[:3])}"
+        f"{', ...' * (len(short) > 3)}) are carried over from the base's files as they are"
+    )
 
 
 def save_for_generation(

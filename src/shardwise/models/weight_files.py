@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import re
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -23,50 +20,36 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils import cached_file
 
-from shardwise.config import Model, UserError
+from shardwise.config import UserError
 from shardwise.kernels.quantised import Format
 from shardwise.models.published import Entry, entries_in, plain_keys
+from shardwise.models.weight_folder import files_by_key, keys_in, weight_folder
 
-INDEX = "model.safetensors.index.json"
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes whose numbers are the weights; integers and float8 need scales beside them."""
 
-
-def fetch(model: Model) -> None:
-    """Get the model's weight files onto this machine; UserError if the hub refuses them."""
-    if model.init == "weights":
-        _weight_folder(model.path)
-
-
-def fingerprint(model: Model, weights: bool) -> dict[str, str]:
-    """Return a checksum by file name, of `config.json` and of code that may run.
-
-    With `weights` also of a sample of each weight file: its size, its header, and up to 4 KiB from
-    the middle of each tensor. Those are some MB of a model of 100 GB, and other weights differ
-    everywhere. Random weights need none. UserError if the files cannot be read.
-    """
-    if weights and model.init == "weights":
-        folder = _weight_folder(model.path)
-        weight_files = sorted(set(_files_by_key(folder).values()))
-    else:
-        folder = Path(str(cached_file(model.path, "config.json"))).parent
-        weight_files = []
-    files = [folder / "config.json"]
-    if model.trust_remote_code:
-        files += sorted(folder.glob("*.py"))
-    checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    return checksums | {str(file.relative_to(folder)): _sample(file) for file in weight_files}
+_BESIDE = (r"rotary_emb\.inv_freq", r"(^|\.)mtp(_\w+)?\.")
+"""Names of entries that a class may lack: what it computes, and layers for several tokens."""
 
 
 def plain_entries(file: Path) -> set[str]:
     """Return the names in a safetensors file; UserError if an entry is no plain weight."""
-    names = set(_keys_in(file))
+    names = set(keys_in(file))
     with safe_open(file, framework="pt") as opened:
         for name in names:
             _check_plain(file, name, opened.get_tensor(name).dtype)
     return names
+
+
+def first_dtype(path: str) -> torch.dtype | None:
+    """Return the dtype of the first entry of a model folder or hub id that is floating-point."""
+    files = files_by_key(weight_folder(path))
+    file = min(files.values())
+    with ExitStack() as stack:
+        read = _Reader(stack, files, {})
+        tensors = (read.stored(key) for key in files if files[key] == file)
+        return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 @dataclass
@@ -80,7 +63,7 @@ class Scales:
 
 def check_quantised(folder: Path, method: str) -> None:
     """Raise UserError unless each quantised weight in the files has its scales; reads headers."""
-    entries_in(_files_by_key(folder), method)
+    entries_in(files_by_key(folder), method)
 
 
 def weights_from_files(
@@ -94,7 +77,7 @@ def weights_from_files(
     `skeleton`: the model on meta. Unless transformers converts a tensor, it has the file's dtype; a
     quantised one is float32.
     """
-    in_files = _files_by_key(_weight_folder(path))
+    in_files = files_by_key(weight_folder(path))
     files, entries = plain_keys(in_files, skeleton, path)
     state = skeleton.state_dict()
     tied = skeleton.all_tied_weights_keys
@@ -128,10 +111,10 @@ def weights_from_files(
 def other_entries(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (key, tensor) of each entry in the files that the model is not made of, as stored.
 
-    `skeleton`: the model on meta. In a multimodal folder these are the weights of the vision tower,
-    of layers that predict several tokens, and others. Quantised ones have the dtype of the config.
+    `skeleton`: the model on meta. These are layers that predict several tokens, the vision tower of
+    a multimodal folder, and others. Quantised ones have the dtype of the config.
     """
-    in_files = _files_by_key(_weight_folder(path))
+    in_files = files_by_key(weight_folder(path))
     files, entries = plain_keys(in_files, skeleton, path)
     sources = _sources(skeleton, skeleton.state_dict(), files, path)
     used = {key for source in sources.values() for key, _ in source.keys}
@@ -168,7 +151,8 @@ def _sources(
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    ignored = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    ignored = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), *_BESIDE]
+    past = _layers_past_the_last(skeleton)
     sources: dict[str, _Source] = {}
     unexpected: list[str] = []
     for key in sorted(files, key=dot_natural_key):
@@ -178,7 +162,7 @@ def _sources(
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
-            if not any(re.search(rule, name) for rule in ignored):
+            if not (past(key) or any(re.search(rule, name) for rule in ignored)):
                 unexpected.append(key)
             continue
         converter = None if pattern is None else by_pattern[pattern]
@@ -191,6 +175,19 @@ def _sources(
     _check_none(path, missing, "without weights in the files")
     _check_none(path, unexpected, "that the model has no place for")
     return sources
+
+
+def _layers_past_the_last(skeleton: PreTrainedModel) -> Callable[[str], bool]:
+    """Return whether a key is of a layer that predicts several tokens, counted on from the last."""
+    config = skeleton.config
+    first = getattr(config, "num_hidden_layers", 0)
+    num = getattr(config, "num_nextn_predict_layers", None) or 0
+
+    def is_past(key: str) -> bool:
+        index = re.search(r"(?:^|\.)layers\.(\d{1,9})\.", key)
+        return index is not None and first <= int(index[1]) < first + num
+
+    return is_past
 
 
 def _check_none(path: str, names: list[str], what: str) -> None:
@@ -299,74 +296,9 @@ def _check_equal(
         )
 
 
-def _weight_folder(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot fetch the weights from the hub ({str(error)[:200]})"
-        ) from None
-
-
-def _files_by_key(folder: Path) -> dict[str, Path]:
-    index, single = folder / INDEX, folder / "model.safetensors"
-    if index.is_file():
-        return _indexed_files(index)
-    if not single.is_file():
-        raise UserError(
-            f"{folder}: no model.safetensors and no {INDEX} here; give a folder with safetensors "
-            "weights, or start from random ones (model.init: random)"
-        )
-    return dict.fromkeys(_keys_in(single), single)
-
-
-def _indexed_files(index: Path) -> dict[str, Path]:
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {key: index.parent / name for key, name in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{index}: not a safetensors index; fetch the file again") from None
-    for name in names.values():
-        # Judged by the name: in the hub's cache every file is a link to another folder.
-        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            raise UserError(
-                f"{index}: names {name}, which is not in its folder; fetch the model again"
-            )
-    for file in sorted(set(files.values())):
-        if not file.is_file():
-            raise UserError(f"{file}: named in {INDEX} but not there; fetch the file")
-    return files
-
-
-def _keys_in(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
-        ) from None
-
-
 def _check_plain(file: Path, key: str, dtype: torch.dtype) -> None:
     if dtype not in PLAIN:
         raise UserError(
             f"{file}: {key} is {str(dtype).removeprefix('torch.')}, which are no plain weights; "
             "give the model's weights in bfloat16, float16 or float32"
         )
-
-
-def _sample(file: Path) -> str:
-    _keys_in(file)  # raises if the header is damaged
-    with file.open("rb") as opened:
-        begin = 8 + int.from_bytes(opened.read(8), "little")
-        header = opened.read(begin - 8)
-        digest = hashlib.sha256(header + str(file.stat().st_size).encode())
-        for name, entry in json.loads(header).items():
-            if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                opened.seek(begin + max(first, (first + last) // 2 - 2048))
-                digest.update(opened.read(min(4096, last - first)))
-    return digest.hexdigest()

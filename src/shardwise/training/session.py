@@ -240,7 +240,7 @@ class Session:
         self._checkpointer.finish()
         # The result and the record come before what may fail.
         folder = Path(self.cfg.training.output_dir)
-        save_result(self.job, self.cfg, self.mesh, folder, tokenizer)
+        save_result(self.job, self.cfg, self.mesh, folder, tokenizer, self.reporter.note)
         self._record = write_record(self.cfg, self.mesh, self.job, self.reporter, self._meter)
         return self.add(**record_timeline(self.cfg, self.mesh, self.job, self._recorder))
 
