@@ -8,6 +8,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter import save_adapter
+from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven
 from shardwise.models.families.unproven import inspect_family
 from shardwise.models.load import weights
@@ -106,6 +107,20 @@ def test_saved_models_and_adapters_are_loaded_by_transformers(model: Model, tmp_
     loaded = loaded_by_transformers(tmp_path / "base")
     loaded.load_adapter(str(tmp_path / "adapter"))
     assert relative_error(logits(loaded), logits(built)) < 1e-5
+
+
+def test_dense_layers_before_those_with_experts(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "ernie4_5_moe", hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
+        moe_num_experts=4, moe_k=2, moe_layer_start_index=1,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    built = on_meta(Model(str(tmp_path), init="random"))
+    spec = spec_of(built.config, built)
+    assert [layer.feed_forward for layer in spec.layers] == ["dense", "moe", "moe"]
+    experts = [f"model.layers.{number}.mlp.experts" for number in (1, 2)]
+    assert [path for path, _ in experts_of(built, spec)] == experts
 
 
 @pytest.mark.parametrize(

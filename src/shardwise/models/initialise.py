@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import UserError
+from shardwise.models.foreign import WAY_OUT, foreign
 from shardwise.models.seeds import stable_seed
 
 
@@ -60,9 +61,11 @@ def initialise_buffers(skeleton: PreTrainedModel) -> None:
             module._buffers[leaf] = _poisoned(on_meta, on_meta.dtype)
         _run_rules(skeleton, path, seed=0)
         for leaf in leaves:
-            assert not _has_nan(module.get_buffer(leaf)), (
-                f"{skeleton.config.model_type} has no rule for {path}.{leaf}"
-            )
+            if _has_nan(module.get_buffer(leaf)):
+                raise UserError(
+                    f"{skeleton.config.model_type}: transformers has no rule for the value of "
+                    f"{path}.{leaf}, or makes it NaN of what stands in config.json; {WAY_OUT}"
+                )
 
 
 def _values_of(
@@ -92,7 +95,12 @@ def _run_rules(skeleton: PreTrainedModel, path: str, seed: int) -> None:
     # parameters too (a block its router's, a mixer its output projection's). Everything else that
     # those rules set is on meta, where nothing happens.
     parts = path.split(".") if path else []
-    with torch.no_grad(), _seeded(stable_seed(seed, path)):
+    config = skeleton.config
+    with (
+        torch.no_grad(),
+        _seeded(stable_seed(seed, path)),
+        foreign(config.model_type, config, f"initialise {path or 'the model'}"),
+    ):
         for depth in range(len(parts), -1, -1):
             skeleton._init_weights(skeleton.get_submodule(".".join(parts[:depth])))
 

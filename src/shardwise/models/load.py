@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from shardwise.config import Model, UserError
+from shardwise.models.foreign import foreign, reason
 from shardwise.models.hub import ask_hub
 from shardwise.models.initialise import initialise_buffers, random_weights
 from shardwise.models.names import hf_name, is_adapter
@@ -31,11 +31,6 @@ from shardwise.models.weight_files import (
     weights_from_files,
 )
 from shardwise.safety import warn_of_code
-
-
-def _reason(error: Exception) -> str:
-    """Return two sentences of an error of another library: the second may be the reason."""
-    return ". ".join(str(error).split(". ")[:2])[:300]
 
 
 def read_config(model: Model) -> PretrainedConfig:
@@ -57,10 +52,29 @@ def read_whole_config(model: Model) -> PretrainedConfig:
         ask_hub(model.tokenizer, "tokenizer_config.json")
     quiet_notices()
     config = _config_by_transformers(model)
+    with foreign(model.path, config, "find the language model"):
+        text = config.get_text_config()
+    _check_text(model.path, text)
     _check_quantised(model, config)
     if not model.trust_remote_code:
-        check_read(model.path, config.get_text_config())
+        check_read(model.path, text)
     return config
+
+
+def _check_text(path: str, text: Any) -> None:
+    """Raise UserError unless this is the config of a language model whose layers are alike."""
+    if not isinstance(text, PretrainedConfig):
+        raise UserError(
+            f"{path}: text_config is {str(text)[:40]} in config.json, of a class that has none; "
+            "take it out"
+        )
+    if text.is_heterogeneous:
+        varied = ", ".join(sorted(text.per_layer_attributes or ()))
+        raise UserError(
+            f"{path}: in {text.model_type} layers differ in {varied[:100]} (per_layer_config in "
+            "config.json), which is not read; give a model of a family that `shardwise models` "
+            "lists"
+        )
 
 
 def _check_quantised(model: Model, config: PretrainedConfig) -> None:
@@ -98,21 +112,9 @@ def _config_by_transformers(model: Model) -> PretrainedConfig:
     try:
         check_written(model.path, PretrainedConfig.get_config_dict(model.path)[0])
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except UserError:
+    except (UserError, MemoryError):
         raise
-    except RecursionError:
-        raise UserError(
-            f"{model.path}: config.json is nested too deep to be read; fetch the file again"
-        ) from None
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        ArithmeticError,
-        StrictDataclassError,
-    ) as error:
+    except Exception as error:  # whatever transformers makes of what stands there
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{model.path}: it comes with Python code of its own; set model.trust_remote_code "
@@ -122,7 +124,7 @@ def _config_by_transformers(model: Model) -> PretrainedConfig:
         if Path(model.path).is_dir():
             problem, way = "cannot read config.json", "correct it"
         raise UserError(
-            f"{model.path}: {problem} ({_reason(error)}); {way}, or give a model of a family "
+            f"{model.path}: {problem} ({reason(error)}); {way}, or give a model of a family "
             "that `shardwise models` lists"
         ) from None
 
@@ -154,7 +156,7 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     dtype = getattr(torch, model.dtype)
-    try:
+    with foreign(model.path, config, "build a causal model"):
         with torch.device("meta"), no_init_weights():
             built = AutoModelForCausalLM.from_config(
                 config,
@@ -162,11 +164,6 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
                 attn_implementation="sdpa",
                 trust_remote_code=model.trust_remote_code,
             )
-    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
-        raise UserError(
-            f"{model.path}: transformers cannot build a causal model of it ({_reason(error)}); "
-            "give a model of a family that `shardwise models` lists"
-        ) from None
     check_parameters(model.path, sum(p.numel() for p in built.parameters()))
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)

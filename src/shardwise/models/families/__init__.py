@@ -7,6 +7,7 @@ from pkgutil import iter_modules
 
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from shardwise.config import require
 from shardwise.models.families.base import Family, Mixer
 from shardwise.models.families.unproven import inspect_family, unproven_note
 from shardwise.models.names import hf_name, is_adapter
@@ -31,13 +32,17 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
     """Return the model as an ordered list of modules, each of which is checked to be there."""
     family = family_of(model)
     mixers = family.mixers_of(config)
-    assert len(list(model.get_submodule(family.layers).children())) == len(mixers)
+    num_layers = len(list(model.get_submodule(family.layers).children()))
+    require(
+        num_layers == len(mixers),
+        f"model type {family.model_type}: its config.json counts {len(mixers)} layers, but "
+        f"{family.layers} has {num_layers}; give a model of a family that `shardwise models` lists",
+    )
     layers = tuple(_layer(model, number, mixer, family) for number, mixer in enumerate(mixers))
     paths = [family.embed, family.norm, family.head, *(layer.name for layer in layers)]
     if family.positions is not None:
         paths.append(family.positions)
-    if family.model_type in FAMILIES:  # of others, which blocks a layer of a type has is a guess
-        paths += [f"{layer.name}.{block.path}" for layer in layers for block in layer.blocks]
+    paths += [f"{layer.name}.{block.path}" for layer in layers for block in layer.blocks]
     for path in paths:
         model.get_submodule(path)  # raises AttributeError with the missing name
     return ModelSpec(
@@ -69,7 +74,13 @@ def _layer(model: PreTrainedModel, number: int, mixer: Mixer, family: Family) ->
     name = f"{family.layers}.{number}"
     label = _feed_forward(model, name, family)
     after = tuple(Block(path, kind) for path, kind in family.feed_forward.get(label, {}).items())
-    return LayerSpec(name, mixer.name, label, mixer.blocks, after, family.norms, number)
+    mixers = mixer.blocks
+    if family.model_type not in FAMILIES:  # which blocks a layer of a type has is a guess
+        there = {path for path, _ in model.get_submodule(name).named_modules()}
+        mixers, after = (
+            tuple(block for block in blocks if block.path in there) for blocks in (mixers, after)
+        )
+    return LayerSpec(name, mixer.name, label, mixers, after, family.norms, number)
 
 
 def _feed_forward(model: PreTrainedModel, layer: str, family: Family) -> str:

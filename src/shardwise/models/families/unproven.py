@@ -75,6 +75,8 @@ def inspect_family(model: PreTrainedModel) -> Family:
     layers, num_layers = _list_of_layers(model)
     embed, norm, head = _around_layers(model, layers)
     positions = _positions(model, embed, layers, head)
+    if positions is not None and not hasattr(model.config, "max_position_embeddings"):
+        raise _not_standard(model, "it learns positions, and max_position_embeddings is not set")
     dims = {
         hf_name(name): parameter.ndim
         for name, parameter in model.named_parameters()
@@ -108,7 +110,10 @@ def inspect_family(model: PreTrainedModel) -> Family:
         norm=norm,
         head=head,
         mixers={name: _mixer(name, mixing, attention) for name in (*_ATTENTION, *types)},
-        feed_forward={"dense": after, "moe": after},
+        feed_forward={
+            "dense": {path: replace(kind, experts=()) for path, kind in after.items()},
+            "moe": after,
+        },
     )
 
 
