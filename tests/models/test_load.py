@@ -61,7 +61,7 @@ def test_a_folder_without_a_config_is_the_users_mistake(tmp_path: Path) -> None:
         "{",
         '{"hidden_size": 64}',
         '{"model_type": "nonesuch"}',
-        '{"model_type": "llama", "hidden_size": "wide"}',
+        '{"model_type": "llama", "rms_norm_eps": "wide"}',
     ],
 )
 def test_a_broken_config_is_the_users_mistake(tmp_path: Path, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -21,7 +30,7 @@ from shardwise.models.initialise import initialise_buffers, random_weights
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.notices import quiet_notices
 from shardwise.models.published import check_config, method_of
-from shardwise.models.sizes import check_parameters, check_read, check_written
+from shardwise.models.sizes import check_bytes, check_parameters, check_read, check_written
 from shardwise.models.weight_files import (
     PLAIN,
     Scales,
@@ -31,6 +40,12 @@ from shardwise.models.weight_files import (
     weights_from_files,
 )
 from shardwise.safety import warn_of_code
+
+_OF_FAKES = (
+    *(DataDependentOutputException, DynamicOutputShapeException),
+    *(UnsupportedFakeTensorException, UnsupportedOperatorException),
+)
+"""What fake tensors cannot compute, whatever the config."""
 
 
 def read_config(model: Model) -> PretrainedConfig:
@@ -110,6 +125,7 @@ def _check_folder(path: str) -> None:
 
 def _config_by_transformers(model: Model) -> PretrainedConfig:
     try:
+        check_bytes(model.path)
         check_written(model.path, PretrainedConfig.get_config_dict(model.path)[0])
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (UserError, MemoryError):
@@ -154,22 +170,47 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     """
     quiet_notices()
     config = copy.deepcopy(hf_config)
-    config.use_cache = False
+    config.use_cache = config.output_attentions = config.output_hidden_states = False
+    config.return_dict = True
     dtype = getattr(torch, model.dtype)
-    with foreign(model.path, config, "build a causal model"):
-        with torch.device("meta"), no_init_weights():
-            built = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=model.trust_remote_code,
-            )
-    check_parameters(model.path, sum(p.numel() for p in built.parameters()))
+    building = foreign(model.path, config, "build a causal model")
+    with building, torch.device("meta"), no_init_weights():
+        built = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=model.trust_remote_code,
+        )
+    check_parameters(model.path, built)
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
     initialise_buffers(built)
     built.tie_weights()
     return built
+
+
+def check_computes(model: Model) -> None:
+    """Raise UserError if transformers itself cannot compute by `config.json`.
+
+    Who asks has seen a first step fail. Tensors are fake: they take no memory. In bfloat16, the
+    only dtype in which fake ones have a grouped product.
+    """
+    config = read_config(model)
+    logger = logging.getLogger(FakeTensorMode.__module__)  # it logs each error with a traceback
+    was_disabled, logger.disabled = logger.disabled, True
+    computing = foreign(model.path, config, "compute with the sizes")
+    try:
+        with computing, contextlib.suppress(*_OF_FAKES), FakeTensorMode(), no_init_weights():
+            built = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.bfloat16,
+                attn_implementation="sdpa",
+                trust_remote_code=model.trust_remote_code,
+            )
+            rows = torch.ones(2, 16, dtype=torch.long)
+            built(input_ids=rows, use_cache=False, return_dict=True)
+    finally:
+        logger.disabled = was_disabled
 
 
 def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) -> None:

@@ -17,10 +17,11 @@ from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.export import save_result
 from shardwise.checkpoint.output_dir import writing
 from shardwise.checkpoint.resume import Start
-from shardwise.config import RunConfig, require
+from shardwise.config import RunConfig, UserError, require
 from shardwise.data.loader import Loaders
 from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
+from shardwise.models.load import check_computes
 from shardwise.parallel import copies
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.planner.collectives import Collectives, predicted_bytes, targets_on_rank
@@ -57,6 +58,7 @@ class Session:
         """The rows of each global batch that this rank reads."""
         self.reporter = Reporter(cfg, mesh, job, start)
         self._checkpointer = Checkpointer(cfg, job, loaders, start, self._check_copies)
+        self._began = start.step
         self._checked = start.step  # the step after which copies were compared last
         self._meter = meter
         self._recorder = Recorder(cfg.measure.warmup_steps)
@@ -83,7 +85,11 @@ class Session:
 
     def __exit__(self, *error: Any) -> bool | None:
         self._is_open = False
-        return self._stack.__exit__(*error)
+        is_handled = self._stack.__exit__(*error)
+        is_own = isinstance(error[1], UserError | RunError | Stopped) or self.job.spec.is_own
+        if isinstance(error[1], Exception) and not is_own and self.done == self._began:
+            check_computes(self.cfg.model)  # whose fault a first step's error is
+        return is_handled
 
     def _check_open(self, method: str) -> None:
         """Raise UserError where the run has not begun or is over: its record would be wrong."""
