@@ -33,6 +33,7 @@ from shardwise.launch.local import launch
 from shardwise.process.ending import Ending, Stopped
 from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.world import ALONE, SOCKET_INTERFACES, World, loopback, on_loopback
+from shardwise.records.record import RunRecord
 from tests.command import Forked
 from tests.distributed import PATIENCE
 from tests.process.test_world import SRUN, TORCHRUN
@@ -580,6 +581,30 @@ def test_processes_end_with_the_one_that_started_them(number, exit_code, train, 
     assert process.returncode == exit_code
     time.sleep(0.2)
     assert not any(is_running(pid) for pid in pids)
+
+
+def stop_when_asked(cfg: RunConfig, mesh: Mesh) -> None:
+    """Steps of a run, after which all ranks agree on a signal."""
+    signals: list[int] = []
+    with on_signals(signals.append):
+        Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
+        while not (number := agreed_signal(signals, mesh)):
+            time.sleep(0.01)
+        while number == signal.SIGINT and len(signals) == 1:  # as long as a save takes, so that
+            time.sleep(0.01)  # the second one for processes that import does not come later
+    raise Stopped(number, 3, "checkpoints/step-3")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM])
+def test_the_exit_code_of_several_processes_tells_the_signal(number, start, tmp_path):
+    process = start(2, stop_when_asked)
+    wait_for_pids(process, tmp_path)
+    os.kill(process.pid, number)
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + number  # as a shell tells, and one process
+    name = signal.Signals(number).name
+    assert stderr.startswith(f"stopped by {name} after step 3")
+    assert f"stopped by {name}" in RunRecord.read(tmp_path / "record.json").reason
 
 
 def test_two_slurm_tasks_join(start, tmp_path):

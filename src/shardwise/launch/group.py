@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing.connection
+import os
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import Any
 from shardwise.process.ending import FAILED, INTERRUPTED, Ending
 from shardwise.process.stop import SIGNALS
 from shardwise.process.world import threads_each, variables
-from shardwise.records.record import write_atomically
+from shardwise.safety import write_atomically
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 
@@ -49,12 +50,20 @@ class Group:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Ask the ranks to finish their step and save; after a second signal, kill them."""
+        """Ask the ranks to finish their step and save; after a second signal, kill them.
+
+        They get the signal that this process has got, whose number their exit code tells.
+        """
+        numbers = self.signals[:1]
+        if numbers == [signal.SIGINT]:  # which a spawned process that still imports has blocked
+            numbers = [signal.SIGINT, signal.SIGTERM]
         for process in self._processes or ():
-            if len(self.signals) == 1:
-                process.terminate()
-            elif self.signals:
+            if len(self.signals) > 1:
                 process.kill()
+            elif process.exitcode is None and process.pid is not None:
+                for number in numbers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, number)
 
     def run(
         self, main: Callable[[int, str], None], num_processes: int, method: str
