@@ -28,9 +28,9 @@ from shardwise.models.adapter_folder import read_adapter
 from shardwise.models.load import read_config, weights
 from shardwise.parallel import compile as compiling
 from shardwise.records.cell import RECORD, RUN_FILE, SWEEP
-from shardwise.records.record import RunRecord, write_atomically
+from shardwise.records.record import RunRecord
 from shardwise.report.folder import read_bench
-from shardwise.safety import warn_of_code
+from shardwise.safety import warn_of_code, write_atomically
 from tests.benchmark.sweeps import sweep_file
 from tests.launch.test_local import config, launch_in_a_fork
 from tests.models.tiny import on_meta

@@ -30,7 +30,7 @@ from shardwise.metrics.hardware import environment
 from shardwise.models.families import spec_of
 from shardwise.models.patches.cores import use_cores
 from shardwise.models.patches.forget_gate import use_finite_gates
-from shardwise.records.record import write_atomically
+from shardwise.safety import write_atomically
 
 LENGTHS = (512, 2048, 8192, 32768)
 TOKENS = LENGTHS[-1]

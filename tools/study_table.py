@@ -26,11 +26,11 @@ from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.drawing.svg import drawing, svg_file
 from shardwise.records.cell import RECORD, RUN_FILE, SWEEP
-from shardwise.records.record import write_atomically
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
 from shardwise.report.panels import Drawn
 from shardwise.report.tables import Row, interleaved, make_rows
+from shardwise.safety import write_atomically
 from shardwise.words import NOTHING, counted, listed, percent, scientific, size
 
 ROOT = Path(__file__).parents[1]

@@ -1,13 +1,17 @@
 """What keeps other people's files and folders from acting on this machine: docs/guides/security.md.
 
-This file needs no torch.
+And how files are written, so that none is lost. This file needs no torch.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import secrets
+import stat
 import sys
+import tempfile
 from pathlib import Path
 
 from shardwise.config import Model, UserError
@@ -53,10 +57,104 @@ def private_folder(path: Path) -> Path:
 
 
 def check_no_links(folder: Path) -> None:
-    """Raise UserError where a name in a folder is a link to a file, which a write would change."""
+    """Raise UserError where a name in a folder is a link to a file, which a write would change.
+
+    And where `check_no_pipes` does.
+    """
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
             raise UserError(
                 f"{path} is a link to {os.readlink(path)}, which would be written in its place; "
                 "remove the link"
             )
+    check_no_pipes(folder)
+
+
+def check_no_pipes(folder: str | Path) -> None:
+    """Raise UserError where a name in a folder is that of a pipe, which whoever opens it waits for.
+
+    Of a socket or a device, too.
+    """
+    for path in Path(folder).iterdir() if os.path.isdir(folder) else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(
+                f"{path} is no file, but a pipe, a socket or a device, and may have no end; remove "
+                "it, or choose another folder"
+            )
+
+
+def check_output(path: str | Path, option: str) -> None:
+    """Raise UserError where `write_output` could not write; for the time before long work."""
+    try:
+        if _stream(Path(path)) is None:
+            tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent).close()
+    except (OSError, ValueError) as error:
+        raise _cannot_write(f"{option} {path}", error) from None
+
+
+def write_output(path: str | Path, content: str | bytes) -> None:
+    """Write to a path that a user has named: a file all or nothing, a pipe or a device as it is.
+
+    A link stays, and the file that it leads to is written. UserError where that cannot be.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    try:
+        stream = _stream(Path(path))
+        if stream is None:
+            write_atomically(os.path.realpath(path), content)
+            return
+        sys.stdout.flush()  # it may be the same
+        if isinstance(stream, int):
+            opened = os.dup(stream)
+        else:  # a pipe that nobody reads is an error, and not waited for
+            opened = os.open(stream, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            os.set_blocking(opened, True)
+        with os.fdopen(opened, "wb") as file:
+            file.write(content)
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from None
+
+
+def _stream(path: Path) -> Path | int | None:
+    """Return a pipe or a device, or the open file of this process that a name like /dev/stdout is.
+
+    None where the path is that of a file, or of nothing. OSError for folders and disks.
+    """
+    ours = f"/proc/{os.getpid()}/fd"
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if stat.S_ISBLK(kind):
+        raise OSError(errno.EPERM, "it is a disk")
+    while path.is_symlink() and os.path.realpath(path.parent) != ours:
+        path = path.parent / os.readlink(path)
+    if os.path.realpath(path.parent) == ours:
+        return int(path.name)
+    return None if stat.S_ISREG(kind) else path
+
+
+def _cannot_write(what: str | Path, error: OSError | ValueError) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UserError(f"{what}: cannot write there ({reason}); give the path of a file")
+
+
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file (text in UTF-8) so that a reader sees its old content or all of the new one.
+
+    Several processes may write it at once: one of them is the last. A link of its name is replaced,
+    not followed: see `write_output` for a name that a user gives. Raises OSError where the file
+    cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -31,8 +31,9 @@ from shardwise.records.cell import (
     Round,
     SweepRecord,
 )
-from shardwise.records.record import RunRecord, dumps, is_temporary, write_atomically
+from shardwise.records.record import RunRecord, dumps, is_temporary
 from shardwise.run_file import read_yaml
+from shardwise.safety import check_no_pipes, write_atomically
 from shardwise.words import NOTHING
 
 DEFINING = ("values", "nproc", "reference", "control")
@@ -52,6 +53,7 @@ def locked(out: Path, shared: bool = False, wait_seconds: float = 0) -> Generato
     except OSError as error:
         raise UserError(f"--out {out}: cannot make or open the folder ({error.strerror})") from None
     try:
+        check_no_pipes(out)
         _lock(handle, out, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait_seconds)
         yield
     finally:
@@ -120,6 +122,8 @@ def _check_same_sweep(out: Path, sweep: Sweep) -> None:
         record = json.loads((out / SWEEP).read_text(encoding="utf-8"))
         ids = [plan["id"] for plan in record["cells"]]
         assert all(map(CELL_ID.fullmatch, ids)), "a cell id is no name of a folder"
+        for name in ids:
+            check_no_pipes(out / name)
         read = {name: read_yaml(out / name / RUN_FILE, "not a run file") for name in ids}
         old = _definition(record, read)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:

@@ -294,7 +294,7 @@ def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
 
 def _checkpoints(output_dir: str | Path, ending: str) -> list[Path]:
     folders = (Path(output_dir) / CHECKPOINTS).glob(f"step-*{ending}")
-    folders = [f for f in folders if re.fullmatch(rf"step-\d+{ending}", f.name)]
+    folders = [f for f in folders if re.fullmatch(rf"step-\d+{ending}", f.name) and f.is_dir()]
     return sorted(folders, key=step_of, reverse=True)
 
 

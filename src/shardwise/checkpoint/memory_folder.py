@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.folder import MEMORY_NAME
 from shardwise.process.ending import RunError
-from shardwise.records.record import write_atomically
+from shardwise.safety import write_atomically
 
 
 def root() -> Path:

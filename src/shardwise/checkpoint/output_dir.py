@@ -6,12 +6,14 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Generator
 from pathlib import Path
 
 from shardwise.checkpoint import memory_folder, output_lock
 from shardwise.checkpoint.folder import (
+    ABANDONED,
     BY_AGE,
     CHECKPOINTS,
     MANIFEST,
@@ -24,8 +26,8 @@ from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
 from shardwise.process.ending import RunError, is_full, system_error
 from shardwise.process.world import World
-from shardwise.records.record import RunRecord, Status, write_atomically
-from shardwise.safety import check_no_links
+from shardwise.records.record import RunRecord, Status
+from shardwise.safety import check_no_links, write_atomically
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
@@ -102,7 +104,7 @@ def rewind(cfg: RunConfig, metrics: Path) -> None:
     folder = Path(cfg.training.output_dir)
     for name in (RECORD, *TIMELINES):
         (folder / name).unlink(missing_ok=True)
-    write_atomically(folder / METRICS, metrics.read_text(encoding="utf-8"))
+    write_atomically(folder / METRICS, metrics.read_bytes())
 
 
 @contextlib.contextmanager
@@ -201,6 +203,11 @@ def _took_no_step(folder: Path) -> bool:
 def _check_kinds(folder: Path) -> None:
     """Raise UserError where a folder has the name of a file that a run writes, or the reverse."""
     paths = [folder / name for name in FOLDERS]
+    paths += [
+        path
+        for path in (folder / CHECKPOINTS).glob("step-*")
+        if re.fullmatch(rf"step-\d+({re.escape(ABANDONED)})?", path.name)
+    ]
     wrong = [(path, "file") for path in paths if path.exists() and not path.is_dir()]
     paths = [path for pattern in FILES for path in folder.glob(pattern)]
     wrong += [(path, "folder") for path in paths if path.is_dir()]

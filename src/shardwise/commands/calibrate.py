@@ -8,6 +8,7 @@ from pathlib import Path
 from shardwise.commands.command import Command
 from shardwise.config import require
 from shardwise.launch.local import start_processes
+from shardwise.safety import check_output
 
 
 def run(args: Namespace) -> int:
@@ -37,7 +38,10 @@ def run(args: Namespace) -> int:
         f"--nproc is {nproc}; give 1 to {num_devices}, as many as this machine has {what}",
     )
     path = default_path() if args.out is None else Path(args.out)
-    require(not path.is_dir(), f"--out {path} is a folder; give the path of a file")
+    if args.out is not None:
+        check_output(path, "--out")
+        is_file = path.is_file() or not path.exists()
+        require(is_file, f"--out {path} is no file, and is read again; give the path of a file")
     logging.set_verbosity_error()
     if code := calibrate(nproc, path, start_processes, device):
         return code

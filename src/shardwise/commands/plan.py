@@ -19,6 +19,7 @@ from shardwise.commands.plan_request import (
     write_run_file,
 )
 from shardwise.config import UserError, require
+from shardwise.safety import check_output, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +66,8 @@ def plan(args: Namespace) -> int:
     question = question_of(sections, fixed, cluster, args.run)
     if args.explain is not None:
         question = replace(question, wanted=wanted_layout(args.explain))
+    if args.html is not None:
+        check_output(args.html, "--html")
     answer = search(question, args.top)
     # With --json nothing else goes to standard output.
     console = Console(stderr=args.json)
@@ -98,7 +101,7 @@ def plan(args: Namespace) -> int:
     if args.html is not None:
         from shardwise.report.plan import page
 
-        Path(args.html).write_text(page(plan_page.as_data(answer)), encoding="utf-8")
+        write_output(args.html, page(plan_page.as_data(answer)))
         lines(console, [f"wrote {args.html}"])
     if not answer.choices:
         least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)

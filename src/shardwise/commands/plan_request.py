@@ -18,6 +18,7 @@ from shardwise.presets import MODELS, preset_names, published_runs
 from shardwise.presets.compose import FirstRun, compose, write_new
 from shardwise.ranges import RANGES
 from shardwise.run_file import apply_override, parse_config, read_config, read_yaml
+from shardwise.safety import check_no_pipes
 from shardwise.words import size
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def sections_of_model(name: str, lora: str | None) -> dict[str, Any]:
 
 def _config(path: str) -> dict[str, Any]:
     """Return the config.json of a folder, {} if none can be read: who builds the model says why."""
+    check_no_pipes(path)
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import require
 from shardwise.process.stop import on_signals
 from shardwise.run_file import load_config
+from shardwise.safety import check_output, write_output
 
 
 def run(args: Namespace) -> int:
@@ -29,12 +29,12 @@ def run(args: Namespace) -> int:
         wrong_lines,
     )
     from shardwise.proof.small_run import small_run
-    from shardwise.records.record import dumps, write_atomically
+    from shardwise.records.record import dumps
 
     cfg = load_config(args.run, args.overrides)
     logging.set_verbosity_error()
     if args.json is not None:
-        _check_can_write(Path(args.json))
+        check_output(args.json, "--json")
     # Before anything uses torch's pool of threads: a process that has one cannot be forked.
     torch.set_num_threads(1)
     console = Console()
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     if isinstance(proof, int):
         return proof
     if args.json is not None:
-        write_atomically(args.json, dumps(as_data(proof), indent=1) + "\n")
+        write_output(args.json, dumps(as_data(proof), indent=1) + "\n")
     console.print(differences_table(proof))
     show(f"note: {text}" for text in proof.weaknesses[:MOST_TENSORS])
     if proof.wrong:
@@ -63,16 +63,6 @@ def run(args: Namespace) -> int:
         return 1
     print("equal: the layout computes what one process computes")
     return 0
-
-
-def _check_can_write(path: Path) -> None:
-    """Raise UserError where a file cannot be written: it is written after the work is done."""
-    problem = "it is a folder" if path.is_dir() else None
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        problem = error.strerror
-    require(not problem, f"--json {path}: cannot write there ({problem}); name another file")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from shardwise.commands.command import Command
-from shardwise.config import UserError
 from shardwise.presets.compose import schema_text
+from shardwise.safety import write_output
 
 
 def run(args: Namespace) -> int:
@@ -15,13 +14,7 @@ def run(args: Namespace) -> int:
     if args.out is None:
         print(schema_text(), end="")
         return 0
-    try:
-        Path(args.out).write_text(schema_text(), encoding="utf-8")
-    except (OSError, ValueError) as error:  # a null byte in a name raises ValueError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"{args.out}: cannot be written ({reason}); give the path of a file"
-        ) from None
+    write_output(args.out, schema_text())
     print(f"wrote {args.out}")
     return 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Model, UserError
 from shardwise.data.text import read_text
-from shardwise.safety import warn_of_code
+from shardwise.safety import check_no_pipes, warn_of_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
 
     warn_of_code(model)
     source = model.tokenizer or model.path
+    check_no_pipes(source)
     is_local = Path(source).is_dir()
     options: dict[str, Any] = {
         "trust_remote_code": model.trust_remote_code,

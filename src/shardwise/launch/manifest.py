@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from shardwise.config import RunConfig, UserError, require
-from shardwise.records.record import write_atomically
+from shardwise.safety import write_output
 
 HEADER = "# Written by shardwise launch, which replaces it."
 
@@ -83,9 +83,11 @@ def write(text: str, run_file: str, launcher: str, command: str) -> int:
     """
     file = Path(run_file).with_suffix(f".{launcher}.yaml")
     try:
-        is_ours = not file.exists() or file.read_text(encoding="utf-8").startswith(HEADER)
+        is_ours = not file.exists() or (
+            file.is_file() and file.read_text(encoding="utf-8").startswith(HEADER)
+        )
         require(is_ours, f"{file} was not written by shardwise; move it, or use --dry-run")
-        write_atomically(file, text)
+        write_output(file, text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot write it ({error}); --dry-run prints it") from None
     print(f"wrote {file}; to submit it: {command} {shlex.quote(str(file))}")

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.process.ending import OUT_OF_MEMORY, USER_ERROR
-from shardwise.records.record import write_atomically
-from shardwise.safety import check_no_links
+from shardwise.safety import check_no_links, write_atomically
 
 SCRIPT = "job.sbatch"
 """The name of the script in the output folder."""

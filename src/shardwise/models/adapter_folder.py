@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import UserError
 from shardwise.models.multimodal import Multimodal
+from shardwise.safety import check_no_pipes
 
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
@@ -93,6 +94,7 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
     Nothing is unpickled: `adapter_model.bin` is refused.
     """
     path = Path(folder)
+    check_no_pipes(path)
     config, file = path / CONFIG_NAME, path / SAFETENSORS_WEIGHTS_NAME
     if not config.is_file():
         raise UserError(f"{path}: no {CONFIG_NAME} here; give the folder of a PEFT adapter")

@@ -39,7 +39,7 @@ from shardwise.models.weight_files import (
     other_entries,
     weights_from_files,
 )
-from shardwise.safety import warn_of_code
+from shardwise.safety import check_no_pipes, warn_of_code
 
 _OF_FAKES = (
     *(DataDependentOutputException, DynamicOutputShapeException),
@@ -112,6 +112,7 @@ def _check_quantised(model: Model, config: PretrainedConfig) -> None:
 
 def _check_folder(path: str) -> None:
     folder = Path(path)
+    check_no_pipes(folder)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import statistics
-import tempfile
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ import torch
 from shardwise.config import UserError, require
 from shardwise.metrics.hardware import environment
 from shardwise.planner.unit_work import Product, Rest
-from shardwise.safety import cache_folder
+from shardwise.safety import cache_folder, write_output
 
 SCHEMA_VERSION = 2
 FACTORS = {
@@ -232,9 +230,7 @@ def write(calibration: Calibration, path: Path) -> None:
     """Write the file, all or nothing."""
     content = {"schema_version": SCHEMA_VERSION, **asdict(calibration)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-    os.replace(file.name, path)
+    write_output(path, json.dumps(content, indent=1) + "\n")
 
 
 def read(path: Path) -> Calibration:

@@ -25,6 +25,7 @@ from shardwise.models.spec import ModelSpec
 from shardwise.planner.recompute import within_budget
 from shardwise.process.world import device_type, threads_each
 from shardwise.records.record import dumps
+from shardwise.safety import write_output
 from shardwise.schedule.costs import Cost, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split, bound_seconds
@@ -193,7 +194,7 @@ def write_files(planned: Plan, folder: Path) -> None:
     }
     texts = (dumps(content), gantt_file(planned.drawn), perfetto_trace(planned.drawn))
     for name, text in zip(FILES, texts, strict=True):
-        (folder / name).write_text(text + "\n", encoding="utf-8")
+        write_output(folder / name, text + "\n")
 
 
 def make_folder(folder: Path) -> None:

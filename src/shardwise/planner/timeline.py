@@ -19,6 +19,7 @@ from shardwise.drawing.perfetto import perfetto_trace
 from shardwise.interfaces import Mesh
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.records.record import PipelineRecord, PipelineStep, dumps
+from shardwise.safety import write_atomically
 from shardwise.schedule.split import Split
 from shardwise.schedule.timeline import Event, Timeline, pack
 
@@ -136,4 +137,4 @@ def write_files(
     except UserError as error:
         print(f"{TIMELINES[-1]} is not drawn: {error}", flush=True)
     for name, text in zip(TIMELINES, texts):
-        (folder / name).write_text(text + "\n", encoding="utf-8")
+        write_atomically(folder / name, text + "\n")

@@ -6,10 +6,11 @@ This file needs no torch.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
-import secrets
+import stat
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from shardwise.config import UserError
+from shardwise.safety import write_atomically
 
 SCHEMA_VERSION = 1
 
@@ -140,6 +142,8 @@ class RunRecord:
     def read(cls, path: str | Path) -> RunRecord:
         """Read a file that `write` wrote; UserError where it is not a record of this schema."""
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise OSError(errno.EINVAL, "it is not a file")
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             what = f"{path}: cannot read the record ({error.strerror})"
@@ -187,24 +191,6 @@ class MetricsFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file (text in UTF-8) so that a reader sees its old content or all of the new one.
-
-    Several processes may write it at once: one of them is the last. A link of its name is replaced,
-    not followed. Raises OSError where the file cannot be written.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def is_temporary(path: Path, of: Path) -> bool:

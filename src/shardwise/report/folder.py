@@ -15,6 +15,7 @@ import pydantic
 from shardwise.config import UserError
 from shardwise.records.cell import CELL_ID, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
 from shardwise.records.record import PipelineRecord, RoutingRecord
+from shardwise.safety import check_no_pipes
 from shardwise.schedule.timeline import unpack
 
 T = TypeVar("T")
@@ -37,9 +38,11 @@ class Bench:
 def read_bench(folder: str | Path) -> Bench:
     """Read the folder of a bench. Raises UserError where it has no readable `sweep.json`."""
     folder = Path(folder)
+    check_no_pipes(folder)
     bench = Bench(_read_sweep(folder / SWEEP))
     for plan in bench.sweep.cells:
         cell_folder = folder / plan.id
+        check_no_pipes(cell_folder)
         run_file, record_file = cell_folder / RUN_FILE, cell_folder / RECORD
         for path in (run_file, record_file):
             # The page shows its text, and somebody who gets the page may not know of the file.

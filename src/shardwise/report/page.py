@@ -16,7 +16,7 @@ import yaml
 from shardwise.config import UserError
 from shardwise.drawing.svg import drawing, png_of, svg_of, with_dark
 from shardwise.records.cell import RECORD
-from shardwise.records.record import dumps, write_atomically
+from shardwise.records.record import dumps
 from shardwise.report import columns, seeds, summary, tables, timelines
 from shardwise.report.curves import AGAINST
 from shardwise.report.figures import NAMES, draw_all
@@ -24,6 +24,7 @@ from shardwise.report.folder import Bench, read_bench
 from shardwise.report.names import fact, group_title
 from shardwise.report.tables import Row, make_rows
 from shardwise.report.timelines import TIMELINES, charts
+from shardwise.safety import write_atomically, write_output
 from shardwise.words import seconds
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
             "figures_folder": quote(figures.name),
         }
         markdown = templates.get_template("template.md.j2").render(content)
-        write_atomically(page.with_suffix(".md"), markdown)
+        write_output(page.with_suffix(".md"), markdown)
         html = templates.get_template("template.html.j2").render(content | _embedded(svgs))
-        write_atomically(page, html)
+        write_output(page, html)
     except OSError as error:
         raise UserError(
             f"{page}: cannot write the report ({error.strerror}); choose another place with -o"
