@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -64,6 +65,41 @@ def test_train_returns_the_record(run_file, tmp_path):
     in_a_fork(train_on_two, with_folder(run_file, tmp_path / "2"))
     both = shardwise.RunRecord.read(tmp_path / "2" / "record.json")
     assert both.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+def open_things() -> tuple[int, int, int]:
+    """The descriptors, threads and children of this process, as the system counts them."""
+    return (
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        len(multiprocessing.active_children()),
+    )
+
+
+def call_again_and_again(run_file, folder):
+    def nothing(cfg, mesh):
+        raise ValueError("a mistake of the caller")
+
+    def once(number):
+        config = with_folder(run_file, folder / str(number))
+        kinds = ["--measure.trackers=[tensorboard]", "--training.async_save=true"]
+        shardwise.train(config, None, [*kinds, "--training.save_every=1"])
+        shardwise.train(config, None, ["--training.resume=latest", "--parallel.offload=disk"])
+        with pytest.raises(shardwise.UserError):
+            shardwise.train(config)  # the folder holds another run
+        with pytest.raises(shardwise.RunFailed):
+            shardwise.run(nothing, with_folder(run_file, folder / f"{number}-failed"))
+
+    gc.disable()  # a collection may come at any time, or not
+    once(0)  # what is imported stays open
+    before = open_things()
+    for number in (1, 2):
+        once(number)
+        assert open_things() == before
+
+
+def test_calls_leave_no_descriptor_and_no_thread(run_file, tmp_path):
+    in_a_fork(call_again_and_again, run_file, tmp_path)
 
 
 def test_a_mistake_is_raised_and_not_printed(run_file, tmp_path, capfd):

@@ -233,6 +233,9 @@ class Storage:
         """Return the bytes that were read and written to compute and to update so far."""
         return 0, 0
 
+    def close(self) -> None:
+        """Let go of what lies elsewhere, at the end of a run."""
+
 
 IN_MEMORY = Storage()
 

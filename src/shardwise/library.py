@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,8 +102,11 @@ def _start(cfg: RunConfig, nproc: int | None, function: Train | None) -> None:
         if ending.exit_code != USER_ERROR:  # which is raised below
             report_ending(ending)
 
-    if not launch(cfg, nproc, function, report):
-        return
+    try:
+        if not launch(cfg, nproc, function, report):
+            return
+    finally:
+        gc.collect()  # objects that refer to each other hold process groups: sockets and threads
     if endings[-1].exit_code == USER_ERROR:
         raise UserError(endings[-1].reason)
     raise RunFailed(endings[-1])

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.assembly.build import Job, build
+from shardwise.checkpoint.output_dir import writing
 from shardwise.config import RunConfig, UserError
 from shardwise.models.part import ModelPart
 from shardwise.parallel import copies, disk_window
@@ -25,6 +26,7 @@ from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.memory import most_state_bytes
 from shardwise.planner.search import search
+from shardwise.process.ending import RunError
 from shardwise.training.step import NonFiniteLossError, training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
@@ -305,3 +307,51 @@ def test_the_file_has_no_name(tmp_path: Path):
     cfg = replace(cfg, parallel=replace(cfg.parallel, offload_folder=str(folder)))
     assert run_ranks(1, _leftovers, cfg)[0] == []
     assert folder.is_dir()
+
+
+def _reserved_in(cfg: RunConfig, folder: str, made: str) -> tuple[str, list[str]]:
+    cfg = replace(cfg, parallel=replace(cfg.parallel, offload_folder=folder))
+    try:
+        job, _ = job_of(cfg)
+    except UserError as error:
+        return str(error), os.listdir(made)
+    names = os.listdir(made)
+    torch.distributed.barrier()
+    job.pm.storage.close()
+    return "", names
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_folder_is_made_for_the_run_alone(num_ranks, tmp_path):
+    cfg = config(Cell("llama", "ddp", "full", num_ranks, DISK))
+    ranks = run_ranks(num_ranks, _reserved_in, cfg, str(tmp_path / "new"), str(tmp_path))
+    assert ranks == [("", ["new"])] * num_ranks
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "mine").mkdir()
+    run_ranks(num_ranks, _reserved_in, cfg, str(tmp_path / "mine"), str(tmp_path))
+    assert os.listdir(tmp_path) == ["mine"]
+    typo = str(tmp_path / "no" / "such" / "folder")
+    for message, names in run_ranks(num_ranks, _reserved_in, cfg, typo, str(tmp_path)):
+        assert "No such file or directory" in message
+        assert names == ["mine"]
+
+
+def _truncated(cfg: RunConfig, folder: str) -> str:
+    Path(folder).mkdir()
+    job, mesh = job_of(cfg)
+    window = job.pm.storage
+    assert isinstance(window, Window)
+    os.ftruncate(window._file.fileno(), 4096)
+    try:
+        with writing(cfg):
+            training_step(job, microbatches(cfg, mesh, 1), mesh, 1.0)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_that_somebody_makes_shorter_ends_the_run_in_a_line(tmp_path):
+    cfg = config(Cell("llama", "single", "full", 1, DISK))
+    (message,) = run_ranks(1, _truncated, cfg, str(tmp_path / "run"))
+    assert "the file of parallel.offload disk has been made shorter" in message
+    assert "\n" not in message

@@ -11,6 +11,7 @@ Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857; torch.autograd.g
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -99,16 +100,23 @@ def _stand_in(like: torch.Tensor) -> torch.Tensor:
 def _reserve(layout: Layout, cfg: RunConfig) -> Window:
     """Make this rank's file; UserError, the same on every rank, if one of them has no room."""
     folder = Path(cfg.parallel.offload_folder or cfg.training.output_dir)
-    window, reason = None, None
+    window, reason, made = None, None, None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        window = Window(folder, [*layout.trained])
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()  # not the folders above it, which a mistake may name
+            made = folder
+        window = Window(folder, [*layout.trained], made)
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise MemoryError("no memory for the buffers of parallel.offload disk") from None
         reason = error.strerror
     # A few words from every rank to all.
-    if reasons := [reason for reason in of_every_rank(reason) if reason]:
+    reasons = [reason for reason in of_every_rank(reason) if reason]
+    if reasons:
+        if window is not None:
+            window.close()
+        elif made is not None:
+            made.rmdir()
         raise UserError(
             f"parallel.offload disk needs {layout.num_bytes / 2**30:.2f} GiB in {folder} for each "
             f"rank ({reasons[0]}); make room, or name another folder in parallel.offload_folder"

@@ -6,6 +6,8 @@ that is read again has what was written before.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import mmap
 import os
@@ -87,14 +89,16 @@ class Held:
 class Window(Storage):
     """The file of a rank, and the pages of it that are in memory."""
 
-    def __init__(self, folder: Path, units: Sequence[Unit]) -> None:
+    def __init__(self, folder: Path, units: Sequence[Unit], made: Path | None = None) -> None:
         """Reserve the file, which has no name: it is gone when the process is, however it ends.
 
+        `made`: the folder, where it was made for the run and goes with its last file.
         OSError if the disk has no room for it.
         """
         self._thread = ThreadPoolExecutor(1, "disk")
         # Begins now: where memory is short, Python may wait for ever for a thread that fails.
         self._thread.submit(int).result()
+        self._made = made
         self.num_bytes = max(unit.end for unit in units)
         pages = [Pages(unit, is_update) for unit in units for is_update in (False, True)]
         largest = max(part.num_bytes for part in pages)
@@ -162,6 +166,16 @@ class Window(Storage):
         """See interfaces.Storage."""
         return self._read_bytes, self._written_bytes
 
+    def close(self) -> None:
+        """See interfaces.Storage; the file's bytes are free again, and so is the memory."""
+        self._thread.shutdown()
+        self._file.close()
+        self._held.clear()
+        self._free.clear()
+        if self._made is not None:
+            with contextlib.suppress(OSError):  # somebody has put something there
+                self._made.rmdir()
+
     def room(self, held: torch.Tensor) -> torch.Tensor | None:
         """Return memory for other values of what lies on disk; None: it does not."""
         leaf = self._leaf_of(held)
@@ -216,5 +230,6 @@ def _whole(move: Callable[..., int], file: int, memory: memoryview, begin: int) 
     done = 0
     while done < len(memory):
         moved = move(file, [memory[done:]], begin + done)
-        assert moved > 0, "the file ends before its last tensor"
+        if moved <= 0:
+            raise OSError(errno.EIO, "the file of parallel.offload disk has been made shorter")
         done += moved

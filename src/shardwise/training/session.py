@@ -75,6 +75,7 @@ class Session:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:  # closes what is open where one of these fails
+            stack.callback(self.job.pm.storage.close)
             stack.enter_context(writing(self.cfg))
             stack.enter_context(self.reporter)
             stack.enter_context(self._checkpointer)
