@@ -36,38 +36,16 @@ from shardwise.run_file import parse_config, without_removed
 
 MAY_DIFFER = frozenset(
     (
-        "parallel",
-        "launch",
-        "measure.warmup_steps",
-        "measure.memory",
-        "measure.reverse_microbatches",
-        "measure.print_seconds",
-        "measure.trackers",
-        "data.train",  # the loaders compare its content, and the tokenizer's
-        "model.path",  # its content is compared by fingerprint
-        "model.tokenizer",
-        "model.sdpa_backend",
-        "model.slow_cores",
-        "lora.kernel",
-        "data.workers",
-        "training.output_dir",
-        "training.micro_batch_size",
-        "training.checkpointing",
-        "training.compile",
-        "training.loss",
-        "training.eval_every",
-        "training.eval_batches",
-        "training.patience",
-        "training.save_every",
-        "training.keep_last",
-        "training.keep_best",
-        "training.async_save",
-        "training.resume",
-        "training.check_copies_every",
-        "training.memory_checkpoint_every",
-        "training.sample",
-        "training.device",
-        "training.overwrite",
+        *("parallel", "launch", "measure.warmup_steps", "measure.memory", "measure.trackers"),
+        *("measure.reverse_microbatches", "measure.print_seconds"),
+        *("data.train", "data.workers"),  # the loaders compare its content, and the tokenizer's
+        *("model.path", "model.tokenizer"),  # its content is compared by fingerprint
+        *("model.sdpa_backend", "model.slow_cores", "lora.kernel"),
+        *(f"training.{name}" for name in ("output_dir", "resume", "overwrite", "device", "sample")),
+        *(f"training.{name}" for name in ("micro_batch_size", "checkpointing", "compile", "loss")),
+        *(f"training.{name}" for name in ("eval_every", "eval_batches", "patience", "keep_best")),
+        *(f"training.{name}" for name in ("save_every", "keep_last", "async_save")),
+        *("training.check_copies_every", "training.memory_checkpoint_every"),
     )
 )
 """Sections and keys that a resumed run may change: what is computed does not depend on them."""
