@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from shardwise.assembly.build import Job, build
 from shardwise.checkpoint.export import save_result
@@ -75,7 +76,8 @@ def trained_job(cfg: RunConfig) -> Job:
     torch.manual_seed(0)
     for name, parameter in job.pm.named_parameters():
         if ".lora_B." in name:
-            parameter.data.normal_(0, 0.05)
+            local = parameter.data
+            (local.to_local() if isinstance(local, DTensor) else local).normal_(0, 0.05)
     return job
 
 

@@ -88,10 +88,7 @@ def load_state(
     `optimizer` has not made a step, so it has no states yet.
     """
     selected = {p for g in optimizer.param_groups if g.get("is_selected") for p in g["params"]}
-    for key, name, local in _weights(pm):
-        if key in state.keys:
-            _read(pm, state, key, name, local)
-            beat()
+    load_weights(pm, state)
     for name, parameter in optimized_parameters(optimizer):
         states = zero_states(cfg.optimizer.name, parameter, parameter in selected)
         for kind, make in states.items():
@@ -100,6 +97,14 @@ def load_state(
                 optimizer.state[parameter][kind] = local = make()
                 _read(pm, state, key, name, local)
                 beat()
+
+
+def load_weights(pm: ParallelModel, state: State) -> None:
+    """Fill the weights and buffers that `state` has, of a run that may have made steps."""
+    for key, name, local in _weights(pm):
+        if key in state.keys:
+            _read(pm, state, key, name, local)
+            beat()
 
 
 def portable_tensors(

@@ -15,28 +15,20 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import Job
-from shardwise.assembly.state import portable_tensors
+from shardwise.assembly.state import load_weights, portable_tensors
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint import tensors as checkpoint_tensors
-from shardwise.checkpoint.folder import (
-    MEMORY_NAME,
-    METRICS,
-    UNFINISHED,
-    Best,
-    File,
-    Manifest,
-    folder_of,
-)
+from shardwise.checkpoint.folder import Best, File, Manifest, folder_of
 from shardwise.checkpoint.memory import MemoryCheckpoints
 from shardwise.checkpoint.resume import Start, fingerprint
+from shardwise.checkpoint.saved_state import SavedState
 from shardwise.checkpoint.tensors import Tensors
 from shardwise.checkpoint.together import together
 from shardwise.config import RunConfig
@@ -95,8 +87,10 @@ class Checkpointer:
         validation = loaders.validation
         self._validation_text = validation.corpus.fingerprint() if validation else None
         best = start.manifest.best if start.manifest else None
-        # A best checkpoint that is gone, or in another folder, cannot be kept.
-        exists = best is not None and folder_of(self._output_dir, best.step).is_dir()
+        self._best_folder = Path() if best is None else folder_of(self._output_dir, best.step)
+        if start.folder is not None and not self._best_folder.is_dir():  # a resume elsewhere
+            self._best_folder = start.folder.with_name(self._best_folder.name)
+        exists = best is not None and self._best_folder.is_dir()
         self._best: Best | None = best if of_every_rank(exists, self._group)[0] else None
 
     def __enter__(self) -> Checkpointer:
@@ -107,17 +101,12 @@ class Checkpointer:
             folders.take_over(self._output_dir, self._start_step, best_step)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._thread.shutdown(wait=error is None)
         if error is None or isinstance(error, Stopped):
             self._forget()  # all is on disk
         if error is None and self._main:
-            (self._output_dir / MEMORY_NAME).unlink(missing_ok=True)
+            (self._output_dir / folders.MEMORY_NAME).unlink(missing_ok=True)
 
     def _forget(self) -> None:
         if self._memory_folder is not None:
@@ -136,14 +125,11 @@ class Checkpointer:
             evaluation = None  # of other weights: the step came after it
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
             new = Best(step, evaluation.loss, evaluation.tokens, self._validation_text)
-            best = self._best
             # Losses on different text are not compared: a resume may change the validation set.
-            if (
-                best is None
-                or (best.tokens, best.documents) != (new.tokens, new.documents)
-                or new.loss < best.loss
-            ):
-                self._best = new
+            best = self._best
+            is_other = best is None or (best.tokens, best.documents) != (new.tokens, new.documents)
+            if best is None or is_other or new.loss < best.loss:
+                self._best, self._best_folder = new, folder_of(self._output_dir, step)
         is_best = self._best is not None and self._best.step == step
         is_due = training.save_every > 0 and step % training.save_every == 0
         if (is_due or is_best or is_asked_for) and self._saved != step:
@@ -161,6 +147,22 @@ class Checkpointer:
             self.stop(self._step)
         self.wait()
 
+    def load_best(self, note: Callable[[str], object]) -> int:
+        """Load the weights of the best evaluation, with `keep_best`; return its step.
+
+        It follows `finish`: a resume continues from the last step.
+        """
+        folder, best = self._best_folder, self._best
+        if not self._cfg.training.keep_best or best is None or best.step == self._step:
+            return self._step
+        with paused():
+            damage = folders.damage(folder, dist.get_rank(), dist.get_world_size())
+        if any(of_every_rank(damage, self._group)):
+            note(f"the best checkpoint, {folder}, is damaged: the result is of the last step")
+            return self._step
+        load_weights(self.job.pm, SavedState(folder, folders.read_manifest(folder)))
+        return best.step
+
     def save(self, step: int) -> None:
         """Save the run as it is after `step`.
 
@@ -176,7 +178,7 @@ class Checkpointer:
         @paused()
         def read_metrics() -> None:
             nonlocal metrics
-            metrics = (self._output_dir / METRICS).read_bytes()
+            metrics = (self._output_dir / folders.METRICS).read_bytes()
 
         self._on_main(read_metrics, folder_of(self._output_dir, step))
         if self._cfg.training.async_save:
@@ -230,7 +232,7 @@ class Checkpointer:
 
     def _write(self, manifest: Manifest, tensors: Tensors, metrics: bytes) -> None:
         rank, folder = dist.get_rank(), folder_of(self._output_dir, manifest.step)
-        unfinished = folder.with_name(folder.name + UNFINISHED)
+        unfinished = folder.with_name(folder.name + folders.UNFINISHED)
 
         names: list[str] = []
         files: dict[str, File] = {}
@@ -238,7 +240,7 @@ class Checkpointer:
         @paused()
         def begin() -> None:
             unfinished.mkdir(parents=True)
-            folders.write_synced(unfinished / METRICS, metrics)
+            folders.write_synced(unfinished / folders.METRICS, metrics)
 
         @paused()
         def check() -> dict[str, File]:
@@ -258,7 +260,7 @@ class Checkpointer:
             ranks = self._together(lambda: checkpoint_tensors.held(tensors, rank), folder)
             write = partial(checkpoint_tensors.write, tensors, unfinished, ranks, rank)
             # Not what a rank sees in the folder: over NFS it may look there as it did a minute ago.
-            names += sorted({METRICS}.union(*self._together(write, folder)))
+            names += sorted({folders.METRICS}.union(*self._together(write, folder)))
             for checksums in self._together(check, folder):
                 files |= checksums
             self._on_main(finish, folder)

@@ -286,7 +286,7 @@ def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
         if abandoned.exists():  # this step was reached again before
             _remove(abandoned)
         later.rename(abandoned)
-    if best_step is not None:
+    if best_step is not None and folder_of(output_dir, best_step).is_dir():
         mark_best(folder_of(output_dir, best_step))
     else:
         (folder / BEST).unlink(missing_ok=True)

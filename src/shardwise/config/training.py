@@ -167,7 +167,7 @@ class Training(Section):
     """The number of latest checkpoints that are kept."""
     keep_best: bool = False
     """Save after each evaluation that is the best so far, and keep that checkpoint;
-    `checkpoints/best` is a link to it."""
+    `checkpoints/best` is a link to it. The result at the end has its weights."""
     async_save: bool = False
     """Write checkpoints while training continues, from a copy in CPU memory."""
     memory_checkpoint_every: int = 0

@@ -128,6 +128,9 @@ class RunRecord:
     measured since, and the bytes and seconds of the move."""
     stopped_early: dict[str, Any] | None = None
     """step, best_step and best_loss, where `training.patience` ended the run."""
+    saved_step: int | None = None
+    """The step after which the weights in `adapter/` or `model/` were: the last one or, with
+    `training.keep_best`, that of the lowest validation loss."""
     sample: str | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
     resumed_from: dict[str, Any] | None = None

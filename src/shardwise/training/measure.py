@@ -176,6 +176,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         resplits=reporter.resplits,
         notes=list(reporter.notes),
         stopped_early=dataclasses.asdict(early_stop) if early_stop else None,
+        saved_step=reporter.saved_step,
         resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,
         **figures,
     )

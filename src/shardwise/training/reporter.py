@@ -61,6 +61,7 @@ class Reporter:
         self.resplits: list[dict[str, Any]] = []
         """How layers moved between the ranks of the pipeline."""
         self.notes: list[str] = []
+        self.saved_step: int | None = None
         """What a reader of the record must know."""
         self._last_step = start.step
         if start.folder is not None:
@@ -204,6 +205,12 @@ class Reporter:
         if self._last_step == self._num_steps:
             return None
         return early_stop(self.evaluations, self.cfg.training.patience, self._last_step)
+
+    def saved(self, step: int) -> None:
+        """Report the step whose weights the result has, where it could be another one."""
+        self.saved_step = step
+        if self.early_stop is not None or step != self._last_step:
+            self._progress.message(f"the result has the weights after step {step}")
 
     def end(self, documents: Mapping[str, Counts]) -> None:
         """Report that the steps are done, and what they have read."""

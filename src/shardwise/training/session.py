@@ -245,6 +245,7 @@ class Session:
         if self.done > 0 and (self._number == self.done or self._evaluation is not None):
             self._checkpointer.after_step(self.done, self._evaluation)
         self._checkpointer.finish()
+        self.reporter.saved(self._checkpointer.load_best(self.reporter.note))
         # The result and the record come before what may fail.
         folder = Path(self.cfg.training.output_dir)
         save_result(self.job, self.cfg, self.mesh, folder, tokenizer, self.reporter.note)
