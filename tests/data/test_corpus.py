@@ -1,4 +1,7 @@
+import csv
+import gzip
 import json
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from shardwise.config import Data, RunConfig, UserError
 from shardwise.data.corpus import Corpus, join, open_corpus
 from shardwise.data.loader import build_loaders
+from tests.data.test_formats import dialogue
 from tests.data.test_loader import predicted, rows_of
 from tests.data.test_text import write
 
@@ -62,8 +66,8 @@ def test_sources_of_every_kind_are_one_corpus(
     saved(tmp_path / "saved", {"text": ["s0", "s1"], "id": [1, 2]})
     capfd.readouterr()
     corpus = open_corpus([str(tmp_path / name) for name in ("saved", "files", "builder")], data())
-    assert texts(corpus) == ["in JSONL", "plain", "p0", "p1", "p2", "s0", "s1", "c0", "c1"]
-    assert [corpus.where(i).removeprefix(f"{tmp_path}/") for i in (0, 1, 3, 6)] == [
+    assert texts(corpus) == ["in JSONL", "plain", "c0", "c1", "p0", "p1", "p2", "s0", "s1"]
+    assert [corpus.where(i).removeprefix(f"{tmp_path}/") for i in (0, 1, 5, 8)] == [
         "files/b.JSONL:1",
         "files/c.txt",
         "files/a.Parquet: row 1",
@@ -136,9 +140,77 @@ def test_the_first_documents_of_all_sources_or_of_each_weighted_entry(
     assert loaders.state()["read_from"]["documents to train on"] == 2
 
 
-def test_a_table_of_single_values_for_dialogues(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", "messages\nhello\n")
-    with pytest.raises(UserError, match=r"a\.csv holds single values, .*; write it as JSONL"):
+CELLS = [
+    *(
+        "007",
+        "4.10",
+        "1e5",
+        "True",
+        "None",
+        "NA",
+        "N/A",
+        "null",
+        "nan",
+        "#N/A",
+        "",
+        " ",
+        "-",
+        "1_0",
+    ),
+    *("a,b", 'a "b"', "a\nb", "a\tb", "2024-01-01", "inf", "0x1F", "1,000", "äöü", "x" * 200_000),
+]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+@pytest.mark.parametrize("before", [[], ["words"] * 3, ["7"] * 10_000])
+def test_every_cell_of_a_csv_file_is_the_text_that_was_written(
+    tmp_path: Path, suffix: str, before: list[str]
+) -> None:
+    # Right by Python's own writer. Readers that guess types do so anew for each 10,000 rows.
+    cells = [*before, *CELLS]
+    with (tmp_path / f"a.{suffix}").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file, delimiter="\t" if suffix == "tsv" else ",")
+        writer.writerows([["", "text"], *([i, cell] for i, cell in enumerate(cells))])
+    assert texts(open_corpus(str(tmp_path / f"a.{suffix}"), data())) == cells
+    for cell in CELLS[:8]:  # a column that has nothing else
+        path = write(tmp_path / "one.csv", f"id,text\n1,{cell}\n2,{cell}\n")
+        assert texts(open_corpus(str(path), data())) == [cell] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("id,text\n1,a\n2,a,b\n", r"line 3 has 3 cells, not 2"),
+        ("id,text\n1\n", "line 2 has 1 cells"),
+        ("text,text\na,b\n", "2 columns are called 'text'"),
+        (b"text\n\xff\n", "'utf-8' codec"),
+        (b"\x1f\x8b\x08\x00\x00", "gzip -d"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_read(tmp_path: Path, content: Any, part: str) -> None:
+    path = write(tmp_path / "a.csv", content)
+    with pytest.raises(UserError, match=rf"^{path}: .*{part}"):
+        open_corpus(str(path), data())
+
+
+def test_a_changed_csv_file_is_read_anew(tmp_path: Path) -> None:
+    for number, cell in enumerate(("a", "b", "cc")):
+        path = write(tmp_path / "a.csv", f"text\n{cell}\n")
+        os.utime(path, ns=(0, number))
+        assert texts(open_corpus(str(path), data())) == [cell]
+
+
+def test_dialogues_in_a_csv_file_are_text_in_json(tmp_path: Path) -> None:
+    messages = json.dumps(dialogue("hi", "yes")["messages"])
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["messages", "system"], [messages, "be brief"]])
+    corpus = open_corpus(str(tmp_path / "a.csv"), data(format="chat"))
+    assert corpus[0] == {"messages": messages, "system": "be brief"}
+
+
+def test_compressed_dialogues_are_no_plain_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress(b"{}"))
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: .* gzip -d"):
         open_corpus(str(path), data(format="chat"))
 
 
@@ -243,5 +315,5 @@ def test_empty_corpus(tmp_path: Path) -> None:
 def test_reading_tables_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parquet(tmp_path / "a.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"datasets, .*; pip install 'shardwise\[data\]'$"):
+    with pytest.raises(UserError, match=r"datasets, .*; pip install datasets$"):
         open_corpus(str(path), data())

@@ -21,7 +21,7 @@ from shardwise.data.formats import Encoder
 from shardwise.data.packing import Document, to_batch
 from shardwise.data.record import BadDocument
 from shardwise.data.state import SlotState
-from shardwise.data.tokenizer import load_tokenizer, prompt_tokens
+from shardwise.data.tokenizer import load_tokenizer, tokens_of
 from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
 
 IMAGE = {"type": "text", "text": "What is it?", "image_url": {"url": "x"}}
@@ -771,7 +771,7 @@ def test_what_a_tokenizer_adds_around_a_text_stands_there_once(
     prompt, completion = text[:-1], text[-1:]
     written = marked(adding, {"prompt": prompt, "completion": completion}, "completion")
     assert written.replace("«", "").replace("»", "") == ended
-    assert adding.decode(prompt_tokens(adding, text)) == begin + text
+    assert adding.decode(tokens_of(adding, text, is_open=True)) == begin + text
 
 
 @pytest.mark.parametrize("packing", ["none", "concat", "isolated", "documents"])

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Model, UserError
 from shardwise.data.corpus import open_corpus
+from shardwise.data.files import find_files
 from shardwise.data.record import BadDocument
-from shardwise.data.text import BLOCK, SAMPLES, STRIDE, find_files, index_files
+from shardwise.data.text import BLOCK, SAMPLES, STRIDE, index_files
 from shardwise.data.tokenizer import load_tokenizer
 
 
@@ -161,7 +162,7 @@ def test_documents_are_lines_and_whole_files(tmp_path: Path) -> None:
 
 
 def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
-    jsonl = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n')
+    jsonl = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf\n\n\xef\xbb\xbf{"text": "a"}\n')
     text = write(tmp_path / "b.txt", b"\xef\xbb\xbfb")
     corpus = index_files([jsonl, text])
     assert [corpus[0], corpus[1]] == [{"text": "a"}, {"text": "b"}]
@@ -307,9 +308,58 @@ def test_json_lines_under_another_name_are_refused(tmp_path: Path) -> None:
         index_files([path])
 
 
-def test_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.json: \.json is not read; .*\.jsonl"):
-        index_files([write(tmp_path / "a.json", "[]")])
+STRINGS = ["plain", 'a "quote"', "back\\slash\\", "[{,}]", "new\nline", "äöü", ""]
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_items_of_a_json_file(tmp_path: Path, indent: int | None, mark: str) -> None:
+    # Right by json.loads of the whole file. More items than one in STRIDE has a kept place for.
+    rows = [{"text": text, "n": [1, {"a": [text, None]}]} for text in STRINGS * 12]
+    whole = write(tmp_path / "a.json", mark + json.dumps(rows, indent=indent))
+    values = write(
+        tmp_path / "b.json", mark + "\n".join(json.dumps(r, indent=indent) for r in rows)
+    )
+    for path in (whole, values):
+        corpus = index_files([path])
+        assert [corpus[i] for i in range(len(corpus))] == rows
+    assert index_files([whole]).where(1) == f"{whole}:{1 if indent is None else 14}"
+    odd = index_files([write(tmp_path / "c.json", '[{"text": "a"}, "b", 3, [4], {"text" 5}]')])
+    assert (len(odd), odd[0]) == (5, {"text": "a"})
+    for number in range(1, 5):
+        with pytest.raises(BadDocument, match=r"not an object|not JSON"):
+            odd[number]
+    assert len(index_files([write(tmp_path / "d.json", mark)])) == 0
+
+
+@pytest.mark.parametrize("content", ['[{"text": "a"}', '[{"text": "a"}, {"te'])
+def test_json_that_is_cut_off(tmp_path: Path, content: str) -> None:
+    with pytest.raises(UserError, match=r"a\.json: its JSON is cut off"):
+        index_files([write(tmp_path / "a.json", content)])
+    with pytest.raises(UserError, match=r"b\.json: something follows"):
+        index_files([write(tmp_path / "b.json", '[{"text": "a"}]\n[1]')])
+
+
+def test_a_folder_says_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = '{"text": "a"}\n'
+    read = {"a.jsonl": line, "b/c.json": f"[{line}]", "d.json": line * 2, "e.csv": "text\na\n"}
+    others = {"f.jsonl.gz": "x", "g.xlsx": "x", "package.json": "{}", "LICENSE": "x", ".h": "x"}
+    for name, content in (read | others).items():
+        write(tmp_path / "all" / name, content)
+    assert [file.name for file in find_files(str(tmp_path / "all"))] == [
+        name.rpartition("/")[2] for name in read
+    ]
+    kinds = "1 .gz, 1 .xlsx, 1 LICENSE, 1 .json"
+    note = f"note: data.train: {tmp_path}/all has files that are not read: {kinds}\n"
+    assert sorted(capsys.readouterr().err) == sorted(note)
+    write(tmp_path / "none" / "a.jsonl.gz", "x")
+    with pytest.raises(UserError, match=r"has no file of .*only 1 \.gz"):
+        find_files(str(tmp_path / "none"))
+    write(tmp_path / "whole" / "a.jsonl", line)
+    find_files(str(tmp_path / "whole"))
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])

@@ -9,17 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, UserError
+from shardwise.data import columns
 from shardwise.data.bounds import LATER_CPU_SECONDS, TimeLimit, bounded, time_limit
 from shardwise.data.chats import Message, Refused, Turn, Undecidable, find_turns
-from shardwise.data.columns import (
-    SYSTEM,
-    TOOLS,
-    VARIABLES,
-    check_all_read,
-    fields_beside,
-    given,
-    unread,
-)
+from shardwise.data.files import read_text
 from shardwise.data.messages import (
     bad_chat,
     check_flags,
@@ -32,7 +25,6 @@ from shardwise.data.messages import (
 )
 from shardwise.data.record import CORRECT_LINE, BadDocument, OutOfBounds, Record
 from shardwise.data.templates import known_roles, marks_turns, names_in, template_tokens
-from shardwise.data.text import read_text
 from shardwise.data.tokenizer import tokens_and_places
 
 if TYPE_CHECKING:
@@ -69,10 +61,9 @@ class ChatFormat:
         """Read the template and the tools of a run; UserError where there are none to read."""
         template: Any = tokenizer.chat_template
         templates = template if isinstance(template, dict) else {"default": template}
-        template = templates.get("default")
-        tool_template = templates.get("tool_use", template)
-        if data.tools is not None:
-            template = tool_template if data.tools.endswith(".json") else template or tool_template
+        tool_template = templates.get("tool_use", templates.get("default"))
+        has_file = data.tools is not None and data.tools.endswith(".json")
+        template = tool_template if has_file else templates.get("default", tool_template)
         if not isinstance(template, str):
             need = "data.format chat needs a chat template, which the tokenizer lacks"
             raise UserError(f"{need}; set data.chat_template to a file with one")
@@ -82,11 +73,9 @@ class ChatFormat:
                 "data.tools is set, but the chat template does not write tools; leave it out"
             )
         given = dict(data.template_arguments or {})
-        if reserved := sorted(reserved_of(tokenizer) & given.keys()):
-            raise UserError(
-                f"data.template_arguments has {reserved[0]}, which is not for a template"
-            )
-        if data.tools is not None and data.tools.endswith(".json"):
+        for name in sorted(reserved_of(tokenizer) & given.keys()):
+            raise UserError(f"data.template_arguments has {name}, which is not for a template")
+        if data.tools is not None and has_file:
             text = read_text(data.tools, "data.tools")
             given["tools"] = read_objects(text, f"data.tools: {data.tools}", _bad_file)
         return cls(tokenizer, data, template, tool_template, given)
@@ -152,39 +141,44 @@ class ChatFormat:
                 f"unknown role {names}, whose words the model would never learn; "
                 f"rename it to one of {', '.join(roles)}; or {CORRECT_LINE}",
             )
-        return self._with_system(read, record)
-
-    def _with_system(self, messages: list[Message], record: Record) -> list[Message]:
-        """Return the messages behind the system message that a field of its own has."""
-        names = [name for name in SYSTEM if name in fields_beside(self.data)]
-        for name, value in given(record, names).items():
+        for name, value in columns.given(record, self._beside(True)).items():
             system = read_message({"role": "system", "content": value}, 0)
-            if messages[0]["role"] not in ("system", "developer"):
-                messages = [system, *messages]
-            elif messages[0]["content"] != system["content"]:
-                raise unread(name, "the messages have another system message; keep one of them")
-        return messages
+            if read[0]["role"] not in ("system", "developer"):
+                read = [system, *read]
+            elif read[0]["content"] != system["content"]:
+                raise columns.unread(name, "the messages have another system message")
+        return read
+
+    def _beside(self, are_system: bool) -> list[str]:
+        names = columns.fields_beside(self.data)
+        return [name for name in names if (name in columns.SYSTEM) == are_system]
 
     def with_fields(self, record: Record) -> ChatFormat:
         """Return the format with the variables, tools and documents of a dialogue."""
-        names = [name for name in fields_beside(self.data) if name not in SYSTEM]
-        beside, fields = given(record, names), dict(self.given)
-        tools = self._named_tools(record)
-        if tools is None and self.data.tools is None:
-            name = next((name for name in TOOLS if name in beside), "tools")
-            tools = read_objects(beside.pop(name, None), f"field {name!r}", bad_chat)
-            if name == "functions" and tools:
-                tools = [{"type": "function", "function": tool} for tool in tools]
+        beside, fields = columns.given(record, self._beside(False)), dict(self.given)
+        name = self.data.tools
+        if name is None:
+            name = next((name for name in columns.TOOLS if name in beside), "tools")
+            tools = beside.pop(name, None)
+        elif name in record or name.endswith(".json"):
+            tools = record.get(name)
+        else:
+            problem = f"no field {name!r} (data.tools); its fields are {', '.join(record)}"
+            way_out = f"{CORRECT_LINE}, or give null for no tools"
+            raise BadDocument("missing field", f"{problem}; {way_out}")
+        tools = read_objects(tools, f"field {name!r}", bad_chat)
+        if tools and name == "functions":
+            tools = [{"type": "function", "function": tool} for tool in tools]
         documents = read_objects(beside.pop("documents", None), "field 'documents'", bad_chat)
-        variables = from_json(beside.pop(VARIABLES, {}))
+        variables = from_json(beside.pop(columns.VARIABLES, {}))
         if not isinstance(variables, dict) or reserved_of(self.tokenizer) & variables.keys():
-            raise bad_chat(f"field {VARIABLES!r} has no variables for a template")
-        check_all_read(record, tuple(beside), self.data)
+            raise bad_chat(f"field {columns.VARIABLES!r} has no variables for a template")
+        columns.check_all_read(record, tuple(beside), self.data)
         fields |= variables
         template = self.tool_template if tools else self.template
         for name, value in (("tools", tools), ("documents", documents)):
             if value and name not in names_in(template):
-                raise unread(name, "the chat template does not write it: give one that does")
+                raise columns.unread(name, "the chat template does not write it")
             if value:
                 fields[name] = value
         return replace(self, template=template, given=fields)
@@ -195,19 +189,6 @@ class ChatFormat:
         if self.data.train_on == "last":
             numbers = numbers[-1:]
         return [i for i in numbers if is_trained(messages[i])]
-
-    def _named_tools(self, record: Record) -> list[Any] | None:
-        """Return the tools in the field that `data.tools` names."""
-        field = self.data.tools
-        if field is None or field.endswith(".json"):
-            return None
-        if field not in record:
-            names = ", ".join(record)
-            problem = f"no field {field!r} (data.tools); its fields are {names}"
-            raise BadDocument(
-                "missing field", f"{problem}; {CORRECT_LINE}, or give null for no tools"
-            )
-        return read_objects(record[field], f"field {field!r}", bad_chat)
 
     def _encode(self, messages: Sequence[Message], trained: Sequence[int]) -> Encoded:
         text, turns = self._turns(messages)
@@ -254,26 +235,18 @@ class ChatFormat:
                 return text, turns
         if found or in_quotes:  # it changes contents, or leaves out that of a tool call
             return (found or in_quotes)[0]
+        what, reason = f"the assistant's turns cannot be found: {problems[0]}", "no turns found"
+        way_out = "mark them in the template with {% generation %} and {% endgeneration %}"
         if isinstance(problems[0], Refused):
-            problem = f"the chat template refuses it ({problems[0]})"
-            if self._fails_on_plain():
-                raise BadDocument(
-                    "bad chat template",
-                    f"{problem}, and a plain question with its answer too, so the mistake is in "
-                    "the template; correct it, or set data.chat_template to another one",
-                )
-            raise BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
-        marks = "mark them in the template with {% generation %} and {% endgeneration %}"
+            what, reason = f"the chat template refuses it ({problems[0]})", "bad chat"
+            way_out = "set data.chat_template to another one"
         if self._fails_on_plain():
             raise BadDocument(
                 "bad chat template",
-                f"the assistant's turns cannot be found: {problems[0]}; nor can they in a plain "
-                f"question with its answer, so the template is the reason; {marks}",
+                f"{what}; and a plain question with its answer too, so the mistake is in the "
+                f"template; correct it, or {way_out}",
             )
-        raise BadDocument(
-            "no turns found",
-            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or {marks}",
-        )
+        raise BadDocument(reason, f"{what}; {CORRECT_LINE}, or {way_out}")
 
     def _turns_of_form(self, form: Sequence[Message]) -> tuple[str, list[Turn]]:
         if marks_turns(self.template):
@@ -354,8 +327,7 @@ class ChatFormat:
 
 def reserved_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Return the names that no variable of a template may have."""
-    options = inspect.signature(tokenizer.apply_chat_template).parameters
-    return {*options, "messages", "documents"}
+    return {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "documents"}
 
 
 def _guarded(render: Callable[[], Any]) -> Any:

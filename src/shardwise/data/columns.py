@@ -28,22 +28,16 @@ MEDIA = (
 )  # fmt: skip
 """Fields of a document, a message, or a part of its content, that hold no text."""
 
-BESIDE = {
-    "text": (),
-    "completion": (*SYSTEM, "history", *TOOLS, "documents", *MEDIA),
-    "chat": (*SYSTEM, "history", *TOOLS, "documents", VARIABLES, *MEDIA),
-}
+BESIDE = (*SYSTEM, "history", *TOOLS, "documents", *MEDIA)
 """The known fields beside those that a format reads."""
-
 BESIDE_QUESTION = ("input", "context")
 """The known fields beside a prompt that is called `instruction` or `question`."""
 
 
 def fields_of(data: Data) -> tuple[str, ...]:
     """Return the names in the data of the fields that a run reads."""
-    of_format = FIELDS.get(data.format, ())
-    fields = tuple(column for name in of_format for column in data.columns(name))
-    fields = fields or (data.text_field,)
+    names = FIELDS.get(data.format, ())
+    fields = tuple(column for name in names for column in data.columns(name)) or (data.text_field,)
     if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
         return (*fields, data.tools)
     return fields
@@ -51,8 +45,10 @@ def fields_of(data: Data) -> tuple[str, ...]:
 
 def fields_beside(data: Data) -> tuple[str, ...]:
     """Return the known fields that a run does not name, which are taken or refused."""
-    names, fields = BESIDE[data.format], fields_of(data)
-    if data.format == "completion" and {"instruction", "question"} & {*fields}:
+    fields, names = fields_of(data), () if data.format == "text" else BESIDE
+    if data.format == "chat":
+        names += (VARIABLES,)
+    elif {"instruction", "question"} & {*fields}:
         names += BESIDE_QUESTION
     return tuple(name for name in names if name not in (*fields, *data.unused))
 
@@ -60,32 +56,24 @@ def fields_beside(data: Data) -> tuple[str, ...]:
 def given(record: Record, names: Sequence[str]) -> dict[str, Any]:
     """Return those of these fields of a document that are not empty."""
     values = {name: record.get(name) for name in names}
-    return {
-        name: value
-        for name, value in values.items()
-        if (value.strip() if isinstance(value, str) else value)
-    }
+    return {k: v for k, v in values.items() if (v.strip() if isinstance(v, str) else v)}
 
 
 def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
     """Raise BadDocument where one of these fields, which the run does not read, is not empty."""
     for name in given(record, names):
-        raise unread(name, _way_out(name, data))
-
-
-def _way_out(name: str, data: Data) -> str:
-    if name in MEDIA:
-        return "only text is trained on; remove the line"
-    if data.format == "chat":
-        return "write its turns into the messages"
-    if name == "history":
-        return "write its turns as messages and set data.format: chat"
-    prompt = data.columns("prompt")
-    first = (name, *prompt) if name in SYSTEM else (*prompt, name)
-    names = f"{{prompt: [{', '.join(first)}], completion: ...}}"
-    if name in BESIDE_QUESTION:
-        return f"set data.fields to {names}"
-    return f"set data.fields to {names}, or write messages and set data.format: chat"
+        prompt = data.columns("prompt")
+        first = (name, *prompt) if name in SYSTEM else (*prompt, name)
+        way_out = f"set data.fields to {{prompt: [{', '.join(first)}], completion: ...}}"
+        if name in MEDIA:
+            way_out = "only text is trained on; remove the line"
+        elif data.format == "chat":
+            way_out = "write its turns into the messages"
+        elif name == "history":
+            way_out = "write its turns as messages and set data.format: chat"
+        elif name not in BESIDE_QUESTION:
+            way_out += ", or write messages and set data.format: chat"
+        raise unread(name, way_out)
 
 
 def unread(name: str, way_out: str) -> BadDocument:

@@ -10,17 +10,11 @@ import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.columns import fields_of
+from shardwise.data.files import expanded, find_files, path_exists
 from shardwise.data.record import Record
+from shardwise.data.rows import check_text, is_rows, suffix
 from shardwise.data.tables import DatasetEntry, Table, open_csv, open_dataset, open_parquet
-from shardwise.data.text import (
-    TextFiles,
-    expanded,
-    find_files,
-    index_files,
-    is_jsonl,
-    path_exists,
-    suffix,
-)
+from shardwise.data.text import TextFiles, index_files
 
 OPEN_TABLE = {".parquet": open_parquet, ".csv": open_csv, ".tsv": open_csv}
 """The function that opens a table, by the suffix of its file."""
@@ -76,12 +70,10 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     """Open the documents of these entries: files, folders, glob patterns, names of datasets.
 
     Text files come first, then Parquet and CSV files, then `datasets`. UserError, which names
-    `key`, for an entry without a file, for plain text in another format than `text`, for CSV with
-    dialogues, and if there is no document at all. Of `data.train` the first `data.max_documents`
-    are used.
+    `key`, for an entry without a file, for plain text in another format than `text`, and if there
+    is no document at all. Of `data.train` the first `data.max_documents` are used.
     """
     entries = [entries] if isinstance(entries, str) else entries
-    fields = fields_of(data)
     datasets: list[DatasetEntry] = []
     patterns: list[str] = []
     for entry in entries:
@@ -94,16 +86,12 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     files = find_files(patterns, key) if patterns or not datasets else []
     tables = [file for file in files if suffix(file) in OPEN_TABLE]
     text = [file for file in files if suffix(file) not in OPEN_TABLE]
-    plain = [file for file in text if not is_jsonl(file) and suffix(file) != ".json"]
+    plain = [file for file in text if not is_rows(file)]
     if plain and data.format != "text":
+        check_text(plain[0])
         raise UserError(
-            f"{key}: {plain[0]} is plain text, which data.format {data.format} cannot use; "
-            f"give JSONL, Parquet or datasets with the fields {', '.join(fields)}"
-        )
-    if data.format == "chat" and (flat := [file for file in tables if suffix(file) != ".parquet"]):
-        raise UserError(
-            f"{key}: {flat[0]} holds single values, and a dialogue is a list; write it as JSONL or "
-            f"Parquet with the fields {', '.join(fields)}"
+            f"{key}: {plain[0]} is plain text, which data.format {data.format} cannot use; give "
+            f"JSONL, JSON, CSV, Parquet or datasets with the fields {', '.join(fields_of(data))}"
         )
     sources: list[Source] = [index_files(text, data.text_field)] if text else []
     sources += [OPEN_TABLE[suffix(file)](file, data) for file in tables]

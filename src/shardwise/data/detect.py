@@ -7,34 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import UserError
+from shardwise.data.files import find_files
+from shardwise.data.record import BadDocument
+from shardwise.data.rows import suffix
 from shardwise.data.tables import DatasetEntry, columns_of, columns_of_dataset
-from shardwise.data.text import find_files, first_document, suffix
+from shardwise.data.text import index_files
 
-FITS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
-    (frozenset({"messages"}), {"format": "chat"}),
-    (frozenset({"conversations"}), {"format": "chat", "fields": {"messages": "conversations"}}),
-    (frozenset({"prompt", "completion"}), {"format": "completion"}),
-    (
-        frozenset({"instruction", "input", "output"}),
-        {
-            "format": "completion",
-            "fields": {"prompt": ["instruction", "input"], "completion": "output"},
-        },
-    ),
-    (
-        frozenset({"instruction", "output"}),
-        {"format": "completion", "fields": {"prompt": "instruction", "completion": "output"}},
-    ),
-    (
-        frozenset({"question", "answer"}),
-        {"format": "completion", "fields": {"prompt": "question", "completion": "answer"}},
-    ),
-    (
-        frozenset({"prompt", "response"}),
-        {"format": "completion", "fields": {"completion": "response"}},
-    ),
-    (frozenset({"text"}), {"format": "text"}),
+
+def _keys(format_name: str, **fields: str | list[str]) -> dict[str, Any]:
+    return {"format": format_name, **({"fields": fields} if fields else {})}
+
+
+# fmt: off
+FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
+    ({"messages"}, _keys("chat")),
+    ({"conversations"}, _keys("chat", messages="conversations")),
+    ({"prompt", "completion"}, _keys("completion")),
+    ({"instruction", "input", "output"},
+     _keys("completion", prompt=["instruction", "input"], completion="output")),
+    ({"instruction", "output"}, _keys("completion", prompt="instruction", completion="output")),
+    ({"question", "answer"}, _keys("completion", prompt="question", completion="answer")),
+    ({"prompt", "response"}, _keys("completion", completion="response")),
+    ({"text"}, _keys("text")),
 )
+# fmt: on
 """Fields of a document, and the keys of section `data` that read them; the first that fit."""
 
 
@@ -72,5 +68,13 @@ def _first_fields(entry: str, key: str) -> frozenset[str] | None:
     if dataset is None:
         file: Path = find_files(entry, key)[0]
         is_table = suffix(file) in (".parquet", ".csv", ".tsv")
-        return frozenset(columns_of(file) if is_table else first_document(file, key))
+        if is_table:
+            return frozenset(columns_of(file))
+        index = index_files([file], most=1)
+        if not len(index):
+            raise UserError(f"{key}: no document in {file}; give a file that is not empty")
+        try:
+            return frozenset(index[0])
+        except BadDocument as error:
+            raise UserError(f"{index.where(0)}: {error}") from None
     return None if dataset.is_on_hub else frozenset(columns_of_dataset(dataset, key))

@@ -176,6 +176,14 @@ def joined_text(record: Record, fields: Sequence[str]) -> str:
     return "\n\n".join(text_of(record, field, "data.fields") for field in fields)
 
 
+OTHER_FORMATS = {
+    ("messages",): "chat",
+    ("conversations",): "chat and data.fields: {messages: conversations}",
+    ("prompt", "completion"): "completion",
+}
+"""Fields of a document that is no text, and the keys that read it."""
+
+
 def text_of(record: Record, field: str, key: str) -> str:
     """Return a field of a document, which `key` of the run file names.
 
@@ -185,15 +193,10 @@ def text_of(record: Record, field: str, key: str) -> str:
         way_out = f"set {key} to name some of the line's fields: {', '.join(record)}"
         if key == "data.fields":
             way_out = f"{way_out}; or {CORRECT_LINE}, or set data.format"
-        elif "messages" in record:
-            way_out = "it has messages: set data.format: chat"
-        elif "conversations" in record:
-            way_out = (
-                "it has conversations: set data.format: chat and data.fields: {messages: "
-                "conversations}"
-            )
-        elif "prompt" in record and "completion" in record:
-            way_out = "it has prompt and completion: set data.format: completion"
+        else:
+            for names, keys in OTHER_FORMATS.items():
+                if all(name in record for name in names):
+                    way_out = f"it has {' and '.join(names)}: set data.format: {keys}"
         raise BadDocument("missing field", f"no field {field!r}; {way_out}")
     return string(record[field], f"field {field!r}")
 

@@ -35,17 +35,10 @@ def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     message has its calls in `tool_calls`, or a single one in `function_call`.
     """
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    readers: list[Callable[[Any], Any]] = [lambda arguments: arguments]
-    readers += [
-        reader
-        for reader in (_as_object, _as_text)
-        if any(
-            reader(call["function"]["arguments"]) != call["function"]["arguments"] for call in calls
-        )
-    ]
     is_single = calls and all(len(m.get("tool_calls", calls[:1])) == 1 for m in messages)
     for as_older in (False, True) if is_single else (False,):
-        for as_parts, reader in itertools.product((False, True), readers):
+        readers = (lambda arguments: arguments, _as_object, _as_text)
+        for as_parts, reader in itertools.product((False, True), readers[: 3 if calls else 1]):
             yield [_in_form(message, as_parts, reader, as_older) for message in messages]
 
 
@@ -69,15 +62,12 @@ def _in_form(
 
 def _as_object(arguments: Any) -> Any:
     """Return the object that a text in JSON stands for; anything else as it is."""
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        return parsed if isinstance(parsed := json.loads(arguments), dict) else arguments
-    return arguments
+    parsed = from_json(arguments)
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _as_text(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        return arguments
-    return json.dumps(arguments, ensure_ascii=False)
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def writes_text_in_quotes(form: Sequence[Message], text: str) -> bool:
@@ -86,15 +76,12 @@ def writes_text_in_quotes(form: Sequence[Message], text: str) -> bool:
     It wants objects, though it does not refuse the text.
     """
     calls = [call for message in form for call in message.get("tool_calls", ())]
-    functions = [call["function"] for call in calls]
-    functions += [message["function_call"] for message in form if "function_call" in message]
-    return any(
-        json.dumps(function["arguments"], ensure_ascii=is_ascii) in text
-        for function in functions
-        if isinstance(_as_object(function["arguments"]), dict)
-        and isinstance(function["arguments"], str)
-        for is_ascii in (False, True)
-    )
+    calls += [
+        {"function": message["function_call"]} for message in form if "function_call" in message
+    ]
+    given = [call["function"]["arguments"] for call in calls]
+    texts = [arguments for arguments in given if _as_object(arguments) is not arguments]
+    return any(json.dumps(t, ensure_ascii=ascii) in text for t in texts for ascii in (False, True))
 
 
 def read_message(message: Record, number: int) -> Message:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
-from shardwise.data.text import read_text
+from shardwise.data.files import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,14 +15,19 @@ from typing import Any
 
 from shardwise.config import Data, UserError
 from shardwise.data.columns import fields_beside, fields_of
-from shardwise.data.record import Record
-from shardwise.data.text import SUFFIXES, expanded, files_below, files_of_folder, parts_of, suffix
+from shardwise.data.files import SUFFIXES, expanded, files_below, files_of_folder, parts_of
+from shardwise.data.record import BadDocument, Record
+from shardwise.data.rows import JSON_ROW, check_text, csv_lines, csv_rows, json_rows, suffix
+from shardwise.data.text import read_object
 
 SPLIT = "train"
 """The split that is read of a dataset on the hub where none is named."""
 REPAIR = "repair or remove it"
-STREAMED = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-"""The builder of `datasets` that streams a file, by its suffix."""
+STREAMED = {
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet",
+}  # fmt: skip
+"""The kind of a file that is streamed, by its suffix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,7 @@ def is_dataset_folder(path: Path) -> bool:
     """Return whether `datasets` must read this folder.
 
     It must if it saved the folder, if the folder's README describes a dataset, or if there are
-    tables but no file with one of SUFFIXES.
+    Arrow files, but none that is read without it.
     """
     if not path.is_dir():
         return False
@@ -81,9 +86,7 @@ def is_dataset_folder(path: Path) -> bool:
     flags = re.DOTALL | re.MULTILINE
     if readme.is_file() and re.match(described, readme.read_bytes(), flags):
         return True
-    files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
-    suffixes = {suffix(file) for file in files}
-    return not suffixes & SUFFIXES and bool(suffixes & {".csv", ".tsv", ".arrow", ".json"})
+    return any(path.rglob("*.arrow")) and not files_below(path)
 
 
 def _was_saved_by_datasets(folder: Path) -> bool:
@@ -177,15 +180,24 @@ def open_parquet(path: Path, data: Data) -> Table:
 def open_csv(path: Path, data: Data) -> Table:
     """Open these columns of a CSV or TSV file, whose first line has their names.
 
-    `datasets` reads it, as it reads a folder of such files.
+    Every cell is text, as it stands in the file. `datasets` copies them once, as those of Parquet.
     """
     datasets = _datasets(str(path))
-    separator = "\t" if suffix(path) == ".tsv" else ","
-    files = {"data_files": str(path), "sep": separator, "split": SPLIT}
+    options = _csv_options([path], data, (path.stat().st_mtime_ns, path.stat().st_size))
     with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
-        loaded = datasets.load_dataset("csv", **files)
-    columns = _columns(str(path), loaded.column_names, data)
-    return Table(loaded.select_columns(columns), str(path))
+        return Table(datasets.Dataset.from_generator(csv_rows, **options), str(path))
+
+
+def _csv_options(files: Sequence[Path], data: Data, changed: object = None) -> dict[str, Any]:
+    columns = tuple(_columns(str(files[0]), columns_of(files[0]), data))
+    arguments = {"files": list(files), "columns": columns, "_changed": changed}
+    return {"features": _strings(columns), "gen_kwargs": arguments}
+
+
+def _strings(names: Sequence[str]) -> Any:
+    """Return the features of a table whose columns of these names hold text."""
+    datasets = _datasets("text")
+    return datasets.Features({name: datasets.Value("string") for name in names})
 
 
 def columns_of(path: Path) -> list[str]:
@@ -199,8 +211,9 @@ def columns_of(path: Path) -> list[str]:
     with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
         if suffix(path) == ".parquet":
             return pyarrow.parquet.read_schema(path).names
+        check_text(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return next(csv.reader(file, delimiter="\t" if suffix(path) == ".tsv" else ","), [])
+            return next(csv_lines(path, file), [])
 
 
 def columns_of_dataset(entry: DatasetEntry, key: str) -> list[str]:
@@ -226,8 +239,8 @@ def open_stream(entry: DatasetEntry, data: Data, key: str) -> Any:
     Nothing of it is read yet. UserError as from `open_dataset`.
     """
     files = entry.files(key)
-    rows = _stream_of(files, key) if files else _split(entry, key, streaming=True)
-    if rows.column_names is None:  # known only when it is read
+    rows = _stream_of(files, data, key) if files else _split(entry, key, streaming=True)
+    if rows.column_names in (None, [JSON_ROW]):  # known only when it is read
         return rows
     return rows.select_columns(_columns(entry.name, rows.column_names, data))
 
@@ -259,8 +272,9 @@ def read_stream(rows: Any, key: str) -> Generator[Record]:
         # Not `iter(rows)`, which in a worker process gives only some of the rows.
         for batch in rows.iter(batch_size=1):
             row = {column: values[0] for column, values in batch.items()}
-            yield without_padding(row, rows.features)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            line = row.get(JSON_ROW)
+            yield without_padding(row, rows.features) if line is None else read_object(line)
+    except (BadDocument, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         raise UserError(f"{key}: the stream cannot be read ({cause}); {REPAIR}") from None
 
@@ -270,17 +284,23 @@ def version() -> str:
     return str(_datasets("data.streaming").__version__)
 
 
-def _stream_of(files: Sequence[Path], key: str) -> Any:
+def _stream_of(files: Sequence[Path], data: Data, key: str) -> Any:
     """Return the rows of these files as a stream; UserError for files of other or several kinds."""
     datasets = _datasets("data.streaming")
     kind = STREAMED.get(suffix(files[0]))
     for file in files:
         if kind is None or STREAMED.get(suffix(file)) != kind:
             raise UserError(
-                f"{key}: data.streaming reads folders of JSONL or of Parquet, and {file} is of "
-                "another kind; leave data.streaming out: files are read in place"
+                f"{key}: data.streaming reads folders of JSON, of CSV or of Parquet, and {file} is "
+                "of another kind; leave data.streaming out: files are read in place"
             )
     with _loading(f"{key}: datasets cannot load {files[0]}", REPAIR):
+        generated = datasets.IterableDataset.from_generator
+        if kind == "json":  # the reader of `datasets` would add nulls to objects
+            features = _strings([JSON_ROW])
+            return generated(json_rows, features=features, gen_kwargs={"files": list(files)})
+        if kind == "csv":
+            return generated(csv_rows, **_csv_options(files, data))
         paths = [glob.escape(str(file)) for file in files]
         return datasets.load_dataset(kind, data_files=paths, split=SPLIT, streaming=True)
 
@@ -294,7 +314,8 @@ def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
     with _loading(f"{key}: {entry}: datasets cannot load it", way_out):
         if not is_saved:
             source = str(path.resolve()) if path.exists() else entry.name
-            loaded = datasets.load_dataset(source, entry.config, streaming=streaming)
+            options = _csv_as_text(source, entry.config)
+            loaded = datasets.load_dataset(source, entry.config, streaming=streaming, **options)
         elif entry.config is None:
             loaded = datasets.load_from_disk(str(path))
         else:
@@ -315,6 +336,20 @@ def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
         )
     rows = loaded[split]
     return rows.to_iterable_dataset() if streaming and is_saved else rows
+
+
+def _csv_as_text(source: str, config: str | None) -> dict[str, Any]:
+    """Return the options with which `datasets` reads CSV as text, unless its page names types."""
+    datasets = _datasets(source)
+    builder = datasets.load_dataset_builder(source, config)
+    if builder.name != "csv" or builder.info.features is not None:
+        return {}
+    import fsspec
+
+    file, *_ = next(iter(builder.config.data_files.values()))
+    with fsspec.open(file, "rt", encoding="utf-8-sig", newline="") as content:
+        names = next(csv.reader(content, delimiter=builder.config.sep), [])
+    return {"features": _strings(names), "keep_default_na": False, "na_filter": False}
 
 
 @contextlib.contextmanager

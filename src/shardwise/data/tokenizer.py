@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Model, UserError
-from shardwise.data.text import read_text
+from shardwise.data.files import read_text
 from shardwise.safety import check_no_pipes, warn_of_code
 
 if TYPE_CHECKING:
@@ -50,31 +50,26 @@ PLAIN = {"return_attention_mask": False, "return_token_type_ids": False, "verbos
 """Options of a tokenizer whose tokens alone are needed."""
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text, with those that the tokenizer adds around any text."""
-    tokens = list(tokenizer(text, **PLAIN)["input_ids"])
-    return tokens[_once(tokenizer, tokens)]
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, is_open: bool = False) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer adds around any text.
 
-
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text that is to be continued: nothing is added at its end."""
+    `is_open`: the text is to be continued, so nothing is added at its end.
+    """
     tokens = list(tokenizer(text, **PLAIN)["input_ids"])
-    begin, num_after = _once(tokenizer, tokens).start, len(_around(tokenizer)[1])
-    return tokens[begin : len(tokens) - num_after]
+    once = _once(tokenizer, tokens)
+    return tokens[once.start : len(tokens) - len(_around(tokenizer)[1]) if is_open else once.stop]
 
 
 def _once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> slice:
     """Return which tokens of a text remain, so that none is added that the text has already.
 
-    A text may begin with the token that the tokenizer adds in front, as what a chat template has
-    written does, or end with the one that it adds behind.
+    What a chat template has written may begin with the token that the tokenizer adds in front.
     """
     before, after = _around(tokenizer)
-    num_before, num_after, num_tokens = len(before), len(after), len(tokens)
-    begins_twice = before and tokens[: 2 * num_before] == 2 * before
-    ends_twice = after and tokens[num_tokens - 2 * num_after :] == 2 * after
-    begin, end = num_before * bool(begins_twice), num_tokens - num_after * bool(ends_twice)
-    return slice(begin, end)
+    begins_twice = before and tokens[: 2 * len(before)] == 2 * before
+    ends_twice = after and tokens[-2 * len(after) :] == 2 * after
+    end = len(tokens) - (len(after) if ends_twice else 0)
+    return slice(len(before) if begins_twice else 0, end)
 
 
 @functools.cache

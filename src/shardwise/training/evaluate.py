@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.batches import IGNORED, AnyBatch, Batch
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.chat_format import ChatFormat
-from shardwise.data.tokenizer import prompt_tokens
+from shardwise.data.tokenizer import tokens_of
 from shardwise.interfaces import Evaluation, Mesh, ParallelModel
 from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
@@ -65,7 +65,7 @@ def encode_prompt(
     if cfg.data.format == "chat":
         ids = ChatFormat.of(tokenizer, cfg.data).prompt(prompt)
     else:
-        ids = prompt_tokens(tokenizer, prompt)
+        ids = tokens_of(tokenizer, prompt, is_open=True)
     require(
         bool(ids), f"training.sample {prompt!r} has no tokens; give at least a word to continue"
     )
