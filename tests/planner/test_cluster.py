@@ -78,6 +78,7 @@ def test_names_of_devices_may_be_in_small_letters():
         ("H200", 0, None, "at least 1"),
         ("H200", 1, "pigeon", "400Gbps"),
         ("here", 2, None, "leave --nodes out"),
+        ("8xH100-80GB", 10_000_000, None, "at most 1,000,000"),
     ],
 )
 def test_an_unknown_name_is_refused_with_a_way_out(name, nodes, link, way_out):

@@ -16,6 +16,7 @@ from shardwise import rules
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.layouts import Facts, layout_of
+from shardwise.models import quantise
 from shardwise.planner.calibration import Speeds
 from shardwise.planner.candidates import Question, Space, subject_of
 from shardwise.planner.changes import bases
@@ -349,6 +350,22 @@ def test_a_large_cluster_is_ordered_quickly_and_bounds_are_bounds():
             assert bound <= estimates.seconds(candidate) * (1 + 1e-9)
             states = estimates.state_bytes(division, candidate.offload)
             assert states <= estimates.least_bytes(candidate)
+
+
+def test_a_search_with_a_stored_base_asks_once_for_each_size_how_its_blocks_lie(monkeypatch):
+    asked_for, problem = [], quantise.problem
+
+    def counted(hf, spec, family, base, num_ranks):
+        asked_for.append((base, num_ranks))
+        return problem(hf, spec, family, base, num_ranks)
+
+    monkeypatch.setattr(quantise, "problem", counted)
+    asked = question("lfm2-1.2b", "4xRTX4090")
+    model = replace(asked.cfg.model, base="nf4")
+    plain, stored = search(asked), search(replace(asked, cfg=replace(asked.cfg, model=model)))
+    assert len(stored.computed) <= 1.5 * len(plain.computed)
+    assert 0 < asked_for.count(("nf4", 2)) <= 2
+    assert len(asked_for) <= 6  # tp: 1, 2, 4, and of the run itself before its search
 
 
 @pytest.mark.parametrize(

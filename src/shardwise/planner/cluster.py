@@ -18,6 +18,8 @@ from shardwise.planner.calibration import Calibration, calibration_here
 
 BASE_LATENCY = 8.4e-6
 """Seconds before the first step of a collective: NCCL's own figure (src/graph/tuning.cc)."""
+MOST_DEVICES = 1_000_000
+"""More than any cluster has; a search takes longer the more numbers divide them."""
 HERE = "here"
 """The name of this machine, as `shardwise calibrate` has measured it."""
 
@@ -131,6 +133,11 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
         )
     number = int(match[1] or 1)
     require(number >= 1, f"--devices {devices}: give at least one device")
+    require(
+        number * nodes <= MOST_DEVICES,
+        f"--devices {devices} on {nodes:,} nodes are {number * nodes:,} devices; give at most "
+        f"{MOST_DEVICES:,}",
+    )
     row = table["devices"][device]
     inside, between = row["inside"], "400Gbps"
     if link is not None and table["links"][link].get("network"):
