@@ -225,3 +225,18 @@ def test_models_prints_the_families_and_one_model(folder):
     missing = shardwise("models", "./none")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     assert "no such folder" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["/proc/x", "dangling", "n" * 400, "a\0b", "run.yaml/x", "no/folder/x", "out/../.."]
+)
+@pytest.mark.parametrize("command", ["plan", "init", "models", "split"])
+def test_any_path_is_taken_or_refused_in_a_line(command, name, folder, capfd):
+    (folder / "dangling").symlink_to("no/where")
+    search = ("plan", "tiny-llama", "--devices", "1xH100-80GB", "--explain", "single", "--html")
+    before = {"plan": search}.get(command, (command,))
+    assert cli.main([*before, name]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert "Errno" not in line
+    assert line.count(";") >= 1  # a way out

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -254,3 +255,30 @@ def test_records_have_no_values_of_the_environment():
     assert "secret" not in repr(cfg.recorded())
     assert cfg.recorded()["launch"]["environment"].keys() == {"HF_TOKEN"}
     assert cfg.to_dict()["launch"]["environment"] == {"HF_TOKEN": "secret"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"environment": {"A": "x\0y"}}, r"launch\.environment has 'x.x00y'"),
+        ({"environment": {"A": "x\ud800"}}, r"launch\.environment has 'x.ud800'"),
+        ({"environment": {"A": "x" * 2**17}}, r"launch\.environment\.A takes 131,075 bytes"),
+        ({"before": ["echo \0"]}, r"launch\.before has"),
+        ({"container": "a\udfff"}, r"launch\.container has"),
+        ({"slurm": {"account": "a\0"}}, r"launch\.slurm has"),
+    ],
+)
+def test_what_no_process_can_be_given_is_refused(launch: dict[str, Any], message: str):
+    run = {"model": {"path": "m"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
+    with pytest.raises(UserError, match=message):
+        parse_config({**run, "launch": launch})
+
+
+def test_a_variable_of_the_most_bytes_reaches_a_process():
+    # Linux itself says where the bound lies.
+    name, value = "A", "x" * (2**17 - len("A=") - 1)
+    run = {"model": {"path": "m"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
+    parse_config({**run, "launch": {"environment": {name: value}}})
+    assert subprocess.run(["/bin/true"], env={name: value}, check=False).returncode == 0
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["/bin/true"], env={name: f"{value}x"}, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import os
 import re
@@ -17,6 +18,12 @@ from shardwise.commands.command import OVERRIDE, is_completing
 from shardwise.config import UserError
 from shardwise.keys import known_keys, nearest
 from shardwise.process.ending import report_error
+
+_OF_PATHS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EEXIST),
+)
+"""What the system says of a path that cannot be read or written."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,14 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Before torch is imported: its CPU allocator else warns when the memory of a run is measured.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        args = parse(list(sys.argv[1:] if arguments is None else arguments))
+        args = parse(given)
         return args.call(args)
     except BrokenPipeError:  # who reads the output, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except BaseException as error:  # torch has errors that are no Exception
-        return report_error(error)
+        return report_error(_of_argument(error, given))
     finally:
         if arguments is None:
             # The process ends here, and Python would look for garbage in all modules: a second.
@@ -57,6 +65,9 @@ def parse(arguments: list[str]) -> Namespace:
 
     Raises UserError for an argument that the command does not take.
     """
+    for argument in arguments:
+        if "\0" in argument:
+            raise UserError(f"{argument.partition(chr(0))[0][:80]}: a NUL follows; take it out")
     # Overrides are taken out first: to argparse, a value with a space in it is positional.
     overrides = [argument for argument in arguments if _is_override(argument)]
     options = [argument for argument in arguments if argument not in overrides]
@@ -92,6 +103,20 @@ def _complete(parser: Parser) -> NoReturn:
     ]
     Finder()(parser, always_complete_options=False, exclude=without_equals)
     raise AssertionError("argcomplete ends the process")
+
+
+def _of_argument(error: BaseException, arguments: Sequence[str]) -> BaseException:
+    """Return the user's mistake that the system's error on a path of the command line is, or the
+    error itself.
+    """
+    if not isinstance(error, OSError) or error.errno not in _OF_PATHS:
+        return error
+    named = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    paths = [argument.rpartition("=")[2] for argument in arguments]
+    if not any(len(path) > 1 and named.startswith(path) for path in paths):
+        return error
+    shown = repr(named[:100])[1:-1]
+    return UserError(f"{shown}: the system says: {error.strerror}; give another path")
 
 
 def _is_override(argument: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from shardwise import cli
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
@@ -49,6 +50,13 @@ def test_a_dry_run_prints_and_starts_nothing(folder, capsys):
         "accelerator: null\nenvironment: {}\n"
     )
     assert sorted(folder.rglob("*")) == files
+
+
+@pytest.mark.parametrize("letter", ["\n", "\r", "\x85", "\u2028"])
+def test_a_line_break_in_a_name_stays_in_its_comment(letter):
+    text = ray.script(config(), f"a{letter}b: 1.yaml", [])
+    assert "b" not in yaml.safe_load(text)
+    assert len(text.splitlines()) == 2 + len(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize(

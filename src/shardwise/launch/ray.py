@@ -73,6 +73,11 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """Return what would be given to Ray Train, as text; Ray is not asked."""
     wanted = request(cfg)
     command = shlex.join(["shardwise", "train", run_file, *overrides, "--resume", "auto"])
+    # A line break in a name would end the comment that it is written in.
+    command = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in command
+    )
     gpu = "" if cfg.training.device == "cpu" else ", and a GPU where the cluster has GPUs"
     return (
         f"# Each worker of Ray Train has {wanted.cpus} CPUs{gpu}, and is a rank of:\n"

@@ -169,9 +169,7 @@ def subject_of(question: Question) -> Subject:
             f"{cfg.model.path}: {facts.family} is not a family that shardwise knows, so that what "
             "its layers keep is not known; plan one that `shardwise models` lists"
         )
-    facts = replace(
-        facts, indivisible=cache(facts.indivisible), odd_blocks=cache(facts.odd_blocks)
-    )
+    facts = replace(facts, indivisible=cache(facts.indivisible), odd_blocks=cache(facts.odd_blocks))
     counts, alike = counts_of(run.hf, run.spec), first_alike(run.hf, run.spec, "none")
     costs = {}
     for choice in ("none", *recomputations(question)):
