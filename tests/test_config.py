@@ -282,3 +282,12 @@ def test_a_variable_of_the_most_bytes_reaches_a_process():
     assert subprocess.run(["/bin/true"], env={name: value}, check=False).returncode == 0
     with pytest.raises(OSError, match="Argument list too long"):
         subprocess.run(["/bin/true"], env={name: f"{value}x"}, check=False)
+
+
+def test_an_error_is_one_printable_line_that_ends_with_its_way_out():
+    quoted = "a\n\tb \x1b[31m\x00 \udcff " + "x" * 5_000
+    line = str(UserError(f"data.format is {quoted}; give another"))
+    assert line.isprintable()
+    assert line.startswith("data.format is a b \\x1b[31m\\x00 \\udcff xxx")
+    assert line.endswith("xxx; give another")
+    assert len(line) < 1_300

@@ -7,13 +7,19 @@ from typing import Any, ClassVar
 
 from shardwise.ranges import RANGES, missed_bound, shown
 
+MOST_LETTERS = 1_200
+"""Letters of an error, whose way out stands at its end."""
+
 
 class UserError(ValueError):
     """The user's mistake: one line that names what is wrong and the way out (exit code 2)."""
 
     def __init__(self, message: str) -> None:
-        # The message may quote another library's error, which has many lines.
-        super().__init__(" ".join(message.split()))
+        # The message may quote what others wrote: lines, control characters, thousands of letters.
+        text = " ".join(message.split())
+        if len(text) > MOST_LETTERS:
+            text = f"{text[: MOST_LETTERS * 2 // 3]} ... {text[-MOST_LETTERS // 3 :]}"
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 def require(condition: bool, message: str) -> None:

@@ -179,7 +179,10 @@ def starts(
     saved = state["read_from"]
     changed = [name for name in read_from if saved.get(name) != read_from[name]]
     if changed:
-        changes = [f"{name} (was {saved.get(name)}, is {read_from[name]})" for name in changed]
+        changes = [
+            f"{name} (was {str(saved.get(name))[:100]}, is {str(read_from[name])[:100]})"
+            for name in changed
+        ]
         raise UserError(
             "the data of this run is not the data of the checkpoint: "
             f"{', '.join(changes)}; restore it, or start a new run"
