@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import os
 import re
@@ -15,15 +14,9 @@ from typing import NoReturn
 from shardwise import __version__
 from shardwise.commands import COMMANDS
 from shardwise.commands.command import OVERRIDE, is_completing
-from shardwise.config import UserError
+from shardwise.config import UserError, require
 from shardwise.keys import known_keys, nearest
-from shardwise.process.ending import report_error
-
-_OF_PATHS = (
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EEXIST),
-)
-"""What the system says of a path that cannot be read or written."""
+from shardwise.process.ending import is_full, report_error
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,9 +58,7 @@ def parse(arguments: list[str]) -> Namespace:
 
     Raises UserError for an argument that the command does not take.
     """
-    for argument in arguments:
-        if "\0" in argument:
-            raise UserError(f"{argument.partition(chr(0))[0][:80]}: a NUL follows; take it out")
+    require(not any("\0" in text for text in arguments), "an argument has a NUL; take it out")
     # Overrides are taken out first: to argparse, a value with a space in it is positional.
     overrides = [argument for argument in arguments if _is_override(argument)]
     options = [argument for argument in arguments if argument not in overrides]
@@ -106,17 +97,13 @@ def _complete(parser: Parser) -> NoReturn:
 
 
 def _of_argument(error: BaseException, arguments: Sequence[str]) -> BaseException:
-    """Return the user's mistake that the system's error on a path of the command line is, or the
-    error itself.
-    """
-    if not isinstance(error, OSError) or error.errno not in _OF_PATHS:
+    """Return an error, or the user's mistake if the system gives it for a path of `arguments`."""
+    path = getattr(error, "filename", None)
+    given = tuple(filter(None, (argument.rpartition("=")[2] for argument in arguments)))
+    is_given = isinstance(path, str) and path.startswith(given) and not is_full(error)
+    if not (isinstance(error, OSError) and is_given):
         return error
-    named = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
-    paths = [argument.rpartition("=")[2] for argument in arguments]
-    if not any(len(path) > 1 and named.startswith(path) for path in paths):
-        return error
-    shown = repr(named[:100])[1:-1]
-    return UserError(f"{shown}: the system says: {error.strerror}; give another path")
+    return UserError(f"{path[:100]}: {error.strerror}, by the system; give another path")
 
 
 def _is_override(argument: str) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.config.section import Section, require
 from shardwise.ranges import shown
 
-MOST_BYTES = 2**17
-"""Bytes of a variable NAME=VALUE with the zero at its end (Linux: MAX_ARG_STRLEN)."""
+MOST_BYTES = 2**17  # Linux: MAX_ARG_STRLEN
+_NO_TEXT = re.compile(r"(?<!\\)(\\\\)*\\(x00|ud[89a-f])")  # as repr writes them
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d{1,2}){0,2}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATH = re.compile(r"([a-z0-9]+://)?[^,:\n]+")
@@ -88,22 +87,16 @@ class Launch(Section):
             f"launch.min_nodes is {self.min_nodes} of {self.nodes} launch.nodes; lower it",
         )
         for key, value in vars(self).items():
-            for text in _texts(value):
-                require(
-                    _is_text(text),
-                    f"launch.{key} has {shown(text)}, with a NUL or half a character, which no "
-                    "process can be given; take it out",
-                )
+            require(
+                not _NO_TEXT.search(repr(value)),
+                f"launch.{key} has a NUL or half a character, which no process can be given; take "
+                "it out",
+            )
         for name, value in self.environment.items():
             require(
-                _NAME.fullmatch(name) is not None,
-                f"launch.environment has {shown(name)}, which is no name of a variable; rename it",
-            )
-            size = len(f"{name}={value}".encode()) + 1
-            require(
-                size <= MOST_BYTES,
-                f"launch.environment.{name[:80]} takes {size:,} bytes, and Linux gives a process "
-                f"at most {MOST_BYTES:,} in one variable; write it into a file",
+                _NAME.fullmatch(name) is not None and len(f"{name}={value}".encode()) < MOST_BYTES,
+                f"launch.environment has {shown(name)}, which is no name of a variable, or takes "
+                f"{MOST_BYTES:,} bytes, which Linux gives none; rename it, or write it into a file",
             )
         for path, source in self.mounts.items():
             require(
@@ -134,22 +127,6 @@ class Launch(Section):
                 f"launch.ray has {shown(name)}: {shown(value)}, which Ray does not take; it takes "
                 f"{', '.join(f'{key} ({kind.__name__})' for key, kind in OF_RAY.items())}",
             )
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a key's value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for pair in value.items():
-            yield from (part for part in pair if isinstance(part, str))
-    elif isinstance(value, list):
-        yield from value
-
-
-def _is_text(text: str) -> bool:
-    """Return whether a text has neither a NUL nor a lone half of a pair of UTF-16."""
-    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _seconds(time: str) -> int:

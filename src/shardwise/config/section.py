@@ -7,9 +7,6 @@ from typing import Any, ClassVar
 
 from shardwise.ranges import RANGES, missed_bound, shown
 
-MOST_LETTERS = 1_200
-"""Letters of an error, whose way out stands at its end."""
-
 
 class UserError(ValueError):
     """The user's mistake: one line that names what is wrong and the way out (exit code 2)."""
@@ -17,8 +14,7 @@ class UserError(ValueError):
     def __init__(self, message: str) -> None:
         # The message may quote what others wrote: lines, control characters, thousands of letters.
         text = " ".join(message.split())
-        if len(text) > MOST_LETTERS:
-            text = f"{text[: MOST_LETTERS * 2 // 3]} ... {text[-MOST_LETTERS // 3 :]}"
+        text = text if len(text) < 1_200 else f"{text[:800]} ... {text[-400:]}"  # the way out
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 

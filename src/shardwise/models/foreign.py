@@ -20,7 +20,9 @@ _NO_FORM = "scaled_dot_product_attention"
 
 
 @contextmanager
-def foreign(path: str, config: PretrainedConfig, doing: str) -> Generator[None]:
+def foreign(
+    path: str, config: PretrainedConfig, doing: str, way_out: str = WAY_OUT
+) -> Generator[None]:
     """Turn whatever transformers' code raises in this context into a UserError of one line.
 
     `doing` says what it cannot do, such as "build the model". Only code of others may run in it: an
@@ -33,7 +35,7 @@ def foreign(path: str, config: PretrainedConfig, doing: str) -> Generator[None]:
     except Exception as error:
         raise UserError(
             f"{path}: transformers cannot {doing} of config.json "
-            f"({config.model_type}: {reason(error, config)}); {WAY_OUT}"
+            f"({config.model_type}: {reason(error, config)}); {way_out}"
         ) from None
 
 

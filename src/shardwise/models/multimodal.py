@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from shardwise.config import Model, UserError
+from shardwise.models.foreign import foreign
 from shardwise.models.load import read_whole_config
 
 
@@ -77,13 +78,9 @@ def multimodal_of(model: Model, text: PreTrainedModel) -> Multimodal | None:
         raise UserError(
             f"{model.path}: config.json names {name}, which transformers does not have; {way_out}"
         )
-    try:
-        with torch.device("meta"), no_init_weights():
-            whole = getattr(transformers, name)(copy.deepcopy(config))
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise UserError(
-            f"{model.path}: transformers cannot build {name} of it ({str(error)[:200]}); {way_out}"
-        ) from None
+    building = foreign(model.path, config, f"build {name}", way_out)
+    with building, torch.device("meta"), no_init_weights():
+        whole = getattr(transformers, name)(copy.deepcopy(config))
     bases = [path for path, part in whole.named_modules() if type(part) is type(text.base_model)]
     heads = [_path_of(one, one.get_output_embeddings()) for one in (text, whole)]
     if len(bases) != 1 or None in heads:
