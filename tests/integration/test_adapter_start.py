@@ -165,7 +165,7 @@ BAD = {
     "no folder": (shutil.rmtree, r"no adapter_config.json here"),
     "no config": (_remove("adapter_config.json"), r"no adapter_config.json here"),
     "no file": (_remove("adapter_model.safetensors"), r"no adapter_model.safetensors here"),
-    "dora without lengths": (_config(use_dora=True), r"lacks \d+ tensors, such as .*magnitude"),
+    "dora without lengths": (_config(use_dora=True), r"the file lacks: .*magnitude"),
     "dora of text": (_config(use_dora="false"), r'use_dora is "false" instead of true or false'),
     "bias": (_config(lora_bias=True), r"has lora_bias"),
     "bias of the base": (_config(bias="all"), r"has bias"),
@@ -180,21 +180,21 @@ BAD = {
     "stacks a number": (_config(target_parameters=3), r"target_parameters is 3 instead of a list"),
     "saved an object": (_config(modules_to_save={"a": 1}), r"modules_to_save is .* instead of"),
     "other method": (_config(peft_type="IA3"), r'peft_type is "IA3"; give'),
-    "ranks": (_config(rank_pattern={"q_proj": 2}), r"has rank_pattern"),
+    "ranks": (_config(rank_pattern={"q_proj": 2}), r"config's rank: .* \[4, \d+\] instead of"),
     "pissa": (_config(init_lora_weights="pissa"), r"init_lora_weights is pissa"),
-    "rank": (_config(r=3), r"is \[4, \d+\], but \[3, \d+\]"),
-    "missing": (_tensors(lambda t, key: t.pop(key)), r"lacks 1 tensors"),
+    "rank": (_config(r=3), r"\[4, \d+\] instead of \[3, \d+\]"),
+    "missing": (_tensors(lambda t, key: t.pop(key)), r"the file lacks: "),
     "surplus": (
         _tensors(lambda t, key: t.update({"base_model.model.other.weight": torch.ones(2)})),
-        r"has no place for, 1 tensors",
+        r"does not read with this config: base_model.model.other",
     ),
     "other model": (
         _tensors(lambda t, key: t.update({key.replace("layers.", "blocks."): t.pop(key)})),
-        r"has no linear",
+        r"modules that the model does not have: .*blocks",
     ),
     "shape": (
         _tensors(lambda t, key: t.update({key: torch.ones(4, 3)})),
-        r"is \[4, 3\], but \[4, \d+\]",
+        r"\[4, 3\] instead of \[4, \d+\]",
     ),
 }
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Lora, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.models import adapter_start, lora
+from shardwise.models import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
 from shardwise.models.patches import FOR_ANY_MODULE, PATCHES, Patch
@@ -68,8 +68,6 @@ class Entry(NamedTuple, Generic[Function]):
 def _with_adapters(model: WholeModel, cfg: RunConfig) -> WholeModel:
     assert model.lora is not None
     coverage = lora.inject(model.hf, model.lora, model.spec)
-    if model.lora.path is not None:
-        adapter_start.check_tensors(model.lora, cfg.model, model.hf)
     return replace(model, coverage=coverage)
 
 

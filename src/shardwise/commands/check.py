@@ -19,8 +19,8 @@ def run(args: Namespace) -> int:
     result = audit(args.adapter, Model(path=args.model))
     console = Console()
     console.print(result.table())
-    for finding in result.findings or ["all of it takes effect"]:
-        console.print(f"- {finding}", soft_wrap=True, highlight=False, markup=False)
+    for line in (*(result.findings or ["all of it takes effect"]), *result.notes):
+        console.print(f"- {line}", soft_wrap=True, highlight=False, markup=False)
     return 1 if result.findings else 0
 
 

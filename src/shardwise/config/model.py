@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwise.config.section import Section, require
@@ -63,9 +64,12 @@ class Lora(Section):
     dropout: float = 0.0
     """Dropout on the adapter's input; a mask is a function of seed, step, row and place, under
     every layout."""
-    targets: Literal["auto", "attention", "all-linear"] | list[str] = "auto"
+    targets: (
+        Literal["auto", "attention", "all-linear"] | list[str] | dict[str, list[int | float] | None]
+    ) = "auto"
     """The linears that get an adapter; `auto` includes the projections of recurrent layers. A list
-    names modules."""
+    names modules; a mapping gives some of them a rank and alpha of their own: `{q_proj: null,
+    k_proj: [4, 8]}`."""
     experts: Literal["each", "shared"] = "each"
     """Adapters on routed experts: factors of its own for each expert, or one pair for all experts
     of a stack, which the saved adapter repeats for each."""
@@ -84,6 +88,35 @@ class Lora(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.targets != [], "lora.targets is an empty list; name linears, or give auto")
+        require(bool(self.targets), "lora.targets is an empty list; name linears, or give auto")
+        for name, size in self.sizes.items():
+            is_size = len(size) == 2 and size[0] >= 1 and size[0] == int(size[0])
+            require(
+                is_size and math.isfinite(size[1]),
+                f"lora.targets: {name} has {size}; give a rank of at least 1 and an alpha, or null",
+            )
         in_range = 0.0 <= self.dropout < 1.0
         require(in_range, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
+
+    @property
+    def names(self) -> list[str]:
+        """The entries of `targets` that name modules."""
+        return [] if isinstance(self.targets, str) else list(self.targets)
+
+    @property
+    def sizes(self) -> dict[str, list[int | float]]:
+        """Rank and alpha of the entries of `targets` that have their own."""
+        entries = self.targets.items() if isinstance(self.targets, dict) else ()
+        return {name: size for name, size in entries if size is not None}
+
+    def of_rank(self, most: int) -> Lora:
+        """Return adapters of the same scales, of ranks of at most `most`."""
+
+        def smaller(rank: float, alpha: float) -> tuple[int, float]:
+            share = min(1.0, most / rank)
+            return int(min(rank, most)), alpha * (share**0.5 if self.rslora else share)
+
+        r, alpha = smaller(self.r, self.alpha)
+        sizes = {name: [*smaller(*size)] for name, size in self.sizes.items()}
+        targets = self.targets | sizes if isinstance(self.targets, dict) else self.targets
+        return replace(self, r=r, alpha=alpha, targets=targets)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import ParamWrapper
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
-from safetensors import SafetensorError
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter_folder import PREFIX, AdapterFolder, as_in_file, read_adapter
+from shardwise.models.adapter_folder import PREFIX, as_in_file, without_adapter_name
+from shardwise.models.adapter_reading import Reading, read_on
+from shardwise.models.adapter_targets import Seen, sizes_of
 from shardwise.models.families import family_of
 from shardwise.models.load import (
     build_meta,
@@ -29,12 +31,12 @@ from shardwise.models.load import (
     read_config,
 )
 from shardwise.models.lora import adapter_layers, num_sharing, peft_config
-from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.names import hf_name, is_adapter, is_saved_copy, renamed_by_peft
+from shardwise.models.multimodal import Multimodal
+from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.quantise import read_back, rounding_of_merge
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
 from shardwise.models.stored import plain_names
-from shardwise.models.weight_files import plain_entries, weights_from_files
+from shardwise.models.weight_files import weights_from_files
 
 
 def save_adapter(
@@ -50,11 +52,6 @@ def save_adapter(
     `state`: the model's trainable parameters (LoRA factors and copies of modules to save) by name,
     full CPU tensors. Of `model`, which has the adapters, only names are used. `base_name`: where
     PEFT finds the base model. With `multimodal` the names are those of that class.
-
-    PEFT renames, by model type, targets that look like a checkpoint's per-expert matrices, and so
-    loses linears of MLPs (`names.renamed_by_peft`). Those are listed as parameters (`....weight`)
-    instead of modules, which gives the same factors under the same names. PEFT then computes W + BA
-    rather than Wx + BAx, and the config must not have dropout.
     """
     family = family_of(model)
     names = [
@@ -63,34 +60,24 @@ def save_adapter(
     assert state.keys() == set(names), (
         f"not the adapters of this model: {sorted(state.keys() ^ set(names))[:5]}"
     )
-    base_names = {hf_name(name) for name in plain_names(model) if not is_adapter(name)}
-    modules: list[str] = []
-    parameters: list[str] = []
-    layers = adapter_layers(model)
+    renamed = str if multimodal is None else multimodal.name_of
     loaded = model if multimodal is None else multimodal.model
-    renamed_targets = renamed_by_peft(loaded.config.model_type)
-    for path, layer in layers.items():
-        if isinstance(layer, ParamWrapper):
-            parameters.append(path)
-        elif path.rpartition(".")[2] in renamed_targets:
-            parameters.append(f"{path}.weight")
-        else:
-            modules.append(path)
+    base_names = [hf_name(name) for name in plain_names(loaded) if not is_adapter(name)]
+    seen = Seen(frozenset(base_names), loaded.config.model_type, renamed(family.layers))
+    layers = {renamed(path): layer for path, layer in adapter_layers(model).items()}
+    modules, parameters = seen.targets(layers)
     saved = dict.fromkeys(
         hf_name(name.partition(".modules_to_save.")[0]) for name in names if is_saved_copy(name)
     )
-    renamed = str if multimodal is None else multimodal.name_of
-    if multimodal is not None:
-        base_names = {name for name, _ in multimodal.model.named_parameters()}
-    inside = renamed(family.layers)
-    all_modules = {name.rpartition(".")[0] for name in base_names}
     config = peft_config(
         dataclasses.replace(lora, dropout=0.0 if parameters else lora.dropout),
-        modules=short_targets([renamed(path) for path in modules], all_modules, inside),
-        parameters=short_targets([renamed(path) for path in parameters], base_names, inside),
+        modules=modules,
+        parameters=parameters,
         saved=[renamed(path) for path in saved],
         transposed=any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values()),
     )
+    for key, entries in seen.patterns(sizes_of(layers), lora.r, lora.alpha).items():
+        setattr(config, key, entries)
     config.base_model_name_or_path = base_name
     config.inference_mode = True
     for key, value in vars(config).items():
@@ -131,59 +118,44 @@ def merge_adapter(
     memory. Return notes for the user. UserError if the folder holds no adapters, or those of
     another model.
     """
-    adapter = read_adapter(adapter_folder)
+    reading = read_on(base, adapter_folder)
     check_writable(Path(out_folder))
+    reading.require(f"{reading.folder.path}: these adapters do not fit {base.path}")
+    deque(reading.values(), maxlen=0)  # UserError at a number that is not finite
     config = read_config(base)
     base = in_own_dtype(base, config)  # the merged model is stored as its base is
-    in_file = plain_entries(adapter.file)
     model = load_whole(base, config, seed, cast=False)
     family_of(model)
     if base.base != "none":
-        entries = read_back(model, base, seed, base.base)
-        fill(model, entries)
-    multimodal = multimodal_of(base, model)
-    _check_untied(adapter, base, model, multimodal)
+        fill(model, read_back(model, base, seed, base.base))
+    multimodal = reading.multimodal
+    tied = _untied(reading, model)
+    written = (model,) if multimodal is None else (model, multimodal.model)
+    configs = [config for m in written for config in (m.config, m.config.get_text_config())]
+    ties = [config.tie_word_embeddings for config in configs]
     holder = model  # the class that the adapter's names are of
     beside: list[str] = []  # its parameters beside the language model, where the adapter has some
-    if multimodal is not None and multimodal.names_any(adapter.factors):
-        names = [key.removeprefix(PREFIX) for key in adapter.shapes]
-        if any(multimodal.text_name(name) is None for name in names):
+    if multimodal is not None and reading.holder is multimodal.model:
+        if any(reading.text_name(name.removeprefix(PREFIX)) is None for name in reading.sources):
             parameters = [name for name, _ in multimodal.model.named_parameters()]
             beside = [name for name in parameters if multimodal.text_name(name) is None]
         values = weights_from_files(multimodal.model, base.path, beside) if beside else ()
         holder = multimodal.around(model, values)
-    try:
-        with warnings.catch_warnings():
-            # PEFT 0.21 uses a name that transformers will drop.
-            warnings.simplefilter("ignore", FutureWarning)
-            # Of missing keys, which are checked below.
-            warnings.simplefilter("ignore", UserWarning)
-            adapted = PeftModel.from_pretrained(holder, str(adapter.path))
-    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{adapter.path}: these adapters do not fit {base.path} ({str(error)[:200]})"
-        ) from None
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    # PEFT writes embeddings too where they were adapted or resized.
-    read = wanted | get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()
-    missing, unread = wanted - in_file, in_file - read
-    if missing or unread:
-        raise UserError(
-            f"{adapter.path}: these adapters do not fit {base.path} "
-            f"({len(missing)} of its adapted weights are not in the file, "
-            f"{len(unread)} in the file are not in it; {min(missing | unread)})"
-        )
-    merged = adapted.merge_and_unload()
-    state, changed = merged.state_dict(), {}
+    state, changed = _merged(reading, holder, base), {}
     if holder is not model:
         assert multimodal is not None
         changed = dict(checkpoint_entries(multimodal.model, ((n, state[n]) for n in beside)))
         inside = {multimodal.text_name(name): tensor for name, tensor in state.items()}
         state = {name: tensor for name, tensor in inside.items() if name is not None}
+    if any(not torch.equal(state[name], state[other]) for name, other in tied.items()):
+        model.all_tied_weights_keys, ties = {}, [False] * len(configs)
+    for written_config, tie in zip(configs, ties):  # PEFT unties whatever it has put adapters on
+        written_config.tie_word_embeddings = tie
     state = {n: tensor for n, tensor in state.items() if n not in model.all_tied_weights_keys}
     # Random weights have no files, and so nothing beside the language model.
     whole = multimodal if base.init == "weights" else None
-    others = ((key, changed.get(key, tensor)) for key, tensor in other_weights(model, base))
+    others = other_weights(build_meta(base, config), base)
+    others = ((key, changed.get(key, tensor)) for key, tensor in others)
     note = save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
     notes = [note] if note else []
@@ -196,20 +168,44 @@ def merge_adapter(
     return notes
 
 
-def _check_untied(
-    adapter: AdapterFolder, base: Model, model: PreTrainedModel, multimodal: Multimodal | None
-) -> None:
-    """Raise UserError where an adapter changes one of two tied weights: a merge has only one."""
-    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
-    changed = [f"{module}.weight" for module in adapter.factors]
-    changed += [key.removeprefix(PREFIX) for key in adapter.others]
-    for name in changed:
-        inside = None if multimodal is None else multimodal.text_name(name)
-        if (inside or name) in tied:
-            raise UserError(
-                f"{adapter.path}: changes {name}, which {base.path} ties to another weight, and a "
-                "merged model has one weight for both; load the adapter as it is (--for peft)"
-            )
+def _untied(reading: Reading, model: PreTrainedModel) -> dict[str, str]:
+    """Give tied weights that an adapter changes memory of their own; return which ones those are.
+
+    PEFT would add an adapter of one to the other too, and one of both twice.
+    """
+    adapted = [*reading.layers, *(name.removeprefix(PREFIX) for name in reading.others)]
+    parents = {reading.text_name(name.removesuffix(".weight")) for name in adapted}
+    tied = {}
+    for pair in model.all_tied_weights_keys.items():
+        modules = [name.removesuffix(".weight") for name in pair]
+        if any(parent and f"{parent}.".startswith(f"{m}.") for parent in parents for m in modules):
+            tied[pair[0]] = pair[1]
+            weight = model.get_parameter(pair[0]).detach().clone()
+            model.get_submodule(modules[0]).weight = nn.Parameter(weight, requires_grad=False)
+    return tied
+
+
+def _merged(reading: Reading, holder: PreTrainedModel, base: Model) -> dict[str, torch.Tensor]:
+    """Return the weights of `holder` with the adapters added by PEFT."""
+    path = reading.folder.path
+    try:
+        with warnings.catch_warnings():
+            # Of a name that transformers will drop, of missing keys, which have been looked for, of
+            # tied weights, which are not now, and of patterns that PEFT has made itself.
+            warnings.simplefilter("ignore")
+            adapted = PeftModel.from_pretrained(holder, str(path))
+    except Exception as error:  # first values by rules that may not fit these weights
+        raise UserError(
+            f"{path}: these adapters do not fit {base.path} ({str(error)[:200]}); see "
+            "shardwise check"
+        ) from None
+    try:
+        return adapted.merge_and_unload().state_dict()
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"{path}: PEFT cannot add it to the weights ({str(error)[:200]}); load the adapter as "
+            "it is (--for peft)"
+        ) from None
 
 
 def check_writable(out: Path) -> None:
@@ -222,23 +218,5 @@ def check_writable(out: Path) -> None:
         raise UserError(f"{out} is there already and not an empty folder; give another place")
 
 
-def short_targets(paths: list[str], all_names: Iterable[str], layers: str) -> list[str]:
-    """Return targets for PEFT's config: an end of names where all that have it are meant.
-
-    PEFT matches a target with the end of a name, so that one target stands for all layers.
-    `all_names` are those of the class that it will see, `layers` its path to the layers.
-    """
-    all_names, wanted = list(all_names), set(paths)
-    short: dict[str, None] = {}
-    for path in paths:
-        end = path.removeprefix(f"{layers}.").partition(".")[2]
-        is_in_layer = path.startswith(f"{layers}.")
-        complete = all(name in wanted for name in all_names if name.endswith(f".{end}"))
-        short[end if is_in_layer and complete else path] = None
-    return list(short)
-
-
 def _file_key(name: str) -> str:
-    for wrapper in (".modules_to_save.default.", ".default."):
-        name = name.replace(wrapper, ".")
-    return PREFIX + as_in_file(name)
+    return PREFIX + as_in_file(without_adapter_name(name.replace(".modules_to_save.default.", ".")))

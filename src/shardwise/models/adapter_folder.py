@@ -11,23 +11,15 @@ from typing import Any
 
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
 
 from shardwise.config import UserError
-from shardwise.models.multimodal import Multimodal
 from shardwise.safety import check_no_pipes
 
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
-_FACTOR = re.compile(r"(.+)\.lora_(?:([AB])(?:\.[^.]+)?\.weight|embedding_([AB]))")
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A LoRA factor in the file: A [R, in] or B [out, R]."""
-
-    key: str
-    shape: tuple[int, ...]
+_FACTOR = re.compile(r"(.+)\.lora_(?:[AB](?:\.[^.]+)?\.weight|embedding_[AB](?:\.[^.]+)?)")
+_FLOATING = ("F64", "F32", "BF16", "F16")
+"""Dtypes of a file whose numbers are the weights."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +29,8 @@ class AdapterFolder:
     path: Path
     config: Mapping[str, Any]
     """`adapter_config.json`."""
-    factors: Mapping[str, Mapping[str, Factor]]
-    """Factors, `A` and `B`, by the name of the module that they adapt."""
-    others: tuple[str, ...]
-    """Keys of the file that are no factors: magnitudes, and weights of `modules_to_save`."""
+    factors: tuple[str, ...]
+    """Names of the modules that have a factor, A or B, in the file."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of every entry of the file by its key."""
 
@@ -49,43 +39,21 @@ class AdapterFolder:
         """The file with the factors."""
         return self.path / SAFETENSORS_WEIGHTS_NAME
 
-    @property
-    def rank(self) -> int:
-        """The rank that the config gives."""
-        return self.config["r"]
-
-    @property
-    def scale(self) -> float:
-        """What the product BA is multiplied by."""
-        alpha = self.config["lora_alpha"]
-        return alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
-
     def patterns(self, key: str) -> tuple[str, ...]:
         """Return a list of the config as it is, empty where there is none or a pattern instead."""
         value = self.config.get(key) or ()
         return () if isinstance(value, str) else tuple(value)
-
-    def text_names(
-        self, text: PreTrainedModel, multimodal: Multimodal | None
-    ) -> dict[str, str | None]:
-        """Return the name in the text class of each module with factors; None: it has no such one.
-
-        The adapter may be one of the text class or of the multimodal one. PEFT's names of stacked
-        experts (`experts.base_layer`) are kept.
-        """
-        modules = {name for name, _ in text.named_modules()}
-        names: dict[str, str | None] = {}
-        for name in self.factors:
-            inside = None if multimodal is None else multimodal.text_name(name)
-            own_name = inside or name
-            names[name] = own_name if own_name.replace(".base_layer", "") in modules else None
-        return names
 
 
 def as_in_file(name: str) -> str:
     """Return a parameter's name as PEFT's files have it, in which magnitudes are no modules."""
     module, magnitude, _ = name.partition(".lora_magnitude_vector")
     return module + magnitude if magnitude else name
+
+
+def without_adapter_name(name: str) -> str:
+    """Return a parameter's name without the adapter's, which PEFT's files leave out."""
+    return name.replace(".default.", ".").removesuffix(".default")
 
 
 def read_adapter(folder: str | Path) -> AdapterFolder:
@@ -105,21 +73,22 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
         raise UserError(f"{path}: no {SAFETENSORS_WEIGHTS_NAME} here; {way_out}")
     try:
         with safe_open(file, framework="pt") as opened:
-            keys = list(opened.keys())
-            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
+            slices = {key: opened.get_slice(key) for key in list(opened.keys())}
+            shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
+            dtypes = {key: part.get_dtype() for key, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
         ) from None
-    factors: dict[str, dict[str, Factor]] = {}
-    others = []
-    for key, shape in sorted(shapes.items()):
-        match = _FACTOR.fullmatch(key.removeprefix(PREFIX))
-        if match is None:
-            others.append(key)
-        else:
-            factors.setdefault(match[1], {})[match[2] or match[3]] = Factor(key, shape)
-    return AdapterFolder(path, _read_config(config), factors, tuple(others), shapes)
+    for key, dtype in dtypes.items():
+        if dtype not in _FLOATING:
+            raise UserError(
+                f"{file}: {key} is {dtype}, which are no plain weights; save the adapter in "
+                "float32, bfloat16 or float16"
+            )
+    matches = (_FACTOR.fullmatch(key.removeprefix(PREFIX)) for key in sorted(shapes))
+    factors = dict.fromkeys(match[1] for match in matches if match)
+    return AdapterFolder(path, _read_config(config), tuple(factors), shapes)
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
@@ -161,6 +130,11 @@ def _are_names(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
+def _is_init(value: Any) -> bool:
+    known = r"(?i:gaussian|olora|mica)|pissa(_niter_\d+)?|corda|eva|loftq|lora_ga|orthogonal"
+    return value is None or _is_bool(value) or bool(re.fullmatch(known, str(value)))
+
+
 def _shown(value: Any) -> str:
     return json.dumps(value)[:100]
 
@@ -174,5 +148,6 @@ _TYPES = (
     ("target_modules", _are_names, "a list of names or a pattern"),
     ("target_parameters", _are_names, "a list of names or a pattern"),
     ("modules_to_save", _are_names, "a list of names or a pattern"),
+    ("init_lora_weights", _is_init, "one of PEFT's initialisations"),
 )
 """Keys that are computed with, what their JSON must be, and that in words."""

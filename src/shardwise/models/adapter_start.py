@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from safetensors import safe_open
+from peft.tuners.lora import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, RunConfig, UserError
 from shardwise.models.adapter_folder import PREFIX, AdapterFolder, as_in_file, read_adapter
+from shardwise.models.adapter_reading import CHANGE_THE_BASE, Reading, read_on, reading_of
+from shardwise.models.adapter_targets import sizes_of
 from shardwise.models.lora import adapter_layers
-from shardwise.models.multimodal import Multimodal, multimodal_of
+from shardwise.models.multimodal import multimodal_of
 from shardwise.models.names import is_adapter, is_saved_copy
+from shardwise.models.weight_files import weights_from_files
 
 _READ = re.compile(
     "peft_type|peft_version|task_type|base_model_name_or_path|revision|inference_mode|auto_mapping|"
     "r|lora_alpha|lora_dropout|use_rslora|use_dora|target_modules|target_parameters|exclude_modules|"
-    "modules_to_save|fan_in_fan_out|layers_to_transform|layers_pattern|init_lora_weights"
+    "modules_to_save|fan_in_fan_out|layers_to_transform|layers_pattern|init_lora_weights|"
+    "rank_pattern|alpha_pattern|ensure_weight_tying|(eva|corda|lora_ga|loftq)_config"
 )
-"""Keys of PEFT's config that this library computes, or that only say which weights are adapted."""
-_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` with which PEFT leaves the base weights as they are."""
+"""Keys of PEFT's config that this library computes, or that only say which weights are adapted or
+how their first values were found."""
 _FROM_FOLDER = ("r", "alpha", "rslora", "dora", "targets", "modules_to_save", "experts")
 """The keys of `lora` that a folder says."""
+_MERGED = "write a model with it (shardwise export --merge), and train a new adapter on that"
 
 
 def section_of(lora: Lora, base: Model, model: PreTrainedModel) -> Lora:
@@ -43,17 +48,23 @@ def section_of(lora: Lora, base: Model, model: PreTrainedModel) -> Lora:
         return lora
     adapter = read_adapter(lora.path)
     _check_kind(adapter)
-    multimodal = multimodal_of(base, model)
-    saved = list(adapter.patterns("modules_to_save"))
-    if multimodal is not None:
-        saved = [multimodal.text_name(name) or name for name in saved]
+    reading = reading_of(adapter, model, multimodal_of(base, model))
+    reading.require(f"lora.path {adapter.path}")
+    saved = [reading.text_name(name) or name for name in reading.saved]
+    _check_untied(reading, base, saved)
+    _check_base(reading, base, saved)
+    sizes = {target: sizes_of(reading.layers)[name] for name, target in _targets(reading).items()}
+    if not sizes:
+        raise UserError(f"lora.path {adapter.path}: no factors in the file; give a LoRA adapter")
+    rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
+    others = {path: None if size == (rank, alpha) else [*size] for path, size in sizes.items()}
     return replace(
         lora,
-        r=adapter.rank,
-        alpha=float(adapter.config["lora_alpha"]),
+        r=rank,
+        alpha=float(alpha),
         rslora=bool(adapter.config.get("use_rslora")),
         dora=bool(adapter.config.get("use_dora")),
-        targets=_targets(adapter, base, model),
+        targets=list(sizes) if not any(others.values()) else others,
         modules_to_save=saved,
         experts="each",
     )
@@ -84,34 +95,6 @@ def contradicted(given: Lora, found: Lora) -> tuple[str, object, object] | None:
     return None
 
 
-def check_tensors(lora: Lora, base: Model, model: PreTrainedModel) -> None:
-    """Raise UserError unless the file of `lora.path` has the tensors of `model`, and no others.
-
-    `model` is on meta and has the adapters.
-    """
-    assert lora.path is not None
-    adapter = read_adapter(lora.path)
-    keys = _keys(adapter, multimodal_of(base, model))
-    wanted = {
-        _plain(name): tuple(p.shape) for name, p in model.named_parameters() if _is_ours(name)
-    }
-    for words, names in (
-        ("lacks", wanted.keys() - keys.keys()),
-        ("has, and this model has no place for,", keys.keys() - wanted.keys()),
-    ):
-        if names:
-            raise UserError(
-                f"lora.path {lora.path}: the file {words} {len(names)} tensors, such as "
-                f"{min(names)}; give an adapter of {base.path}"
-            )
-    for name, shape in wanted.items():
-        if adapter.shapes[keys[name]] != shape:
-            raise UserError(
-                f"lora.path {lora.path}: {name} is {list(adapter.shapes[keys[name]])}, but "
-                f"{list(shape)} in this model; give an adapter of {base.path}"
-            )
-
-
 def folder_weights(
     lora: Lora, base: Model, model: PreTrainedModel, wanted: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,11 +103,11 @@ def folder_weights(
     mine = {n: p.dtype for n, p in model.named_parameters() if _is_ours(n) and n in wanted}
     if not mine:
         return
-    adapter = read_adapter(lora.path)
-    keys = _keys(adapter, multimodal_of(base, model))
-    with safe_open(adapter.file, framework="pt") as file:
-        for name, dtype in mine.items():
-            yield name, file.get_tensor(keys[_plain(name)]).to(dtype)
+    reading = read_on(base, lora.path)
+    found = {reading.text_name(name.removeprefix(PREFIX)): name for name in reading.sources}
+    places = {found[_plain(name)]: name for name in mine}
+    for name, value in reading.values(places):
+        yield places[name], value.to(mine[places[name]])
 
 
 def section_of_layers(lora: Lora, model: nn.Module) -> Lora:
@@ -141,55 +124,91 @@ def section_of_layers(lora: Lora, model: nn.Module) -> Lora:
 
 def _check_kind(adapter: AdapterFolder) -> None:
     config, plain = adapter.config, LoraConfig().to_dict()
+    where = f"lora.path {adapter.path}"
     for key, value in config.items():
         if value and value != plain.get(key) and not _READ.fullmatch(key):
             raise UserError(
-                f"lora.path {adapter.path}: its config has {key}, a kind of LoRA that is not "
-                "computed here; give an adapter of plain LoRA"
+                f"{where}: its config has {key}, a kind of LoRA that is not computed here; give an "
+                f"adapter of plain LoRA, or {_MERGED}"
             )
-    if config.get("init_lora_weights") not in _KEEPS_BASE:
+    init = str(config.get("init_lora_weights")).lower()
+    if init == "mica":
         raise UserError(
-            f"lora.path {adapter.path}: init_lora_weights is {config['init_lora_weights']}, which "
-            "changes the base too; convert it to plain LoRA with PEFT's save_pretrained"
+            f"{where}: init_lora_weights is mica, which trains A alone, and a run trains both "
+            "factors; set it to true in adapter_config.json if that is what you want"
+        )
+    if init.startswith(CHANGE_THE_BASE):
+        raise UserError(
+            f"{where}: init_lora_weights is {init}, which changes the base too; convert it to "
+            "plain LoRA with PEFT's save_pretrained"
         )
 
 
-def _targets(adapter: AdapterFolder, base: Model, model: PreTrainedModel) -> list[str]:
-    """Return the paths of the linears and stacks of experts that have factors in the file."""
-    names = adapter.text_names(model, multimodal_of(base, model))
-    targets: list[str] = []
-    for there, name in names.items():
-        plain = "" if name is None else name.replace(".base_layer", "")
-        module = None if name is None else model.get_submodule(plain)
-        if isinstance(module, (nn.Linear, Conv1D)):
-            targets.append(plain)
-        elif module is not None and adapter.patterns("target_parameters"):
-            # PEFT nests the adapters of several stacks of a module; its config names the stacks.
-            ends = adapter.patterns("target_parameters")
-            stacks = [f"{plain}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
-            targets += [path for path in stacks if f".{path}".endswith(_dotted(ends))]
-        else:
+def _check_untied(reading: Reading, base: Model, saved: list[str]) -> None:
+    tied = {name for pair in reading.text.all_tied_weights_keys.items() for name in pair}
+    for module in saved:
+        if f"{module}.weight" in tied:
             raise UserError(
-                f"lora.path {adapter.path}: {base.path} has no linear {there}; give an adapter of "
-                "this model"
+                f"lora.path {reading.folder.path}: it trains {module} in full, which {base.path} "
+                f"ties to another weight; {_MERGED}"
             )
-    if not targets:
-        raise UserError(f"lora.path {adapter.path}: no factors in the file; give a LoRA adapter")
-    return list(dict.fromkeys(targets))
 
 
-def _dotted(ends: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f".{end}" for end in ends)
+def _targets(reading: Reading) -> dict[str, str]:
+    """Return the path of each linear and stack of experts with factors, by PEFT's name of it."""
+    head = reading.text.get_output_embeddings()
+    targets: dict[str, str] = {}
+    for name, layer in reading.layers.items():
+        path = reading.text_name(name)
+        module = None if path is None else _module_of(reading.text, path)
+        if path is None:
+            problem = "which is not of the language model"
+        elif module is head:
+            problem = "the head, which takes no adapter here"
+        elif isinstance(module, nn.Embedding):
+            problem = "the embedding, which takes no adapter here"
+        elif isinstance(module, (nn.Linear, Conv1D)):
+            targets[name] = path.removesuffix(".weight")
+            continue
+        elif isinstance(layer, ParamWrapper) and not name.endswith(".weight"):
+            targets[name] = path
+            continue
+        else:
+            problem = f"a {type(module).__name__}, which takes no adapter here"
+        raise UserError(f"lora.path {reading.folder.path}: it adapts {name}, {problem}; {_MERGED}")
+    return targets
 
 
-def _keys(adapter: AdapterFolder, multimodal: Multimodal | None) -> dict[str, str]:
-    """Return the key in the file by the name in the text class, without PEFT's wrappers."""
-    keys = {}
-    for key in adapter.shapes:
-        name = key.removeprefix(PREFIX)
-        inside = None if multimodal is None else multimodal.text_name(name)
-        keys[_plain(inside or name)] = key
-    return keys
+def _module_of(text: PreTrainedModel, path: str) -> nn.Module:
+    """Return the module that a path names, or the parameter of which."""
+    modules = dict(text.named_modules())
+    return modules.get(path) or modules[path.rpartition(".")[0]]
+
+
+def _check_base(reading: Reading, base: Model, saved: list[str]) -> None:
+    """Raise UserError where a base weight that stands in the file is not that of `base`.
+
+    PEFT writes them beside an embedding that was resized. Of modules that are trained in full it
+    then writes copies too, which it does not compute with.
+    """
+    text, tied = reading.text, reading.text.all_tied_weights_keys
+    trained = tuple(f"{module}." for module in saved)
+    parameters = dict(text.named_parameters(remove_duplicate=False))
+    inside = {name: str(reading.text_name(name.removeprefix(PREFIX))) for name in reading.others}
+    names = [
+        name
+        for name, own_name in inside.items()
+        if own_name in parameters and not own_name.startswith(trained)
+    ]
+    for name, value in reading.values(names):
+        own_name = tied.get(inside[name], inside[name])
+        has_files = base.init == "weights"
+        weights = weights_from_files(text, base.path, {own_name}) if has_files else ()
+        if not any(torch.equal(weight, value.to(weight.dtype)) for _, weight in weights):
+            raise UserError(
+                f"lora.path {reading.folder.path}: the file has another {own_name} than "
+                f"{base.path}, as of a model with more tokens; give that model as model.path"
+            )
 
 
 def _is_ours(name: str) -> bool:

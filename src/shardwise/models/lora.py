@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -86,12 +87,11 @@ def adapter_facts(
     family = family_of(model)
     weights = _adaptable(model, spec, family)
     chosen = _chosen(weights, lora, spec, family, _saved_modules(model, lora, spec))
-    targets = lora.targets if isinstance(lora.targets, list) else []
     return AdapterFacts(
         num_weights=len(chosen),
         targets_to_save=tuple(
             target
-            for target in targets
+            for target in lora.names
             if not set(_matches(target, weights, spec, family)) & set(chosen)
         ),
         has_experts=any(weight.is_stack for weight in chosen),
@@ -198,6 +198,7 @@ def _put_adapters(
     # Qwen3-Next's MLPs for experts and adapt neither. Full names, so that nothing else is matched.
     holder = nn.ModuleDict({"model": model})
     linears = [weight.path for weight in chosen if not weight.is_stack]
+    sizes = _sizes(lora, chosen)
     config = peft_config(
         lora,
         transposed=any(isinstance(model.get_submodule(path), Conv1D) for path in linears),
@@ -205,7 +206,26 @@ def _put_adapters(
         parameters=[f"model.{weight.path}" for weight in chosen if weight.is_stack],
         saved=[f"model.{path}" for path in saved],
     )
-    inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
+    config.rank_pattern = {path: int(rank) for path, (rank, _) in sizes.items()}
+    config.alpha_pattern = {path: alpha for path, (_, alpha) in sizes.items()}
+    with warnings.catch_warnings():
+        # PEFT 0.21 looks for the weights of patterns among modules only, and not among stacks.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match")
+        inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
+
+
+def _sizes(lora: Lora, chosen: list[_Weight]) -> dict[str, list[int | float]]:
+    """Return rank and alpha of the weights that have their own in `lora.targets`, by path."""
+    sizes: dict[str, list[int | float]] = {}
+    for name, size in lora.sizes.items():
+        paths = [weight.path for weight in chosen if _ends_with(weight.path, name)]
+        twice = [path for path in paths if sizes.get(path, size) != size]
+        if twice:
+            raise UserError(
+                f"lora.targets: two entries give {twice[0]} a rank and alpha; name it in one"
+            )
+        sizes |= dict.fromkeys(paths, size)
+    return sizes
 
 
 def _adaptable(model: PreTrainedModel, spec: ModelSpec, family: Family) -> list[_Weight]:

@@ -44,8 +44,8 @@ class Multimodal:
     def names_any(self, modules: Iterable[str]) -> bool:
         """Return whether some of these modules are of this class and not of the text class."""
         paths = {path for path, _ in self.model.named_modules()}
-        others = [path.replace(".base_layer", "") for path in modules]  # PEFT's name of experts
-        return any(self.text_name(path) != path and path in paths for path in others)
+        inside = {path: self.text_name(path) for path in modules}
+        return any(path in paths if text is None else text != path for path, text in inside.items())
 
     def around(
         self, text: PreTrainedModel, beside: Iterable[tuple[str, torch.Tensor]]

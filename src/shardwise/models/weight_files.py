@@ -24,22 +24,13 @@ from transformers.core_model_loading import (
 from shardwise.config import UserError
 from shardwise.kernels.quantised import Format
 from shardwise.models.published import Entry, entries_in, plain_keys
-from shardwise.models.weight_folder import files_by_key, keys_in, weight_folder
+from shardwise.models.weight_folder import files_by_key, weight_folder
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes whose numbers are the weights; integers and float8 need scales beside them."""
 
 _BESIDE = (r"rotary_emb\.inv_freq", r"(^|\.)mtp(_\w+)?\.")
 """Names of entries that a class may lack: what it computes, and layers for several tokens."""
-
-
-def plain_entries(file: Path) -> set[str]:
-    """Return the names in a safetensors file; UserError if an entry is no plain weight."""
-    names = set(keys_in(file))
-    with safe_open(file, framework="pt") as opened:
-        for name in names:
-            _check_plain(file, name, opened.get_tensor(name).dtype)
-    return names
 
 
 def first_dtype(path: str) -> torch.dtype | None:

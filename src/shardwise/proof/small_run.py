@@ -126,21 +126,17 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
 
 def _named_modules(adapters: Lora | None) -> list[str]:
     """Return the modules that the section `lora` names."""
-    if adapters is None:
-        return []
-    targets = adapters.targets if isinstance(adapters.targets, list) else []
-    return [*targets, *adapters.modules_to_save]
+    return [] if adapters is None else [*adapters.names, *adapters.modules_to_save]
 
 
 def _smaller_adapters(adapters: Lora, small: Small) -> Lora:
     """Return adapters of the small model, of the same scale and of a rank that its weights have."""
-    rank = min(adapters.r, MOST_RANK)
-    share = rank / adapters.r
+    adapters = adapters.of_rank(MOST_RANK)
     targets = adapters.targets
+    if isinstance(targets, dict):
+        targets = {new: size for name, size in targets.items() for new in small.named([name])}
     return replace(
         adapters,
-        r=rank,
-        alpha=adapters.alpha * (share**0.5 if adapters.rslora else share),
         targets=small.named(targets) if isinstance(targets, list) else targets,
         modules_to_save=small.named(adapters.modules_to_save),
     )

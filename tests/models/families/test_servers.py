@@ -234,7 +234,7 @@ def test_what_a_server_would_not_use_is_refused(tmp_path: Path) -> None:
         (base, "adapter", "sglang", "reads no adapter on linear_attn.in_proj_a, linear_attn.in_"),
         (gpt2, "gpt2", "vllm", "of gpt2 is known only for llama, qwen3"),
         (llama, "saved", "vllm", "has modules_to_save"),
-        (llama, "adapter", "peft", "names in it are none of the language model of"),
+        (llama, "adapter", "peft", "does not fit .*: factors of modules that the model does not"),
     ):
         with pytest.raises(UserError, match=fragment) as error:
             export_adapter(model, tmp_path / adapter, tmp_path / "out", reader)
@@ -242,9 +242,17 @@ def test_what_a_server_would_not_use_is_refused(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
     file = tmp_path / "llama" / "adapter_config.json"
     config = json.loads(file.read_text())
-    for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"bias": "all"}, {"r": 4}):
+    for change, fragment in (
+        ({"use_dora": True}, "does not fit .* the file lacks: .*lora_magnitude_vector"),
+        ({"rank_pattern": {"q_proj": 2}}, "does not fit .* the config's rank"),
+        ({"r": 4}, "does not fit .* the config's rank"),
+        ({"bias": "all"}, "reads plain LoRA of one rank only, .* has bias"),
+        ({"alpha_pattern": {"q_proj": 2}}, "one rank only, .* has several ranks or scales"),
+        ({"init_lora_weights": "pissa"}, "one rank only, .* has init_lora_weights"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights is lora_ga, which changed the base"),
+    ):
         file.write_text(json.dumps(config | change))
-        with pytest.raises(UserError, match="reads plain LoRA of one rank only"):
+        with pytest.raises(UserError, match=fragment):
             export_adapter(llama, tmp_path / "llama", tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
 
@@ -281,9 +289,12 @@ def test_experts_are_renamed_with_their_parameters(tmp_path: Path) -> None:
     configs = [json.loads((f.parent / "adapter_config.json").read_text()) for f in files]
     for key in ("target_modules", "target_parameters"):
         assert sorted(configs[0][key]) == sorted(configs[1][key])
+    written(tmp_path / "stacks", model, Lora(r=R, targets=["experts", "q_proj"]))
+    with pytest.raises(UserError, match=r"reads no adapter on mlp\.experts") as error:
+        export_adapter(model, tmp_path / "stacks", tmp_path / "more", "vllm")
+    assert "--for hf writes, with --enable-mixed-moe-lora-format and" in str(error.value)
+    assert "is_3d_lora_weight=True" in str(error.value)
     config = configs[0] | {"target_parameters": None}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="factors of routed experts without target_parameters"):
+    with pytest.raises(UserError, match=r"PEFT does not read with this config: .*experts"):
         export_adapter(model, tmp_path / "adapter", tmp_path / "more", "peft")
-    with pytest.raises(UserError, match=r"reads no adapter on .*mlp\.experts"):
-        export_adapter(model, tmp_path / "adapter", tmp_path / "more", "vllm")

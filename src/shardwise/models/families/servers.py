@@ -40,6 +40,10 @@ class Server:
     attribute that says how many rows each has."""
     listed: Mapping[str, str] = field(default_factory=dict)
     """What `target_modules` must say for some linears or parts, by the last part of their name."""
+    reads_patterns: bool = False
+    """Whether it reads `rank_pattern` and `alpha_pattern`, as PEFT does."""
+    for_experts: Mapping[str, str] = field(default_factory=dict)
+    """What it must be told to read PEFT's adapters on stacks of experts, by `model_type`."""
 
 
 VLLM = Server(
@@ -63,6 +67,10 @@ VLLM = Server(
         ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
         tuple(f"linear_attn.{name}_proj" for name in "qkvg"),
     ),
+    reads_patterns=True,
+    for_experts={
+        "qwen3_moe": "--enable-mixed-moe-lora-format and, on the request, is_3d_lora_weight=True"
+    },
 )
 SGLANG = Server(
     "sglang",
@@ -98,6 +106,8 @@ def check_read(server: Server, paths: Iterable[str], spec: ModelSpec) -> None:
         )
     names = {_in_layer(path, layers)[1] for path in paths}
     unread = sorted(names - set(server.linears[family]))
+    if unread and family in server.for_experts and all("experts" in name for name in unread):
+        way_out = f"give it what --for hf writes, with {server.for_experts[family]}, or {way_out}"
     if unread:
         raise UserError(
             f"--for {server.name}: {version} reads no adapter on {', '.join(unread)} of {family}; "

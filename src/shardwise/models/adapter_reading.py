@@ -1,0 +1,270 @@
+"""What PEFT reads of an adapter on its model: the one reader, which every command asks.
+
+PEFT puts the config's adapters on the model on meta, and gives the file's names those that it looks
+for: of one file with a pair of factors for each expert, those of the stack. Names are PEFT's, as in
+a file that it writes: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import (
+    convert_peft_adapter_state_dict_for_transformers,
+)
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.config import Model, UserError
+from shardwise.models.adapter_folder import (
+    PREFIX,
+    AdapterFolder,
+    as_in_file,
+    read_adapter,
+    without_adapter_name,
+)
+from shardwise.models.load import build_meta, read_config
+from shardwise.models.lora import adapter_layers
+from shardwise.models.multimodal import Multimodal, multimodal_of
+
+Tensors = dict[str, torch.Tensor]
+NOT_REPEATED = ("lora_ga", "corda", "pissa_niter_")
+"""Beginnings of `init_lora_weights` with which PEFT changes the base, but not so when it loads."""
+CHANGE_THE_BASE = ("pissa", "olora", "loftq", *NOT_REPEATED)
+"""Values of `init_lora_weights` with which PEFT changes the base model's weights."""
+_NOT_ON_META = re.compile(r"\.lora_monteclora_sampler\.")
+"""Keys of a file that PEFT reads, though on meta it does not make their modules."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An adapter's folder as PEFT reads it onto a class of its model; no factor is in memory."""
+
+    folder: AdapterFolder
+    text: PreTrainedModel
+    """The language model on meta, without adapters."""
+    multimodal: Multimodal | None
+    """The class that the model's folder names, where the language model is a part of it."""
+    holder: PreTrainedModel
+    """The one of these two classes that the adapter's names are of."""
+    adapted: PeftModel | None
+    """`holder` with the adapters, on meta; None where PEFT refuses the config."""
+    sources: Mapping[str, str | None]
+    """The file's key by PEFT's name of each tensor that PEFT reads; None: made of several."""
+    faults: tuple[str, ...]
+    """What PEFT would not read, would miss or could not load, each in a line."""
+
+    @property
+    def config(self) -> LoraConfig:
+        """PEFT's config, whose targets PEFT has changed to those of today's classes."""
+        assert self.adapted is not None, "asked where there are no faults"
+        config = self.adapted.peft_config["default"]
+        assert isinstance(config, LoraConfig)
+        return config
+
+    @property
+    def layers(self) -> dict[str, LoraLayer]:
+        """PEFT's layers by the name of the linear or parameter that each adapts."""
+        return {} if self.adapted is None else adapter_layers(self.adapted.get_base_model())
+
+    @property
+    def saved(self) -> list[str]:
+        """Modules of which the file has a copy that was trained in full."""
+        modules = [] if self.adapted is None else self.adapted.get_base_model().named_modules()
+        return [name for name, module in modules if isinstance(module, ModulesToSaveWrapper)]
+
+    @property
+    def modules(self) -> dict[Any, str]:
+        """PEFT's name of each module, by the module."""
+        return {} if self.adapted is None else {m: n for n, m in self.adapted.named_modules()}
+
+    @property
+    def others(self) -> list[str]:
+        """PEFT's names of the tensors that are no factors: magnitudes, copies, biases."""
+        return [name for name in self.sources if not _FACTOR.search(name)]
+
+    def text_name(self, name: str) -> str | None:
+        """Return the name in the text class; None for what is not of the language model."""
+        if self.multimodal is not None and self.holder is self.multimodal.model:
+            return self.multimodal.text_name(name)
+        return name
+
+    def require(self, error: str, way_out: str = "see shardwise check") -> None:
+        """Raise UserError, which begins with `error`, where PEFT would not read all of it."""
+        if self.faults:
+            raise UserError(f"{error}: {self.faults[0]}; {way_out}")
+        if self.folder.config.get("layer_replication"):
+            raise UserError(
+                f"{self.folder.path}: layer_replication gives several layers one weight, which "
+                "only PEFT builds; load the adapter with PEFT as it is"
+            )
+
+    def values(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (PEFT's name, CPU tensor), all or some; stacks of a layer's experts at a time.
+
+        UserError at a tensor with a number that is not finite.
+        """
+        for name, value in self.tensors(self.sources if names is None else names):
+            if not value.isfinite().all():
+                raise UserError(
+                    f"{self.folder.path}: {self.sources[name] or name} has numbers that are not "
+                    "finite; train it again, or fetch it again"
+                )
+            yield name, value
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield as `values` does, whatever the numbers are."""
+        names = set(names)
+        used = set(self.sources.values())
+        with safe_open(self.folder.file, framework="pt") as opened:
+            for name, key in self.sources.items():
+                if key is not None and name in names:
+                    yield name, opened.get_tensor(key)
+            wanted = [name for name in names if self.sources[name] is None]
+            if not wanted:
+                return
+            assert self.adapted is not None, "there are no names where PEFT refuses the config"
+            several = sorted((key for key in self.folder.shapes if key not in used), key=_layer_of)
+            for _, keys in groupby(several, _layer_of):
+                stacks = _renamed(self.adapted, {key: opened.get_tensor(key) for key in keys})
+                yield from ((n, stack.contiguous()) for n, stack in stacks.items() if n in wanted)
+
+    def pairs(self) -> Iterator[tuple[str, LoraLayer, torch.Tensor, torch.Tensor]]:
+        """Yield name, layer, A and B of each linear or parameter with an adapter, as `layers`."""
+        values = dict(self.values(name for name in self.sources if _FACTOR.search(name)))
+        paths = self.modules
+        for name, layer in self.layers.items():
+            a, b = (values[f"{paths[layer]}.lora_{letter}.weight"] for letter in "AB")
+            yield name, layer, a, b
+
+
+_FACTOR = re.compile(r"\.lora_(?:[AB]\.weight|embedding_[AB])$")
+
+
+def read_on(base: Model, folder: str | Path) -> Reading:
+    """Read an adapter as PEFT does, on the class of its model that its names are of.
+
+    Of the model only the config is read, of the factors the header. UserError where one of the two
+    folders has none.
+    """
+    adapter = read_adapter(folder)
+    text = build_meta(base, read_config(base))
+    return reading_of(adapter, text, multimodal_of(base, text))
+
+
+def reading_of(
+    adapter: AdapterFolder, text: PreTrainedModel, multimodal: Multimodal | None
+) -> Reading:
+    """Return what PEFT reads of an adapter on `text`, the language model on meta."""
+    holder = text
+    if multimodal is not None and multimodal.names_any(adapter.factors):
+        holder = multimodal.model
+    shapes = {key: nn.Parameter(torch.empty(s, device="meta")) for key, s in adapter.shapes.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = LoraConfig.from_pretrained(str(adapter.path))
+            # Rules for first values, some of which compute with the base's weights.
+            config.init_lora_weights = False
+            adapted = get_peft_model(copy.deepcopy(holder), config, low_cpu_mem_usage=True)
+            promised = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            # PEFT writes embeddings too where they were adapted or resized.
+            read = promised | get_peft_model_state_dict(adapted, save_embedding_layers=True)
+    except Exception as error:  # the config may hold anything, and PEFT raises as many errors
+        fault = f"PEFT does not take its config: {type(error).__name__}: {_line(error)}"
+        return Reading(adapter, text, multimodal, holder, None, {}, (fault,))
+    for name, parameter in adapted.state_dict().items():  # a weight of the base, or a named adapter
+        read.setdefault(without_adapter_name(name), parameter)
+    try:
+        tensors = _renamed(adapted, shapes)
+    except Exception as error:  # as many, of a file that does not belong to the config
+        fault = f"PEFT cannot stack its experts' factors: {type(error).__name__}: {_line(error)}"
+        return Reading(adapter, text, multimodal, holder, adapted, {}, (fault,))
+    keys = {id(tensor): key for key, tensor in shapes.items()}
+    for name, tensor in tensors.items():
+        if _NOT_ON_META.search(name):
+            read.setdefault(name, tensor)
+    sources = {name: keys.get(id(t)) for name, t in tensors.items() if name in read}
+    unread = [keys.get(id(t), name) for name, t in tensors.items() if name not in read]
+    odd = [
+        f"{sources[name] or name} {list(tensors[name].shape)} instead of {list(read[name].shape)}"
+        for name in sources
+        if tensors[name].shape != read[name].shape
+    ]
+    faults = [
+        *_unread(adapter, unread, holder),
+        *_some("weights that the config promises and the file lacks", promised.keys() - tensors),
+        *_some("shapes that do not fit the module or the config's rank", odd),
+        *_base_changed(adapter),
+        *_endless(adapted),
+    ]
+    return Reading(adapter, text, multimodal, holder, adapted, sources, tuple(faults))
+
+
+def some(names: Iterable[str]) -> str:
+    """Return two of the names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more
+
+
+def _some(what: str, names: Iterable[str]) -> Iterator[str]:
+    if names := sorted(names):
+        yield f"{what}: {some(names)}"
+
+
+def _renamed(adapted: PeftModel, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return tensors of a file by the names that PEFT writes today, with experts stacked."""
+    config = adapted.peft_config["default"]
+    today = convert_peft_adapter_state_dict_for_transformers(adapted, config, dict(tensors))
+    return {as_in_file(without_adapter_name(name)): tensor for name, tensor in today.items()}
+
+
+def _layer_of(key: str) -> str:
+    numbered = re.match(r".*?\.\d+(?=\.)", key)
+    return numbered[0] if numbered else ""
+
+
+def _unread(adapter: AdapterFolder, keys: list[str], holder: PreTrainedModel) -> Iterator[str]:
+    modules = {name for name, _ in holder.named_modules()}
+    absent = [name for name in adapter.factors if name.replace(".base_layer", "") not in modules]
+    owners = tuple(f"{PREFIX}{name}.lora_" for name in absent)
+    lost = [key for key in keys if key.startswith(owners)] if owners else []
+    if not adapter.factors:
+        yield "the file has no LoRA factors"
+    names = dict.fromkeys(key.removeprefix(PREFIX).partition(".lora_")[0] for key in lost)
+    yield from _some("factors of modules that the model does not have", names)
+    yield from _some("keys of the file that PEFT does not read with this config", {*keys} - {*lost})
+
+
+def _base_changed(adapter: AdapterFolder) -> Iterator[str]:
+    init = adapter.config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(NOT_REPEATED):
+        yield (
+            f"init_lora_weights is {init}, which changed the base too when training began, and "
+            "PEFT cannot do that again when it loads the file: with this model it is another; save "
+            "it with path_initial_model_for_weight_conversion"
+        )
+
+
+def _endless(adapted: PeftModel) -> Iterator[str]:
+    scales = {name: layer.scaling["default"] for name, layer in adapter_layers(adapted).items()}
+    wrong = [name for name, scale in scales.items() if not math.isfinite(scale)]
+    yield from _some("a scale that is not finite in the modules", wrong)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
