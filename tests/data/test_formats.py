@@ -783,6 +783,51 @@ def test_a_text_ends_with_a_target_in_every_packing(
         assert written.replace("«", "").endswith("so it ends<eos>»")
 
 
+ROLE_MARKS = (  # in the style of GLM-4: the mark of the next speaker ends a turn
+    "<sop>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{% else %}<|{{ m.role }}|>"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "</tool_call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("are_special", [True, False])
+def test_a_turn_that_the_next_speakers_mark_ends(
+    tokenizer: PreTrainedTokenizerFast, are_special: bool
+) -> None:
+    # Right as in TRL 1.16, whose own template for training GLM-4.5 writes these marks as generated:
+    # its masks of eight dialogues of the published template are equal to ours.
+    marks = [f"<|{name}|>" for name in ("user", "assistant", "system", "observation")]
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_tokens(["<tool_call>", "</tool_call>"])
+    (backend.add_special_tokens if are_special else backend.add_tokens)(marks)
+    chat = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", chat_template=ROLE_MARKS
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    first, answer, second, last = TURNS["messages"]
+    system = {"role": "system", "content": "be brief"}
+    result = {"role": "tool", "content": "four"}
+    called = "<tool_call>add</tool_call><|observation|>"
+    cases = [
+        ([first, answer, second, last], ["yes<|user|>", "no<|user|>"]),
+        ([first, answer, system, second, last], ["yes<|system|>", "no<|user|>"]),
+        ([first, call, result, last], [called, "no<|user|>"]),
+        ([first, call], [called]),
+        ([first, answer, last], ["yes", "no<|user|>"]),
+        ([first, answer, second], ["yes<|user|>"]),
+    ]
+    for messages, expected in cases:
+        text = marked(chat, {"messages": messages})
+        if not are_special:  # then nothing says that the model would stop there
+            assert "user|>»" not in text
+            continue
+        assert re.findall("«([^»]*)»", text) == expected
+        separate = all_marked(chat, {"messages": messages}, turns="separate")
+        assert [part.endswith("|>»") for part in separate] == [True] * len(separate)
+        everything = marked(chat, {"messages": messages}, train_on="all")
+        assert everything.replace("«", "").replace("»", "") == re.sub("[«»]", "", text)
+
+
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match=r"^data\.format chat .* data\.chat_template"):
         Encoder.of(chat_tokenizer(tokenizer, None), Data(train="unused", format="chat"))

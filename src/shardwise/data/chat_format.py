@@ -191,7 +191,7 @@ class ChatFormat:
         return [i for i in numbers if is_trained(messages[i])]
 
     def _encode(self, messages: Sequence[Message], trained: Sequence[int]) -> Encoded:
-        text, turns = self._turns(messages)
+        text, turns = self._with_next_marks(*self._turns(messages), messages)
         spans = [(turn.start, turn.end) for turn in turns if turn.message in trained]
         if self.data.train_on == "all":
             left_out = [turn for turn in turns if not is_trained(messages[turn.message])]
@@ -210,6 +210,29 @@ class ChatFormat:
             # The template marks no end, from which the model could learn to stop.
             tokens, targets = [*tokens, eos], [*targets, True]
         return tokens, targets
+
+    def _with_next_marks(
+        self, text: str, turns: Sequence[Turn], messages: Sequence[Message]
+    ) -> tuple[str, list[Turn]]:
+        """Let a turn without an end mark of its own end with the mark of the next message.
+
+        Models such as GLM-4 stop at it: it is a special token. The last turn gets the mark that
+        would follow.
+        """
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = tuple(token.content for token in added if token.special)
+        ended = []
+        for turn in turns:
+            message, following = messages[turn.message], messages[turn.message + 1 :]
+            is_ended = turn.has_end_mark and "tool_calls" not in message
+            is_ended |= text[turn.start : turn.end].rstrip().endswith(special)
+            goes_on = bool(following) and following[0]["role"] == "assistant"
+            if turn.header.strip() in special and not is_ended and not goes_on:
+                if not following:
+                    text = text[: turn.end] + turn.header
+                turn = replace(turn, end=turn.end + len(turn.header), has_end_mark=True)
+            ended.append(turn)
+        return text, ended
 
     def _turns(self, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
         """Find the turns of a dialogue, in the first of its forms that the template can write.

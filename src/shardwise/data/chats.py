@@ -11,6 +11,7 @@ other words stand between the marks, must differ in these words only.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -30,7 +31,7 @@ MOST_MESSAGES = 1_000
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which messages have what the assistant thought."""
 CALLS = ("tool_calls", "function_call")
-"""The names under which a message that a template gets has its calls."""
+"""The names under which a message has its calls."""
 _WRITTEN = (*REASONING, "content", *CALLS)
 """The fields of a message in which words of the assistant stand."""
 
@@ -40,6 +41,7 @@ _MARK = re.compile(f"{_A_BEGIN}|{_AN_END}")
 _MARKED_WORD = re.compile(f"({_A_BEGIN})([^{_A_BEGIN[1:-1]}{_AN_END[1:-1]}]*)({_AN_END})")
 _TAG_OR_WORD = re.compile(r"<[^<>\s]*>|\w+")
 _TAG = re.compile(r"<[^<>\s]+>")
+_HEADER = re.compile(rf"\s*{_TAG.pattern}")
 _HALF_TAG = re.compile(r"[^<>]*>")
 _WORD = re.compile(r"\w")
 
@@ -63,23 +65,24 @@ class Turn:
     """The characters [start, end) of a rendered dialogue that one assistant message stands for.
 
     They begin after the header, which the generation prompt writes, and include the mark that ends
-    the turn. `has_end_mark` is False where the template writes no such mark after it.
+    the turn. `has_end_mark` is False where the template writes no such mark after it. `header` is
+    the tag with which the next message begins, or one that would follow, and white space before.
     """
 
     message: int
     start: int
     end: int
     has_end_mark: bool
+    header: str = ""
 
 
 def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
     """Render a dialogue, and find the characters of each message of the assistant.
 
-    The turn of a message without words is its end mark. It is left out if the template writes such
-    a message differently.
+    The turn of a message without words is its end mark, unless the template writes it differently.
 
-    Undecidable if the template writes marked words differently, repeats a message, drops one of the
-    assistant, or puts another message inside it.
+    Undecidable if the template writes marked words differently, or repeats, drops or mixes
+    messages.
     """
     if len(messages) > MOST_MESSAGES:
         raise Undecidable(f"it has more than {MOST_MESSAGES:,} messages")
@@ -192,9 +195,7 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
         for words, others, what in ((said, calls, "says"), (calls, thoughts + contents, "calls")):
             if words and not (in_text - others) & words:
                 raise Undecidable(f"the chat template leaves out what {name} {what}")
-        if message["role"] != "assistant":
-            continue
-        if number not in places:
+        if message["role"] != "assistant" or number not in places:
             continue
         if Counter({word: n for word, n in in_text.items() if word}) - in_message:
             return f"the chat template writes {name} twice"
@@ -280,7 +281,13 @@ def _turn(dialogue: _Dialogue, number: int) -> Turn:
     """Extend the words of an assistant message to its header and to the mark of its end."""
     _, last = dialogue.places[number]
     length, has_mark = _end(dialogue, number)
-    return Turn(number, _start(dialogue, number), last + length, has_mark)
+    here = following = dialogue.gap_after(number)
+    if number + 1 == len(dialogue.messages):
+        role = "tool" if dialogue.messages[number].get("tool_calls") else "user"
+        following = _tail(dialogue, [*dialogue.marked, {**NEXT, "role": role}], number) or ""
+    found = following[:length] == here[:length] and _HEADER.match(following, length)
+    header = found[0] if found else ""
+    return Turn(number, _start(dialogue, number), last + length, has_mark, header)
 
 
 def _start(dialogue: _Dialogue, number: int) -> int:
@@ -327,7 +334,7 @@ def _prompt(render: Render, messages: Sequence[Message]) -> tuple[str | None, st
 
 def _longest(prompt: str, gap: str) -> tuple[int, int]:
     """Return the length of the longest beginning of a prompt that a gap has, and where."""
-    starts = [at for at in range(len(gap)) if prompt and gap[at] == prompt[0]]
+    starts = (at for at in range(len(gap)) if prompt and gap[at] == prompt[0])
     return max(((len(_common(prompt, gap[at:])), at) for at in starts), default=(0, 0))
 
 
@@ -373,10 +380,9 @@ def _tail(dialogue: _Dialogue, marked: Sequence[Message], number: int) -> str | 
 
 
 def _try(render: Render, messages: Sequence[Message], prompt: bool) -> str | None:
-    try:
+    with contextlib.suppress(Refused):
         return render(messages, prompt)
-    except Refused:
-        return None
+    return None
 
 
 def _common(one: str, other: str) -> str:
