@@ -71,6 +71,18 @@ def wait_for_a_thread_that_hangs() -> None:
         pool.submit(watchdog.watched()(hang_in_python)).result()
 
 
+def hang_where_no_thread_can_start() -> None:
+    """As at a bound of memory: the interpreter's own watchdog is a thread."""
+
+    def fails(*_: object, **__: object) -> None:
+        watchdog.faulthandler.cancel_dump_traceback_later()  # as the real one does first
+        raise RuntimeError("unable to start watchdog thread")
+
+    watchdog.faulthandler.dump_traceback_later = fails
+    work()
+    hang_in_python()
+
+
 def main(function, folder: Path) -> None:
     watchdog.GRACE_SECONDS = 0.5
     with watchdog.watch(SECONDS, folder / "stacks.txt", (folder / "called").touch):
@@ -94,6 +106,7 @@ def run(function, folder: Path) -> int:
         (hang_after_a_pause, True),
         (hang_beside_a_thread_that_writes, True),
         (wait_for_a_thread_that_hangs, True),
+        (hang_where_no_thread_can_start, True),
     ],
 )
 def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):

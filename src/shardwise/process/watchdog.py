@@ -94,11 +94,16 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
                 clock.last_beat = time.monotonic()
         return min(clock.last_beat for clock in clocks)
 
+    def end_after(late: float, file: TextIO) -> None:
+        # It starts a thread, for which there may be no memory now: the guard looks on without it.
+        with contextlib.suppress(RuntimeError):
+            faulthandler.dump_traceback_later(late, exit=True, file=file)
+
     def arm(file: TextIO) -> float:
         """Set the interpreter's watchdog to a little after the guard; return the oldest beat."""
         armed = oldest_beat()
         late = armed + seconds + GRACE_SECONDS - time.monotonic()
-        faulthandler.dump_traceback_later(max(late, 0.1), exit=True, file=file)
+        end_after(max(late, 0.1), file)
         return armed
 
     def guard(file: TextIO, armed: float) -> None:
@@ -106,7 +111,7 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
             if oldest_beat() != armed:
                 armed = arm(file)
             if time.monotonic() > armed + seconds:
-                faulthandler.dump_traceback_later(REPORT_SECONDS, exit=True, file=file)
+                end_after(REPORT_SECONDS, file)
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.flush()
                 try:
