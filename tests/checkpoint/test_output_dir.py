@@ -272,6 +272,14 @@ def test_a_folder_that_is_gone_is_told_also_by_who_writes_tensors(tmp_path):
         save_file({"weight": torch.zeros(1)}, tmp_path / "gone" / "model.safetensors")
 
 
+def test_a_folder_that_is_gone_is_told_whatever_a_library_calls_a_name(tmp_path):
+    with (
+        pytest.raises(RunError, match=r"tensorboard cannot be written \(No such file"),
+        writing(config(tmp_path)),
+    ):
+        open(os.fsencode(tmp_path / "tensorboard"), "rb")  # noqa: SIM115
+
+
 def test_a_disk_that_fails_without_a_name_is_told(tmp_path):
     with pytest.raises(RunError, match="Input/output error"), writing(config(tmp_path)):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

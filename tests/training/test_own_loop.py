@@ -421,6 +421,32 @@ def test_a_loop_that_ends_early_says_so_and_saves_the_step_that_it_was_in(tmp_pa
     assert note in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_folder_that_goes_in_mid_run_is_told(is_replaced, tmp_path, capfd):
+    folder = tmp_path / "run"
+
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, rows(step)))
+                if step == 1:
+                    folder.rename(tmp_path / "elsewhere")
+                    if is_replaced:
+                        folder.mkdir()
+            run.finish()
+
+    options = {"training": {"steps": 2}, "measure": {"memory": False}}
+    if is_replaced:  # the weights are saved all the same
+        run_example(own_module, folder, main=main, **options)
+        (note,) = RunRecord.read(folder / "record.json").notes
+        assert "metrics.jsonl is not in training.output_dir any more" in note
+        assert (folder / "model").is_dir()
+        return
+    with pytest.raises(shardwise.RunFailed, match="was the folder moved or removed"):
+        run_example(own_module, folder, main=main, **options)
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
 def test_an_evaluation_after_the_loop_may_be_the_best(tmp_path):
     def main(cfg, mesh):
         with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:

@@ -123,9 +123,9 @@ def writing(cfg: RunConfig) -> Generator[None]:
                 f"training.output_dir {folder}: a file there cannot be written ({cause.strerror}); "
                 "mend that, then resume with --resume auto"
             ) from None
-        if not isinstance(cause.filename, str | Path):
+        if not isinstance(cause.filename, str | bytes | Path):
             raise
-        file = Path(cause.filename)
+        file = Path(os.fsdecode(cause.filename))
         if not file.is_relative_to(folder):
             raise
         raise RunError(

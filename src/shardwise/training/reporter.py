@@ -222,6 +222,14 @@ class Reporter:
                 continue
             self._progress.message(f"data.{name}: {read}")
 
+    def check_folder(self) -> None:
+        """Note where the folder is not the one in which the run has written its metrics."""
+        if self._metrics is not None and not (self._output_dir / METRICS).exists():
+            self.note(
+                f"{METRICS} is not in training.output_dir any more; was the folder moved or "
+                "replaced while the run was in it?"
+            )
+
     def sample(self, text: str) -> str:
         """Report the continuation of `training.sample`, and return it."""
         self._progress.message(f"sample: {text}")

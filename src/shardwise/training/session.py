@@ -249,6 +249,7 @@ class Session:
         # The result and the record come before what may fail.
         folder = Path(self.cfg.training.output_dir)
         save_result(self.job, self.cfg, self.mesh, folder, tokenizer, self.reporter.note)
+        self.reporter.check_folder()
         self._record = write_record(self.cfg, self.mesh, self.job, self.reporter, self._meter)
         return self.add(**record_timeline(self.cfg, self.mesh, self.job, self._recorder))
 
