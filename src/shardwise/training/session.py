@@ -21,6 +21,7 @@ from shardwise.config import RunConfig, UserError, require
 from shardwise.data.loader import Loaders
 from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
+from shardwise.metrics.spacing import unmoved_note
 from shardwise.models.load import check_computes
 from shardwise.parallel import copies
 from shardwise.parallel.reduce import of_every_rank
@@ -81,6 +82,9 @@ class Session:
             stack.enter_context(self._checkpointer)
             stack.enter_context(on_signals(self._signals.append))
             self._stack = stack.pop_all()
+        named = self.job.pm.named_parameters()
+        if note := unmoved_note(named, self.cfg, of_every_rank):
+            self.reporter.note(note)
         self._is_open = True
         return self
 
