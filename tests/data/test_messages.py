@@ -201,3 +201,21 @@ def test_lists_and_objects_may_be_text_in_json(
     for form in forms:
         path = jsonl(tmp_path / "a.jsonl", {"messages": form})
         assert encoded(tokenizer, CALLS, path)[0] == right
+
+
+def test_prompt_and_completion_may_be_messages(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    # In TRL's form for dialogues: only what the completion has is learnt.
+    prompt = [QUESTION, {**ANSWER, "content": "There."}, QUESTION]
+    row = {"prompt": prompt, "completion": [ANSWER]}
+    path = jsonl(tmp_path / "a.jsonl", row)
+    fields = {"messages": ["prompt", "completion"]}
+    text, targets = encoded(tokenizer, CHATML, path, fields=fields)
+    assert text == rendered(tokenizer, CHATML, [*prompt, ANSWER])
+    assert targets == ["Here.<|im_end|>"]
+    with pytest.raises(BadDocument, match=r"list of messages; .*chat .*messages: \[prompt"):
+        marked(tokenizer, row, "completion")
+    broken = {**row, "completion": [{"role": "assistant"}]}
+    with pytest.raises(BadDocument, match="message 4 has no field 'content'"):
+        marked(chat_tokenizer(tokenizer, CHATML), broken, fields=fields)

@@ -7,6 +7,7 @@ import lzma
 import os
 import pickle
 import stat
+import sys
 import zipfile
 from pathlib import Path
 
@@ -423,6 +424,23 @@ def test_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
     write(tmp_path / "config.json", json.dumps({"model_type": "qwen3"}))
     with pytest.raises(UserError, match=r"empty vocabulary; .*model\.tokenizer"):
         load_tokenizer(Model(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "is_named"), [(b"\n\x0e\n\x05<unk>", True), (b"IQ== 0\n", False)]
+)
+def test_a_tokenizer_of_sentencepiece_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, is_named: bool
+) -> None:
+    # transformers asks for tiktoken, whichever of the two kinds of file it is.
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    write(tmp_path / "tokenizer.model", content)
+    write(tmp_path / "config.json", json.dumps({"model_type": "llama"}))
+    settings = {"tokenizer_class": "LlamaTokenizer"}
+    write(tmp_path / "tokenizer_config.json", json.dumps(settings))
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(Model(path=str(tmp_path)))
+    assert ("pip install sentencepiece" in str(caught.value)) == is_named
 
 
 def test_unloadable_tokenizer_is_one_line(tmp_path: Path) -> None:

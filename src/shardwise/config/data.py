@@ -51,7 +51,8 @@ class Data(Section):
     fields: dict[str, str | list[str]] | None = None
     """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
     `{prompt: [instruction, input], completion: output}`: the texts of a list that are not empty
-    are joined by an empty line. `unused` names fields that are left out on purpose."""
+    are joined by an empty line, and messages follow each other, the last field's alone as targets.
+    `unused` names fields that are left out on purpose."""
     on_error: Literal["fail", "skip"] = "fail"
     """A document that cannot be used ends the run, or is skipped and counted."""
     sequence_length: int = 512
@@ -115,10 +116,6 @@ class Data(Section):
         require(
             all(self.columns(name) for name in self.fields or {}),
             "data.fields has an empty list; name the fields of the data",
-        )
-        require(
-            len(self.columns("messages")) == 1,
-            "data.fields names several fields for messages; name one",
         )
         arguments = self.template_arguments
         try:

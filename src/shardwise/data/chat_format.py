@@ -114,22 +114,13 @@ class ChatFormat:
     def messages(self, record: Record) -> list[Message]:
         """Return the messages of a dialogue in one form; BadDocument where they cannot be used.
 
-        The first one may come from a field with a system message.
+        The first one may come from a field with a system message. Where `data.fields` names several
+        fields, their messages follow each other, and only those of the last field are targets.
         """
-        (field,) = self.data.columns("messages")
-        if field not in record:
-            names = ", ".join(record)
-            way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
-            if "conversations" in record:
-                way_out = "it has conversations: set data.fields: {messages: conversations}"
-            raise BadDocument("missing field", f"no field {field!r}; {way_out}")
-        messages = from_json(record[field])
-        if isinstance(messages, list):
-            messages = list(map(from_json, messages))
-        is_list = isinstance(messages, list) and len(messages) > 0
-        if not is_list or not all(isinstance(message, dict) for message in messages):
-            raise bad_chat(f"field {field!r} is not a list of objects, nor JSON text of one")
-        read = [read_message(message, number) for number, message in enumerate(messages, 1)]
+        read: list[Message] = []
+        for field in self.data.columns("messages"):
+            read = [{**message, "train": False} for message in read]  # only the last field's are
+            read += self._list(record, field, len(read) + 1)
         known = names_in(self.template) | {*self.data.unused}
         for number, message in enumerate(read, 1):
             check_flags(message, number, known)
@@ -148,6 +139,24 @@ class ChatFormat:
             elif read[0]["content"] != system["content"]:
                 raise columns.unread(name, "the messages have another system message")
         return read
+
+    def _list(self, record: Record, field: str, first_number: int) -> list[Message]:
+        """Return the messages in one field."""
+        if field not in record:
+            names = ", ".join(record)
+            way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
+            if "conversations" in record:
+                way_out = "it has conversations: set data.fields: {messages: conversations}"
+            raise BadDocument("missing field", f"no field {field!r}; {way_out}")
+        messages = from_json(record[field])
+        if isinstance(messages, list):
+            messages = list(map(from_json, messages))
+        is_list = isinstance(messages, list) and len(messages) > 0
+        if not is_list or not all(isinstance(message, dict) for message in messages):
+            raise bad_chat(f"field {field!r} is not a list of objects, nor JSON text of one")
+        return [
+            read_message(message, number) for number, message in enumerate(messages, first_number)
+        ]
 
     def _beside(self, are_system: bool) -> list[str]:
         names = columns.fields_beside(self.data)

@@ -198,7 +198,11 @@ def text_of(record: Record, field: str, key: str) -> str:
                 if all(name in record for name in names):
                     way_out = f"it has {' and '.join(names)}: set data.format: {keys}"
         raise BadDocument("missing field", f"no field {field!r}; {way_out}")
-    return string(record[field], f"field {field!r}")
+    value = record[field]
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+        way_out = f"set data.format: chat and data.fields: {{messages: [{field}, ...]}}"
+        raise BadDocument("wrong type", f"field {field!r} is a list of messages; {way_out}")
+    return string(value, f"field {field!r}")
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:

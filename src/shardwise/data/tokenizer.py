@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # a damaged file can raise anything in transformers
+        if _needs_sentencepiece(Path(source) / "tokenizer.model"):
+            need = f"{source}: its tokenizer.model needs sentencepiece, which is not installed"
+            raise UserError(f"{need}; pip install sentencepiece") from None
         what = f"{type(error).__name__}: {str(error)[:200]}"
         where = "" if is_local else "is no folder here, and from the hub "
         message = f"{source}: {where}no tokenizer could be loaded ({what}); {way_out}"
@@ -44,6 +48,17 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     if chat_template is not None:
         tokenizer.chat_template = read_text(chat_template, "data.chat_template")
     return tokenizer
+
+
+def _needs_sentencepiece(path: Path) -> bool:
+    """Return whether a file is of sentencepiece, which is missing; transformers asks for tiktoken.
+
+    Those of tiktoken are lines of text, and sentencepiece's begin with the byte of a first field.
+    """
+    if not path.is_file() or importlib.util.find_spec("sentencepiece") is not None:
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
 
 
 PLAIN = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
