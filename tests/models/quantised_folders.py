@@ -35,13 +35,16 @@ def write(folder: Path, plain: Path, method: str) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
 
 
-def bitsandbytes(is_nested: bool) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
+def bitsandbytes(
+    is_nested: bool, size: int = 64
+) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
     def quantise(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
         levels = torch.tensor(_LEVELS)
-        blocks = value.reshape(-1, 64)
+        blocks = F.pad(value.flatten(), (0, -value.numel() % size)).view(-1, size)
         absmax = blocks.abs().amax(-1)
         codes = ((blocks / absmax[:, None])[..., None] - levels).abs().argmin(-1).flatten()
-        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
+        codes = codes[: value.numel()]
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": size, "dtype": "bfloat16"}
         state["shape"] = list(value.shape)
         tensors = {
             key: (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],

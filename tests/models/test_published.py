@@ -26,8 +26,16 @@ from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.left_out import some_now
-from tests.models.quantised_folders import BASE_OF, METHODS, write
-from tests.models.tiny import loaded_by_transformers, logits, on_meta, same, trained, with_adapters
+from tests.models.quantised_folders import BASE_OF, METHODS, bitsandbytes, write
+from tests.models.tiny import (
+    CONFIGS,
+    loaded_by_transformers,
+    logits,
+    on_meta,
+    same,
+    trained,
+    with_adapters,
+)
 from tests.parity.harness import (
     DEEP,
     TOLERANCE,
@@ -229,6 +237,66 @@ def test_a_copy_is_what_a_run_computes_and_is_plain(method, plain, tmp_path):
     assert "quantization_config" not in (tmp_path / "copy" / "config.json").read_text()
     copied = loaded_by_transformers(tmp_path / "copy").state_dict()
     assert all(torch.equal(copied[n], v) for n, v in values_of(tmp_path / "q").items())
+
+
+def ragged(folder: Path) -> Path:
+    """A model of 96 columns, which are no whole blocks of 64."""
+    config = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
+    config |= {"hidden_size": 96, "intermediate_size": 128, "head_dim": 24}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = Model(str(folder), init="random")
+    load_whole(model, read_config(model)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [64, 32])
+def test_a_copy_of_ragged_or_other_blocks_has_the_folders_values(size, tmp_path, monkeypatch):
+    """By hand: each value is its level times the largest of its block of the flattened matrix."""
+    plain = ragged(tmp_path / "plain")
+    monkeypatch.setitem(METHODS, "other", (METHODS["nf4"][0], bitsandbytes(False, size)))
+    write(tmp_path / "q", plain, "other")
+    assert copy_model(Model(str(tmp_path / "q")), "nf4", tmp_path / "copy") == []
+    copied = load_file(tmp_path / "copy" / "model.safetensors")
+    before = load_file(plain / "model.safetensors")
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    for key in (key for key in before if f"{key}.absmax" in stored):
+        pairs = stored[key].flatten()
+        codes = torch.stack([pairs >> 4, pairs & 15], -1).flatten()
+        values = stored[f"{key}.quant_map"][codes.int()]
+        values *= stored[f"{key}.absmax"].repeat_interleave(size)[: values.numel()]
+        assert torch.equal(copied[key].flatten(), values), key
+        error = (copied[key] - before[key]).norm() / before[key].norm()
+        assert error < 0.1, key  # rounded twice it is above
+
+
+@pytest.mark.parametrize("fmt", ["nf4", "int8", "fp8"])
+def test_a_copy_is_refused_where_a_run_is(fmt, tmp_path):
+    model = Model(str(ragged(tmp_path / "plain")))
+    cfg = run_config(Cell("llama", "single", "lora", 1))
+    cfg = replace(cfg, model=replace(cfg.model, path=model.path, init="weights", base=fmt))
+    if fmt == "nf4":
+        with pytest.raises(UserError, match="96 columns"):
+            describe(cfg, 1)
+        with pytest.raises(UserError, match="has 96 columns, which are no whole blocks of 64"):
+            copy_model(model, fmt, tmp_path / "copy")
+        assert not (tmp_path / "copy").exists()
+    else:
+        describe(cfg, 1)
+        copy_model(model, fmt, tmp_path / "copy")
+
+
+def test_blocks_that_no_run_keeps_are_not_rounded_once_more(plain, tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "other", (METHODS["nf4"][0], bitsandbytes(False, 32)))
+    write(tmp_path / "q", plain, "other")
+    with pytest.raises(RuntimeError, match="in blocks that no run stores"):
+        run_ranks(1, stored_by_a_run, str(tmp_path / "q"), "nf4", "float32")
+
+
+def test_a_copy_in_another_format_says_that_it_rounds_once_more(plain, tmp_path):
+    write(tmp_path / "q", plain, "nf4")
+    (note,) = copy_model(Model(str(tmp_path / "q")), "int8", tmp_path / "copy")
+    assert "in nf4, and here rounded once more to int8" in note
 
 
 @pytest.mark.parametrize("base", [pytest.param("none", marks=pytest.mark.slow), "nf4"])

@@ -164,7 +164,7 @@ def _initial_weights(
         for disk_name, full in base:
             for name in by_hf_name[disk_name]:
                 if name in stored:
-                    own = None if scales is None else scales.tensor
+                    own = None if scales is None else scales.of(disk_name)
                     tensors = quantise(full, stored[name].format, own)
                     yield from ((f"{name}.{tensor}", values) for tensor, values in tensors.items())
                     full = dequantise(tensors, stored[name].format, stored[name].of_dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import Model
+from shardwise.config import Model, UserError
 from shardwise.kernels.quantised import Format, block_of, dequantise, quantise
 from shardwise.models.families import Family, family_of, spec_of
 from shardwise.models.load import weights
@@ -112,11 +112,21 @@ def read_back(
     stored = set(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)))
     dtypes = {name: tensor.dtype for name, tensor in hf.state_dict().items()}
     for name, tensor in weights(hf, model, seed, wanted, scales):
-        if name in stored:
-            tensor = dequantise(quantise(tensor, fmt, scales.tensor), fmt, dtypes[name])
+        if name in stored and not scales.is_own:
+            check_blocks(name, tensor.shape[-1], fmt)
+            tensor = dequantise(quantise(tensor, fmt), fmt, dtypes[name])
         elif method_of(hf.config) is not None:  # the folder may have it in few bits
             tensor = tensor.to(dtypes[name])
         yield name, tensor
+
+
+def check_blocks(name: str, width: int, fmt: Format) -> None:
+    """Raise UserError where a run could not store a matrix with so many columns."""
+    if width % block_of(fmt, width):
+        raise UserError(
+            f"{name} has {width} columns, which are no whole blocks of {block_of(fmt, width)}: no "
+            f"run stores it as {fmt}; use int8"
+        )
 
 
 def rounding_of_merge(
@@ -131,7 +141,7 @@ def rounding_of_merge(
     stored = set(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)))
     squares = torch.zeros(3, dtype=torch.float64)
     for name, before in read_back(hf, model, seed, base, stored):
-        if name in stored:
+        if name in stored and merged[name].shape[-1] % block_of(base, merged[name].shape[-1]) == 0:
             after = merged[name]
             again = dequantise(quantise(after, base), base, torch.float32)
             parts = (again - after, after - before, after)

@@ -50,6 +50,17 @@ class Scales:
     format: Format
     tensor: torch.Tensor | None = None
     """float32, as `kernels.quantised` has them; None where the matrix is not quantised so."""
+    is_own: bool = False
+    """Whether the matrix is quantised so, in blocks of any size."""
+
+    def of(self, name: str) -> torch.Tensor | None:
+        """Return the scales; UserError where the matrix has some that no run keeps."""
+        if self.is_own and self.tensor is None:
+            raise UserError(
+                f"{name} is in blocks that no run stores, and would be rounded once more; leave "
+                f"model.base out, or train on plain weights (shardwise export --copy {self.format})"
+            )
+        return self.tensor
 
 
 def check_quantised(folder: Path, method: str) -> None:
@@ -96,6 +107,7 @@ def weights_from_files(
                 if wanted is None or tied.get(name, name) in wanted:
                     if scales is not None:
                         scales.tensor = grids.get(name)
+                        scales.is_own = _is_own(source, read, scales)
                     yield tied.get(name, name), tensor.contiguous()
 
 
@@ -231,13 +243,17 @@ def _scales_of(
     scales: Scales | None,
 ) -> dict[str, torch.Tensor]:
     """Return the scales of what a source gives, by name: they are converted as the values are."""
-    entries = [read.entries.get(key) for key, _ in source.keys]
-    if scales is None or any(e is None or e.format != scales.format for e in entries):
+    if scales is None or not _is_own(source, read, scales):
         return {}
-    grids = {e.key: e.own_scales(read.stored) for e in entries if e is not None}
+    grids = {key: read.entries[key].own_scales(read.stored) for key, _ in source.keys}
     if any(grid is None for grid in grids.values()):
         return {}
     return _convert(skeleton, torch.float32, name, source, lambda key, _: grids[key], path)
+
+
+def _is_own(source: _Source, read: _Reader, scales: Scales) -> bool:
+    entries = [read.entries.get(key) for key, _ in source.keys]
+    return all(entry is not None and entry.format == scales.format for entry in entries)
 
 
 def _convert(
