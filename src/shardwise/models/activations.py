@@ -175,12 +175,12 @@ class _Unit:
         return run_layer(self._block(layer.name, layer), layer, x, self.num_shares)
 
     def embedding(self, x: Tensor) -> Tensor:
-        """Return embedded tokens, which the embedding keeps nothing of but their numbers."""
+        """Return embedded tokens; kept are their numbers, and the mask of a dropout."""
         block = self._block(self.spec.embed, None)
         (out,) = self.tape.run([block.weight("weight")], [(x.numel, self.hidden)])
         if out.slot is None and x.slot is not None and self.cfg.parallel.schedule in HALVING:
             out.slot = Slot(out.num_bytes)
-        return out
+        return block.dropped(out, "embd_pdrop")
 
     def head(self, x: Tensor) -> Tensor:
         """Return the loss: the final norm, the head and the cross entropy."""

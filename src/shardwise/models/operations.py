@@ -126,6 +126,12 @@ class Block:
         """Return x times a number."""
         return self.pointwise(x)
 
+    def dropped(self, x: Tensor, key: str) -> Tensor:
+        """Return x after a dropout of the config, which keeps a byte for each number of x."""
+        if not getattr(self.config, key, 0.0):
+            return x
+        return self.scaled(self.pointwise(x, [self.tape.tensor(x.numel, 1)]))
+
     def multiplied(self, x: Tensor, key: str) -> Tensor:
         """Return x times a number of the config; x itself where the family has none."""
         return self.scaled(x) if hasattr(self.config, key) else x

@@ -128,8 +128,9 @@ def activations(block: Block, x: Tensor) -> Tensor:
     if rotary:
         q, k = block.rotated(q, rotary / size), block.rotated(k, rotary / size)
     mask = 0
-    has_window = getattr(block.config, "sliding_window", None) and block.is_windowed
-    if has_window and not block.shares_rows:  # attention under cp makes none
+    window = getattr(block.config, "sliding_window", None) if block.is_windowed else None
+    # A shorter row needs none, and attention under cp makes none.
+    if window and window <= block.length and not block.shares_rows:
         mask = block.rows * block.length * block.length
     if block.shares_rows:
         out = _over_ranks(block, block.shares_rows, q, k, v, (size, size))
@@ -196,8 +197,10 @@ def activations_of_joined(block: Block, x: Tensor) -> Tensor:
     q, k, v = (block.viewed(part) for part in block.split(block.linear("c_attn", x), (1, 1, 1)))
     size = block.config.n_embd // block.config.n_head
     if block.shares_rows:
-        return block.linear("c_proj", _over_ranks(block, block.shares_rows, q, k, v, (size, size)))
-    return block.linear("c_proj", block.fused_attention(q, k, v, q.numel, size))
+        out = _over_ranks(block, block.shares_rows, q, k, v, (size, size))
+    else:
+        out = block.fused_attention(q, k, v, q.numel, size)
+    return block.dropped(block.linear("c_proj", out), "resid_pdrop")
 
 
 def _over_ranks(

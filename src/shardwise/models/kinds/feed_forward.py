@@ -44,7 +44,8 @@ def activations(block: Block, x: Tensor) -> Tensor:
         hidden = block.gated_silu(block.multiplied(gate, "mlp_multipliers"), up)
         del gate, up
         return block.multiplied(block.linear(down, hidden), "mlp_multipliers")
-    return block.linear(down, block.activation(block.linear(names[0], x)))
+    out = block.linear(down, block.activation(block.linear(names[0], x)))
+    return block.dropped(out, "resid_pdrop")
 
 
 def activations_of_joined(block: Block, x: Tensor) -> Tensor:

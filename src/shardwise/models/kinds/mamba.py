@@ -101,8 +101,9 @@ def _scanned(
 ) -> Tensor:
     """Return the outputs of the scan, which keeps its inputs and the state before each chunk."""
     state, chunks = block.rows * numel, chunks_of(block.length, CHUNK)
-    rates = block.pointwise(block.weight("A_log"), keeps_outputs=True)
-    weights = [rates, block.weight("D"), block.weight("dt_proj.bias")]
+    rates = block.pointwise(block.as_dtype(block.weight("A_log"), WIDE), keeps_outputs=True)
+    names = ("D", "dt_proj.bias")
+    weights = [block.scaled(rates), *(block.as_dtype(block.weight(n), WIDE) for n in names)]
     of_channel = block.rows * x.numel // block.tokens
     forward = chunks.in_forward(lambda n: WIDE * n * (4 * state + 2 * of_channel))
     backward = chunks.in_backward(lambda n: WIDE * n * (5 * state + 10 * of_channel))
@@ -115,7 +116,7 @@ def _scanned(
     out, _ = block.tape.run(
         [x, dt, b, c, gate, *weights],
         [(x.numel, x.itemsize), (state, WIDE)],
-        keeps=[x, dt, b, c, gate, states],
+        keeps=[x, dt, b, c, gate, states, *weights],
         forward=forward,
         backward=backward,
     )

@@ -130,6 +130,8 @@ def activations(block: Block, x: Tensor) -> Tensor:
     out = _scanned(block, core, hidden, dt, b, c)
     if "norm.weight" in block.parameters:
         out = _normed(block, out, gate)
+    else:
+        out = block.product(out, block.pointwise(gate, [gate]))
     return block.multiplied(block.linear("out_proj", out), "ssm_out_multiplier")
 
 
@@ -181,14 +183,33 @@ def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Te
 
 
 def _normed(block: Block, x: Tensor, gate: Tensor) -> Tensor:
-    """Return transformers' norm with a gate, which keeps each of its steps in 32 bits."""
-    wide, gate = block.as_dtype(x, WIDE), block.as_dtype(gate, WIDE)
-    wide = block.product(wide, block.pointwise(gate, [gate]))
+    """Return transformers' norm with a gate, which keeps each of its steps in 32 bits.
+
+    Falcon-H1's multiplies by its gate before x is in 32 bits, or after the norm, and by its weight
+    in 32 bits.
+    """
+    is_falcon = hasattr(block.config, "mamba_norm_before_gate")
+    gate_first = not getattr(block.config, "mamba_norm_before_gate", False)
+    wide = x if is_falcon else block.as_dtype(x, WIDE)
+    if gate_first:
+        wide = block.product(wide, _opened(block, gate))
+    wide = block.as_dtype(wide, WIDE)
     squares = block.pointwise(wide, [wide], backward=2 * wide.num_bytes)
     (mean,) = block.tape.run([squares], [(block.tokens, WIDE)])
     del squares
     wide = block.product(wide, block.pointwise(mean, keeps_outputs=True))
-    return block.product(block.weight("norm.weight"), block.as_dtype(wide, x.itemsize))
+    if not is_falcon:
+        return block.product(block.weight("norm.weight"), block.as_dtype(wide, x.itemsize))
+    wide = block.product(block.weight("norm.weight"), wide)
+    if not gate_first:
+        wide = block.product(wide, _opened(block, gate))
+    return block.as_dtype(wide, x.itemsize)
+
+
+def _opened(block: Block, gate: Tensor) -> Tensor:
+    """Return the gate's activation in 32 bits."""
+    gate = block.as_dtype(gate, WIDE)
+    return block.pointwise(gate, [gate])
 
 
 def scan(

@@ -99,10 +99,13 @@ def _routed(block: Block, x: Tensor) -> Tensor:
         keeps.append(weight)
     numel = block.tokens * num_experts
     logits = block.tape.run([x, weight], [(numel, x.itemsize)], keeps=keeps, product=True)[0]
-    scores = block.pointwise(block.as_dtype(logits, WIDE), keeps_outputs=True)
+    is_late = hasattr(block.config, "logits_scaling")  # Granite's softmax is over the chosen ones
+    scores = block.as_dtype(logits, WIDE)
+    if not is_late:
+        scores = block.pointwise(scores, keeps_outputs=True)
     chosen = block.tape.tensor(block.tokens * block.top_k, 8)
     top = block.tape.run([scores], [(block.tokens * block.top_k, WIDE)], keeps=[chosen])[0]
-    top = block.pointwise(top, [top])
+    top = block.pointwise(top, [] if is_late else [top], keeps_outputs=is_late)
     # What sigmoids give stays in 32 bits.
     return top if is_wide else block.as_dtype(top, logits.itemsize)
 
@@ -148,13 +151,15 @@ def _grouped(experts: Block, name: str, x: Tensor, numel: int) -> Tensor:
     weight = experts.weight(name)
     x = experts.as_dtype(x, weight.itemsize)
     factors = experts.factors(name)
-    inputs = [x, weight, *factors]
+    # Adapters in another dtype are cast, all experts' at once, and kept so.
+    cast = [experts.as_dtype(factor, weight.itemsize) for factor in factors]
+    inputs = [x, weight, *cast]
+    kept = [x, *(new for new, old in zip(cast, factors) if new is not old)]
     values, most = experts.parameters[name].reading(weight.itemsize)
     experts.tape.touch(most)
     back, sizes = max(values, most - x.num_bytes), [(numel, x.itemsize)]
-    return experts.tape.run(inputs, sizes, keeps=[x], forward=values, backward=back, product=True)[
-        0
-    ]
+    options = {"forward": values, "backward": back, "product": True}
+    return experts.tape.run(inputs, sizes, keeps=kept, **options)[0]
 
 
 def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
