@@ -184,8 +184,6 @@ class _Chunks(NamedTuple):
     """The share of the state before a chunk that is left at each token: [n, B, N, C, S]."""
     to_end: torch.Tensor
     """The share of what each token has written that is left after its chunk: [n, B, N, C, S]."""
-    apart: torch.Tensor | None
-    """Whether tokens i and j are of two documents: [B, 1, i, j]; None: they never are."""
 
     @property
     def over(self) -> torch.Tensor:
@@ -206,12 +204,8 @@ def _chunks(
     q, k, v, g, beta = (_padded(x, span) for x in (q, k, v, g, beta[..., None]))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     to_token = power_of_e(g)  # from the start of a block up to each token, that one too
-    apart = None
     if starts is not None:
-        is_start = _padded(starts, span)
-        to_token = to_token * (1 - is_start)
-        numbers = is_start.cumsum(-2)
-        apart = numbers != numbers.mT
+        to_token = to_token * (1 - _padded(starts, span))
     to_end, halves = torch.ones_like(to_token), []
     for _ in range(CHUNK.bit_length() - 1):
         size = 2 ** len(halves)
@@ -221,7 +215,7 @@ def _chunks(
         to_token = torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
         to_end = torch.stack([first_to_end * second[..., -1:, :], second_to_end], -3)
         to_end = to_end.flatten(-4, -2)
-    return _Chunks(q, k, v, beta, halves, to_token, to_end, apart)
+    return _Chunks(q, k, v, beta, halves, to_token, to_end)
 
 
 class _Pairs(NamedTuple):
@@ -296,7 +290,7 @@ def _backward(
     `of_x` is the gradient of x. `before` [n, B, N, S, H]: the states before the chunks; `of_last`
     [B, N, S, H]: the gradient of the state after the last one.
     """
-    q, k, v, beta, halves, from_start, to_end, apart = chunks
+    q, k, v, beta, halves, from_start, to_end = chunks
     alike, similar, factors = _pairs(chunks)
     values, reads = _solve(chunks, alike)
     corrections = values - reads @ before
@@ -314,28 +308,29 @@ def _backward(
     of_beta = (of_right_v * v).sum(-1, keepdim=True) + (of_right_k * k).sum(-1, keepdim=True)
     of_beta += (of_system * alike).sum(-1, keepdim=True)
 
-    # The gradients of keys as later tokens of a pair, which decays reach, and as earlier ones.
+    # The gradients of keys as later tokens of a pair, which decays reach, and as earlier ones. A
+    # decay from token j to token i adds its gradient times itself to all g after j up to i. Each
+    # block collects what reaches over all of it: so every term of a gradient of g has the decay
+    # e^g in it, and no difference of large terms stands for a small one.
     of_q = (of_out @ before.mT).mul_(from_start)
     of_later, of_earlier = of_right_k.mul_(beta), (corrections @ of_after.mT).mul_(to_end)
-    at_end = (of_earlier * k).sum(-2) + (of_after * before).sum(-1) * from_start[..., -1, :]
+    of_g = (of_after * before).sum(-1)[..., None, :] * from_start[..., -1:, :]
     of_products = torch.stack([of_system * beta, of_similar], -3)
-    for (to_border, from_border), (rows, columns) in zip(halves, factors):
+    for (to_border, from_border), (rows, columns) in zip(reversed(halves), reversed(factors)):
         size = from_border.shape[-2]
+        first, second = (
+            [x.unflatten(-2, (-1, 2, size))[..., half, :, :] for x in tensors]
+            for half, tensors in enumerate([(k, of_earlier), (q, of_q, k, of_later)])
+        )
+        over_first = (second[0] * second[1]).add_(second[2] * second[3]).sum(-2)
+        over_second = (first[0] * first[1]).sum(-2)
+        of_g = torch.stack([of_g + over_first, of_g + over_second], -2).flatten(-3, -2)
         of_block = _between_halves(of_products, size).flatten(-3, -2)
         of_keys, of_queries = (of_block @ columns).split(size, -2)
-        of_later.unflatten(-2, (-1, 2, size))[..., 1, :, :] += of_keys * from_border
-        of_q.unflatten(-2, (-1, 2, size))[..., 1, :, :] += of_queries * from_border
-        of_columns = of_block.mT @ rows
-        of_earlier.unflatten(-2, (-1, 2, size))[..., 0, :, :] += of_columns * to_border
-
-    # A decay from token j to token i adds its gradient times itself to all g after j up to i.
-    of_total = q * of_q + k * (of_later - of_earlier)
-    of_total[..., -1, :] += at_end
-    if apart is None:
-        of_g = of_total.flip(-2).cumsum(-2).flip(-2)
-    else:
-        # Within each document, so that not even a rounding error reaches the one before.
-        of_g = (~apart).to(of_total.dtype).triu_() @ of_total
+        second[3] += of_keys * from_border
+        second[1] += of_queries * from_border
+        first[1] += (of_block.mT @ rows) * to_border
+    of_g = of_g + q * of_q + k * of_later
 
     of_same = of_similar.diagonal(0, -2, -1)[..., None]
     of_k = of_later + of_earlier + of_same * q
