@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import MethodType
 
 import torch
@@ -66,7 +67,8 @@ class Update:
             for parameter in gradients:
                 parameter.grad = None
             self.window.clear()
-            for pages, then in zip(updated, [*updated[1:], None], strict=True):
+            for pages, then in pairwise([*updated, None]):
+                assert pages is not None
                 held = self.window.hold(pages, then)
                 parameters = [p for p in trained[pages.unit] if p in gradients]
                 for parameter in parameters:

@@ -158,8 +158,8 @@ def _grouped(experts: Block, name: str, x: Tensor, numel: int) -> Tensor:
     values, most = experts.parameters[name].reading(weight.itemsize)
     experts.tape.touch(most)
     back, sizes = max(values, most - x.num_bytes), [(numel, x.itemsize)]
-    options = {"forward": values, "backward": back, "product": True}
-    return experts.tape.run(inputs, sizes, keeps=kept, **options)[0]
+    (y,) = experts.tape.run(inputs, sizes, keeps=kept, forward=values, backward=back, product=True)
+    return y
 
 
 def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
