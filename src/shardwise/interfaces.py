@@ -233,6 +233,10 @@ class Storage:
         """Return the bytes that were read and written to compute and to update so far."""
         return 0, 0
 
+    def memory_bytes(self) -> int:
+        """Return the bytes of the memory for what lies elsewhere, none of which is used then."""
+        return 0
+
     def close(self) -> None:
         """Let go of what lies elsewhere, at the end of a run."""
 

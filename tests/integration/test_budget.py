@@ -58,3 +58,15 @@ def test_a_run_stays_within_its_budget(parallel, folder, capfd):
     counts, length = counts_of(described.hf, described.spec), cfg.data.sequence_length
     assert record.flops is not None
     assert record.flops["hardware_per_token"] == hardware_flops_per_token(counts, length, ways)
+
+
+def test_a_mistake_of_the_formulas_is_a_note_of_a_run_that_is_done(folder, monkeypatch):
+    def mistaken(*_: object) -> int:
+        raise AssertionError("the layers have not been chosen")
+
+    monkeypatch.setattr("shardwise.training.session.predicted_bytes", mistaken)
+    record = run_on(1, sized(folder, "mistaken", None))
+    assert record.status == "ok"
+    assert record.peak_memory_bytes
+    assert record.sent_bytes_by_formula is None
+    assert any("the layers have not been chosen" in note for note in record.notes)

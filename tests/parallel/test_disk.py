@@ -236,6 +236,9 @@ def _run(cell: Cell, changes: Any) -> Outcome:
             id="16 bits, added up in 32",
         ),
         pytest.param(Cell("gpt2", "single", "full", 1), {}, id="learned positions"),
+        pytest.param(
+            Cell("llama", "pp", "lora", 2, "upper", "1f1b"), {}, id="a stage trains nothing"
+        ),
     ],
 )
 def test_every_number_is_that_of_a_run_in_memory(cell, changes):

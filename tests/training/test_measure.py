@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -7,18 +8,24 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.config import Recomputation
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.collectives import Collectives, predicted_bytes, targets_on_rank
 from shardwise.planner.communication import unknown
+from shardwise.planner.recompute import as_way, chosen_of
 from shardwise.training.measure import Memory, measure_memory
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
+from tests.models.tiny import on_meta, tiny
 from tests.parity.harness import Cell, microbatches, run_config
 
 
-def _measure(cell: Cell) -> Memory:
+def _measure(cell: Cell, on_disk: bool = False) -> Memory:
     cfg = run_config(cell, optimizer="adamw")
+    if on_disk:
+        disk = {"offload": "disk", "offload_folder": tempfile.gettempdir()}
+        cfg = replace(cfg, parallel=replace(cfg.parallel, **disk))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     for step in (1, 2):  # AdamW has no state before its first step
@@ -64,10 +71,34 @@ def test_checkpointing_lowers_the_activations():
     assert after["weights"] == before["weights"]
 
 
-def _predicted(cell: Cell) -> tuple[int | None, int | None]:
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("llama", "single", "lora"),
+        Cell("llama", "single", "full"),
+        Cell("llama", "pp", "lora", 2, "upper", "1f1b"),
+    ],
+    ids=str,
+)
+def test_weights_on_disk_take_the_memory_of_their_window(cell):
+    layer = on_meta(tiny("tiny-llama")).get_submodule("model.layers.3")
+    unit_bytes = sum(4 * p.numel() for p in layer.parameters())
+    if cell.mode == "full":
+        unit_bytes *= 4  # with both of AdamW's states and the gradient
+    for memory in run_ranks(cell.nproc, _measure, cell, True):
+        for peak, parts in zip(memory.peak_bytes, memory.parts, strict=True):
+            assert sum(parts.values()) == peak
+            assert min(parts.values()) >= 0
+            # Three buffers, each for the largest unit, with its adapters and what aligns them.
+            assert parts["weights"] == pytest.approx(3 * unit_bytes, rel=0.1)
+
+
+def _predicted(cell: Cell, budget_gib: float | None = None) -> tuple[int | None, int | None]:
     cfg = run_config(cell)
+    if budget_gib is not None:
+        cfg = as_way(cfg, Recomputation(budget_gib=budget_gib))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh)
+    job = build(cfg, mesh, chosen=chosen_of(cfg, mesh))
     # Pipelines make stages ready in the first step, ddp agrees upon its buckets in two.
     for step in (1, 2, 3):
         batches = microbatches(cfg, mesh, step)
@@ -85,6 +116,22 @@ def _predicted(cell: Cell) -> tuple[int | None, int | None]:
 def test_the_bytes_that_leave_a_rank_are_those_of_the_formulas(cell):
     for counted, predicted in run_ranks(cell.nproc, _predicted, cell):
         assert counted == predicted > 0
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("llama", "cp", "lora", 2),
+        Cell("llama", "tp", "lora", 2),
+        Cell("qwen3_moe", "ddp-ep", "lora", 2),
+    ],
+    ids=str,
+)
+def test_they_are_also_where_a_budget_has_chosen_what_is_computed_again(cell):
+    plain = run_ranks(cell.nproc, _predicted, cell)
+    budgeted = run_ranks(cell.nproc, _predicted, cell, 0.5)
+    assert budgeted == plain
+    assert None not in {number for pair in budgeted for number in pair}
 
 
 @pytest.mark.parametrize(

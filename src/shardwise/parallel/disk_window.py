@@ -166,6 +166,11 @@ class Window(Storage):
         """See interfaces.Storage."""
         return self._read_bytes, self._written_bytes
 
+    def memory_bytes(self) -> int:
+        """See interfaces.Storage."""
+        self.clear()
+        return sum(len(buffer.memory) for buffer in self._free)
+
     def close(self) -> None:
         """See interfaces.Storage; the file's bytes are free again, and so is the memory."""
         self._thread.shutdown()

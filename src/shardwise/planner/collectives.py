@@ -121,6 +121,8 @@ def predicted_bytes(
     """
     if job.spec.is_own or job.spec.family not in FAMILIES or unknown(cfg) is not None:
         return None
+    if job.chosen is not None:
+        cfg = job.chosen.applied(cfg)
     run = describe(resumed(cfg, job.lora), mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries
     coordinates = {axis: mesh.dense.get_local_rank(axis) for axis in mesh.AXES}

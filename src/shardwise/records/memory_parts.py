@@ -59,6 +59,7 @@ def parts_at_peak(
     alive: dict[int, _Block] = {}
     since_mark: dict[int, _Block] = {}
     at_peak: list[_Block] = []
+    is_first = True
     for i, entry in enumerate(timeline):
         if isinstance(entry, Event):
             alive.pop(entry.address, None)
@@ -68,6 +69,8 @@ def parts_at_peak(
         else:
             for address, (part, size_bytes) in entry.blocks.items():
                 if address not in alive:
+                    if part == "weights" and not is_first:
+                        continue  # in memory that no event tells of, as a window on a file
                     # No event has reported the block, so it was there before the first mark.
                     alive[address] = _Block(size_bytes, part)
                     if i > peak:
@@ -78,6 +81,7 @@ def parts_at_peak(
                 for address in since_mark.keys() - entry.blocks.keys():
                     since_mark[address].part = "activations"
             since_mark.clear()
+            is_first = False
         if i == peak:
             at_peak.extend(alive.values())
     parts = dict.fromkeys(PARTS, 0)

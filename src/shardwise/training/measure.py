@@ -83,6 +83,7 @@ def measure_memory(
         return sum(part.offloaded_bytes for part in job.pm.parts if isinstance(part, ModelPart))
 
     before, on_disk = offloaded(), job.pm.storage.moved_bytes()
+    window_bytes = job.pm.storage.memory_bytes()
 
     def state() -> StateTensors:
         return state_tensors(job.pm.stored(), job.optimizer)
@@ -100,9 +101,12 @@ def measure_memory(
             hook.remove()
     read, written = (a - b for a, b in zip(job.pm.storage.moved_bytes(), on_disk, strict=True))
     bytes_of_state = state_bytes(job.pm.stored(), job.optimizer)
+    assert peak.peak_bytes is not None
+    assert peak.parts is not None
+    weights_bytes = peak.parts["weights"] + window_bytes
     return Memory(
-        of_every_rank(peak.peak_bytes),
-        of_every_rank(peak.parts),
+        of_every_rank(peak.peak_bytes + window_bytes),
+        of_every_rank({**peak.parts, "weights": weights_bytes}),
         of_every_rank(bytes_of_state),
         of_every_rank(dispatches.num_launches) if is_seen else None,
         of_every_rank(dispatches.num_waits) if is_seen else None,

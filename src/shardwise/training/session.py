@@ -271,9 +271,19 @@ class Session:
         memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
         self.add(**memory.fields())
         counted = of_every_rank(None if self._sent is None else self._sent.sent_bytes)
-        job = replace(self.job, cut=self._counted_cut)
-        predicted = of_every_rank(predicted_bytes(self.cfg, job, self.mesh, self._num_targets))
+        predicted = of_every_rank(self._predicted_bytes())
         return self.add(
             sent_bytes_per_step=None if None in counted else counted,
             sent_bytes_by_formula=None if None in predicted else predicted,
+            notes=[*self.reporter.notes],
         )
+
+    def _predicted_bytes(self) -> int | None:
+        """Return what a step sends by formula. No mistake in it ends a run whose work is done."""
+        job = replace(self.job, cut=self._counted_cut)
+        try:
+            return predicted_bytes(self.cfg, job, self.mesh, self._num_targets)
+        except Exception as error:
+            kind = type(error).__name__
+            self.reporter.note(f"what a step sends by formula is not known: {kind}: {error}")
+            return None
