@@ -44,7 +44,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ({"system": "Be brief."}, [SYSTEM, *MESSAGES], {}),
         ({"system_prompt": "Be brief.", "system": None}, [SYSTEM, *MESSAGES], {}),
         ({"system": [{"type": "text", "text": "Be brief."}]}, [SYSTEM, *MESSAGES], {}),
-        ({"system": " ", "history": [], "images": None}, MESSAGES, {}),
+        ({"system": " ", "history": [], "images": None, "train": True}, MESSAGES, {}),
+        ({"tools": [json.dumps(WRAPPED)]}, MESSAGES, {"tools": [WRAPPED]}),
     ],
 )
 def test_a_field_whose_meaning_is_certain_is_taken(
@@ -135,6 +136,8 @@ def test_a_field_beside_an_instruction_is_refused_or_left_out_on_purpose(
         ({"image": "a.png"}, {}, "'image' is not read; only text"),
         ({"chat_template_kwargs": {"tokenize": True}}, {}, "has no variables for a template"),
         ({"system": "a", "system_prompt": "b"}, {}, "another system message"),
+        ({"loss": False}, {}, "'loss' is not read; it is one of a dialogue"),
+        ({"weight": 0.5}, {}, "'weight' is not read; it is one of a dialogue"),
     ],
 )
 def test_a_field_beside_messages_that_would_be_lost_is_refused(

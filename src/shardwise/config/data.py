@@ -16,8 +16,8 @@ class Data(Section):
     """The data that it is trained on."""
 
     train: str | list[str]
-    """Files, folders or glob patterns: JSONL, Parquet or plain text (one document per file); or the
-    name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits."""
+    """Files, folders or glob patterns: JSON, CSV, Parquet or plain text (one document per file); or
+    the name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits."""
     weights: list[float] | None = None
     """How often each entry of `train` is read, relative to the others; null: by its number of
     documents."""

@@ -16,6 +16,7 @@ from shardwise.data.files import read_text
 from shardwise.data.messages import (
     bad_chat,
     check_flags,
+    check_no_flags,
     forms,
     from_json,
     is_trained,
@@ -121,6 +122,7 @@ class ChatFormat:
         for field in self.data.columns("messages"):
             read = [{**message, "train": False} for message in read]  # only the last field's are
             read += self._list(record, field, len(read) + 1)
+        check_no_flags(record, self.data.unused)
         known = names_in(self.template) | {*self.data.unused}
         for number, message in enumerate(read, 1):
             check_flags(message, number, known)
@@ -160,6 +162,7 @@ class ChatFormat:
 
     def _beside(self, are_system: bool) -> list[str]:
         names = columns.fields_beside(self.data)
+        names = [name for name in names if name not in columns.FLAGS]
         return [name for name in names if (name in columns.SYSTEM) == are_system]
 
     def with_fields(self, record: Record) -> ChatFormat:

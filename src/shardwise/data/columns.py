@@ -19,6 +19,8 @@ SYSTEM = ("system", "system_prompt", "system_message")
 """The fields with a system message."""
 TOOLS = ("tools", "functions")
 """The fields with tools. `functions` has what each of `tools` has under its key `function`."""
+FLAGS = ("train", "training", "loss", "weight")
+"""The fields that say whether a message is a target: true or false, `weight` 1 or 0."""
 VARIABLES = "chat_template_kwargs"
 """The field with variables of the chat template for one dialogue, as in TRL."""
 
@@ -47,7 +49,7 @@ def fields_beside(data: Data) -> tuple[str, ...]:
     """Return the known fields that a run does not name, which are taken or refused."""
     fields, names = fields_of(data), () if data.format == "text" else BESIDE
     if data.format == "chat":
-        names += (VARIABLES,)
+        names += (VARIABLES, *FLAGS)
     elif {"instruction", "question"} & {*fields}:
         names += BESIDE_QUESTION
     return tuple(name for name in names if name not in (*fields, *data.unused))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.data.chats import REASONING, Message
-from shardwise.data.columns import MEDIA
+from shardwise.data.columns import FLAGS, MEDIA, unread
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -17,9 +17,6 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 TEXT_PARTS = ("text", "input_text", "output_text", None)
 """Types of the parts of a content that hold text."""
-
-SWITCHES = ("train", "training", "loss")
-"""Flags of a message that are true or false: whether it is a target. `weight` is 1 or 0."""
 
 OTHER_FLAGS = (
     "ignore_loss", "is_target", "is_trained", "loss_mask", "loss_scale", "loss_weight", "mask",
@@ -118,7 +115,7 @@ def read_message(message: Record, number: int) -> Message:
     for name in REASONING:
         if name in read:
             string(read[name], f"field {name!r} of message {number}")
-    for name in SWITCHES:
+    for name in FLAGS[:-1]:
         if not isinstance(read.get(name, True), bool):
             raise bad_chat(f"field {name!r} of message {number} is not true or false")
     if read.get("weight", 1) not in (0, 1):
@@ -180,27 +177,36 @@ def read_objects(value: Any, name: str, error: Callable[[str], Exception]) -> li
         return None
     if isinstance(value, str):
         raise error(f"{name} is text that is not JSON")
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+    value = list(map(from_json, value)) if isinstance(value, list) else None
+    if value is None or not all(isinstance(item, Mapping) for item in value):
         raise error(f"{name} is not a list of objects")
     return value or None
+
+
+def check_no_flags(record: Record, unused: Container[str]) -> None:
+    """Raise BadDocument where a dialogue has a flag, which only messages have."""
+    for name in FLAGS:
+        if name not in unused and record.get(name) not in (None, True, 1, ""):
+            way_out = "give it to the messages that are no targets, or remove the line"
+            raise unread(name, f"it is one of a dialogue; {way_out}")
 
 
 def check_flags(message: Message, number: int, known: Container[str]) -> None:
     """Raise BadDocument where a message has a flag that is not `known` and would do nothing."""
     for name, value in message.items():
         is_flag = isinstance(value, bool) or name in OTHER_FLAGS
-        if is_flag and name not in (*SWITCHES, "weight") and name not in known:
+        if is_flag and name not in FLAGS and name not in known:
             raise BadDocument(
                 "unknown flag",
                 f"field {name!r} of message {number} is no flag that is known; rename it to one of "
-                f"{', '.join(SWITCHES)} (true or false) or weight (1 or 0), or set data.fields: "
+                f"{', '.join(FLAGS[:-1])} (true or false) or weight (1 or 0), or set data.fields: "
                 f"{{unused: {name}}} to leave it out",
             )
 
 
 def is_trained(message: Message) -> bool:
     """Return whether a message may be a target, by its flags."""
-    return all(message.get(name, True) for name in (*SWITCHES, "weight"))
+    return all(message.get(name, True) for name in FLAGS)
 
 
 def bad_chat(problem: str) -> BadDocument:

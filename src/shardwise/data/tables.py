@@ -382,7 +382,7 @@ def _columns(name: str, columns: Sequence[str], data: Data) -> list[str]:
         if field not in columns:
             raise UserError(
                 f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format, and "
-                "data.text_field or data.fields, to fit them"
+                "data.text_field or data.fields, to fit them, or name the files to read"
             )
     return [*fields, *(field for field in fields_beside(data) if field in columns)]
 
