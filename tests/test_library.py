@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,13 @@ def test_a_mistake_is_raised_and_not_printed(run_file, tmp_path, capfd):
 def nothing(cfg, mesh): ...
 
 
+SMALL = {
+    "model": {"path": "m"},
+    "data": {"train": "d"},
+    "training": {"output_dir": "o", "steps": 1},
+}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -123,12 +131,45 @@ def nothing(cfg, mesh): ...
         (lambda: shardwise.run(nothing, {"model": [1]}), "model is"),
         (lambda: shardwise.run(None, {}), r"function\(cfg, mesh\)"),
         (lambda: shardwise.train({}, overrides="--training.steps=2"), "give a list"),
+        (lambda: shardwise.train({}, overrides=[5]), r"overrides is \[5\]"),
+        (lambda: shardwise.train({}, overrides=None), "overrides is None"),
+        (lambda: shardwise.train(SMALL, "2"), "--nproc is '2'"),
+        (lambda: shardwise.train(SMALL, True), "--nproc is True"),
+        (lambda: shardwise.train(SMALL, 1.0), "--nproc is 1.0"),
+        (lambda: shardwise.run(nothing, SMALL, [1]), r"--nproc is \[1\]"),
     ],
 )
 def test_a_wrong_argument_gets_one_line(call, message):
     with pytest.raises(shardwise.UserError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_one_run_at_a_time_goes_on_in_a_process(run_file, tmp_path):
+    in_a_fork(run_others_beside, run_file, tmp_path)
+
+
+def run_others_beside(run_file, tmp_path):
+    config = with_folder(run_file, tmp_path / "first")
+    others = []
+
+    def main(cfg, mesh):
+        other = threading.Thread(target=lambda: others.append(refusal("thread")))
+        other.start()
+        others.append(refusal("nested"))
+        other.join()
+
+    def refusal(name):
+        with pytest.raises(shardwise.UserError, match="another run goes on") as caught:
+            shardwise.train(with_folder(run_file, tmp_path / name))
+        return str(caught.value)
+
+    shardwise.run(main, config)
+    assert len(others) == 2
+    assert shardwise.train(config, overrides=["--training.overwrite=true"]).status == "ok"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    refusal("group")
+    dist.destroy_process_group()
 
 
 def fails_on_last(cfg, mesh):

@@ -12,6 +12,7 @@ from shardwise.config import CALLERS, RunConfig, UserError, require
 from shardwise.launch.local import launch
 from shardwise.launch.rank import Train
 from shardwise.process.ending import USER_ERROR, Ending, report_ending
+from shardwise.ranges import shown
 from shardwise.records.record import RunRecord
 from shardwise.run_file import apply_override, parse_config, read_yaml
 
@@ -76,8 +77,8 @@ def read_config(
         "RunConfig",
     )
     require(
-        not isinstance(overrides, str),
-        "overrides is a string; give a list of strings, as in ['--training.steps=2']",
+        isinstance(overrides, list | tuple) and all(isinstance(text, str) for text in overrides),
+        f"overrides is {shown(overrides)}; give a list of strings, as in ['--training.steps=2']",
     )
     source = "config"
     if isinstance(config, str | Path):

@@ -330,7 +330,46 @@ def prepared_twice(cfg: RunConfig, mesh: Any) -> None:
         with_module(own_module.Classifier)(cfg, mesh)
 
 
+class NoList(Unnamed):
+    def layer_names(self):
+        return None
+
+
+class NoPaths(Unnamed):
+    def layer_names(self):
+        return [None]
+
+
+def with_run(use: Callable[[Any], object]) -> Callable[..., None]:
+    return with_steps(lambda run, number: use(run))
+
+
+def log(run: Any, **values: Any) -> None:
+    run.step(run.microbatches(1, rows()))
+    run.log(**values)
+
+
 WRONG = {
+    "layers that are no list": (with_module(NoList), r"layer_names\(\) returns None"),
+    "layers without names": (with_module(NoPaths), r"layer_names\(\) returns \[None\]"),
+    "a config that is a mapping": (lambda cfg, mesh: shardwise.prepare({}, None), "give RunConfig"),
+    "no mesh": (lambda cfg, mesh: shardwise.prepare(cfg, None), "None as mesh; give Mesh"),
+    "a module that is a class": (with_module(lambda: NoSum), "give .*Module"),
+    "no rows": (with_run(lambda run: run.microbatches(1, None)), "None as rows"),
+    "no step number": (with_run(lambda run: run.microbatches("1", rows())), "'1' as step"),
+    "targets in words": (
+        with_run(lambda run: run.microbatches(1, rows(), targets=["one"] * 16)),
+        "'one' as targets",
+    ),
+    "targets that are a number": (
+        with_run(lambda run: run.microbatches(1, rows(), targets=16)),
+        "16 as targets",
+    ),
+    "no micro-batches": (with_run(lambda run: run.step(None)), "None as microbatches"),
+    "micro-batches of none": (with_run(lambda run: run.step([None])), "None as a micro-batch"),
+    "a tokenizer's name": (with_run(lambda run: run.finish("gpt2")), "'gpt2' as tokenizer"),
+    "a log of a huge number": (with_run(lambda run: log(run, a=10**400)), "a is no number"),
+    "a log of None": (with_run(lambda run: log(run, a=None)), "a is no number"),
     "no layers named": (with_module(Unnamed), "does not name its layers"),
     "a layer that is none": (with_module(Misnamed), "'layers.0', which is no module"),
     "a layer in another": (with_module(Nested), "layer.0, which lies in it"),

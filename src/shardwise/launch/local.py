@@ -5,11 +5,13 @@ A run ends in one way, whatever happens in which of its processes.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +26,10 @@ from shardwise.launch.rank import Report, Train, import_all, rank_process, recor
 from shardwise.process.ending import explain, report_ending
 from shardwise.process.stop import on_signals
 from shardwise.process.world import ALONE, World, device_type, find_world
+from shardwise.ranges import shown
 from shardwise.training.trackers import check_installed
 
+_RUNNING = threading.Lock()
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 
 
@@ -77,7 +81,7 @@ def launch(
         elif nproc is None and "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
             cfg, _ = elastic.fit(cfg, ALONE)  # perhaps the one task that is left of an elastic run
         check_installed(cfg.measure.trackers)
-        with output_dir.locked(cfg, world) as lock:
+        with _alone(), output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)
             if nproc is not None and nproc > 1:
                 return start_processes(cfg, nproc, train, lock, report)
@@ -93,13 +97,29 @@ def launch(
         gc.unfreeze()  # what `import_all` has frozen
 
 
+@contextlib.contextmanager
+def _alone() -> Generator[None]:
+    """Keep other runs out of this process; UserError where one, or a process group, is up."""
+    dist = sys.modules.get("torch.distributed")
+    is_up = dist is not None and dist.is_available() and dist.is_initialized()
+    require(
+        not is_up and _RUNNING.acquire(blocking=False),
+        "in this process another run goes on, or a process group is up; let that end first",
+    )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
+
+
 def _check_nproc(nproc: int | None, world: World | None) -> None:
     if nproc is not None and world is not None:
         raise UserError(
             f"--nproc {nproc}: a launcher has started {world.size} processes already; "
             "leave --nproc out"
         )
-    require(nproc is None or nproc >= 1, f"--nproc is {nproc}; give at least 1")
+    is_number = nproc is None or (type(nproc) is int and nproc >= 1)
+    require(is_number, f"--nproc is {shown(nproc)}; give at least 1")
 
 
 def start_processes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +23,7 @@ from shardwise.models.part import ModelPart, StagePart
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Indivisible, evenly, require_divides
+from shardwise.ranges import shown
 
 OWN = "own"
 """The kind of the layers of such a module, and the `model_type` of its family."""
@@ -212,7 +213,12 @@ def _check(module: nn.Module) -> None:
         f"{kind} does not name its layers; give it a method layer_names() that returns their paths",
     )
     assert isinstance(module, NamesLayers)
-    names = list(module.layer_names())
+    given: object = module.layer_names()
+    names = [] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    require(
+        isinstance(given, Iterable) and all(isinstance(name, str) for name in names),
+        f"{kind}.layer_names() returns {shown(given)}; let it return a list of paths",
+    )
     paths = {path for path, _ in module.named_modules()}
     require(bool(names), f"{kind}.layer_names() is empty; name at least one layer")
     for name in names:

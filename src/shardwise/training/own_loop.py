@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +23,7 @@ from shardwise.metrics.meter import Meter
 from shardwise.models.own import OwnModel
 from shardwise.planner.recompute import chosen_of
 from shardwise.process.watchdog import paused
+from shardwise.ranges import shown
 from shardwise.records.record import RunRecord
 from shardwise.training.session import Session
 from shardwise.training.step import StepResult
@@ -42,6 +44,9 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
 
     UserError, the same on every rank, for a run that may not begin.
     """
+    _check("prepare", "cfg", cfg, RunConfig)
+    _check("prepare", "mesh", mesh, Mesh)
+    _check("prepare", "model", model, nn.Module | None)
     require(
         not isinstance(model, PreTrainedModel),
         "model is a transformers model; name its folder in model.path, and leave the argument out",
@@ -86,6 +91,9 @@ class OwnLoop(Session):
 
     def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:
         """See Session; UserError for other rows than this rank's of the next step."""
+        _check("step", "microbatches", microbatches, Sequence)
+        for batch in microbatches:
+            _check("step", "a micro-batch", batch, Batch | TensorBatch)
         number, slots = self.done + 1, [slot for batch in microbatches for slot in batch.slots]
         require(
             slots == list(self.slots) and all(batch.step == number for batch in microbatches),
@@ -98,6 +106,7 @@ class OwnLoop(Session):
 
     def finish(self, tokenizer: PreTrainedTokenizerBase | None = None) -> RunRecord | None:
         """See Session; with `measure.memory` the latest rows run once more, to measure memory."""
+        _check("finish", "tokenizer", tokenizer, _Saves | None)
         record = super().finish(tokenizer)
         if self.cfg.measure.memory and self._latest:
             record = self.measure_memory(self._latest)
@@ -114,6 +123,11 @@ class OwnLoop(Session):
         caller gets all tensors under their names. `targets`: of each row, of what the module's
         loss is a sum; None: as many as its `labels` has numbers other than -100.
         """
+        _check("microbatches", "step", step, Integral)
+        _check("microbatches", "rows", rows, Mapping)
+        _check("microbatches", "targets", targets, Sequence | torch.Tensor | None)
+        for number in () if targets is None else targets:
+            _check("microbatches", "targets", number, Integral | torch.Tensor)
         size, slots = self.cfg.training.micro_batch_size, list(self.slots)
         for name, tensor in rows.items():
             require(
@@ -171,6 +185,24 @@ class OwnLoop(Session):
         if documents is None:
             documents = torch.zeros_like(rows["input_ids"])
         return Batch(rows["input_ids"], rows["labels"], documents, slots, step)
+
+
+@runtime_checkable
+class _Saves(Protocol):
+    """A tokenizer, of which no more is asked."""
+
+    def save_pretrained(self, folder: str) -> object:
+        """Write its files."""
+        ...
+
+
+def _check(method: str, name: str, value: object, kind: Any) -> None:
+    """Raise UserError for an argument that is not of its type."""
+    wanted = getattr(kind, "__name__", str(kind)).replace("_Saves", "a tokenizer")
+    require(
+        isinstance(value, kind) and not isinstance(value, str),
+        f"`{method}` was given {shown(value)} as {name}; give {wanted}",
+    )
 
 
 def _tensor_batch(

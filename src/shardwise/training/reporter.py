@@ -153,7 +153,7 @@ class Reporter:
             require(name not in COLUMNS, f"{name} is written by the run; log it by another name")
             try:
                 numbers[name] = float(value)
-            except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of many numbers
+            except (TypeError, ValueError, ArithmeticError, RuntimeError):  # a tensor of many
                 raise UserError(f"{name} is no number, but {shown(value)}; log a number") from None
         self._write(step, numbers)
 
