@@ -31,6 +31,10 @@ SOURCES = {
     "experts": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, targets="all-linear")),
     "dora": ("tiny-qwen3_5", Lora(r=4, alpha=3.0, dora=True)),
     "head": ("tiny-qwen3_next", Lora(r=4, alpha=3.0, modules_to_save=["lm_head"])),
+    "sizes": (
+        "tiny-qwen3_next",
+        Lora(r=4, alpha=3.0, targets={"experts": [2, 5.0], "q_proj": None, "o_proj": [6, 3.0]}),
+    ),
 }
 
 
@@ -76,12 +80,14 @@ CELLS = [
     *((layout, "experts") for layout in ("fsdp2", "ep")),
     *((layout, "dora") for layout in ("zero1", "tp-sp")),
     ("pp", "head"),
+    *((layout, "sizes") for layout in ("tp", "ep")),
 ]
 REST = [
     *((layout, "linears") for layout in ("ddp", "zero2", "fsdp2", "pp", "hsdp", "cp")),
     *((layout, "experts") for layout in ("single", "ddp", "zero2", "tp", "pp", "hsdp", "cp")),
     *((layout, "dora") for layout in ("single", "zero2", "fsdp1", "fsdp2", "hsdp", "tp", "pp")),
     *((layout, "head") for layout in ("single", "fsdp2")),
+    *((layout, "sizes") for layout in ("single", "zero2", "fsdp1", "fsdp2", "pp", "hsdp")),
 ]
 """Cells that only `make parity` runs. Each source is in `CELLS`, and each sort of layout: weights
 whole on every rank, flat, sharded, cut by tp, in stages, and experts on other ranks."""

@@ -218,7 +218,7 @@ def _sizes(lora: Lora, chosen: list[_Weight]) -> dict[str, list[int | float]]:
     """Return rank and alpha of the weights that have their own in `lora.targets`, by path."""
     sizes: dict[str, list[int | float]] = {}
     for name, size in lora.sizes.items():
-        paths = [weight.path for weight in chosen if _ends_with(weight.path, name)]
+        paths = [weight.path for weight in chosen if _is_match(name, weight)]
         twice = [path for path in paths if sizes.get(path, size) != size]
         if twice:
             raise UserError(
@@ -279,17 +279,18 @@ def _choose(weights: list[_Weight], lora: Lora, spec: ModelSpec, family: Family)
             return [weight for weight in reachable if weight in wanted]
 
 
-def _matches(target: str, weights: list[_Weight], spec: ModelSpec, family: Family) -> list[_Weight]:
+def _is_match(target: str, weight: _Weight) -> bool:
     # Stacks of experts are matched by their module's name too, but never by a bare `down_proj`:
     # who lists the projections of an MLP means the linears.
-    def is_match(weight: _Weight) -> bool:
-        if not weight.is_stack:
-            return _ends_with(weight.path, target)
-        return "experts" in target.split(".") and (
-            _ends_with(weight.path, target) or _ends_with(weight.path.rpartition(".")[0], target)
-        )
+    if not weight.is_stack:
+        return _ends_with(weight.path, target)
+    return "experts" in target.split(".") and (
+        _ends_with(weight.path, target) or _ends_with(weight.path.rpartition(".")[0], target)
+    )
 
-    matches = [weight for weight in weights if is_match(weight)]
+
+def _matches(target: str, weights: list[_Weight], spec: ModelSpec, family: Family) -> list[_Weight]:
+    matches = [weight for weight in weights if _is_match(target, weight)]
     if _ends_with(spec.head, target):
         raise UserError(
             f"lora.targets: {target} is the head; train it in full with lora.modules_to_save: "
