@@ -27,9 +27,9 @@ from shardwise.models.adapter_export import export_adapter
 from shardwise.models.adapter_start import folder_weights, section_of, section_of_layers
 from shardwise.models.audit import audit
 from shardwise.models.families import spec_of
-from shardwise.models.load import fill, weights
+from shardwise.models.load import fill, read_config, weights
 from shardwise.models.lora import adapter_layers, inject
-from tests.models.tiny import loaded_by_transformers, logits, on_meta, relative_error, trained
+from tests.models.tiny import loaded_by_transformers, logits, on_meta, relative_error, tiny, trained
 
 TOLERANCE = 1e-5  # float32, relative to the largest logit
 SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2}
@@ -126,6 +126,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "same scale": ("llama", {"alpha_pattern": {"q_proj": 1, "v_proj": 1}}, {}),
     "rslora": ("llama", {"use_rslora": True}, {}),
+    "negative": ("llama", {"lora_alpha": -8}, {}),
     "dora": ("llama", {"use_dora": True}, {"vllm": SERVED, "sglang": SERVED}),
     "eva": ("llama", {"init_lora_weights": "eva", "eva_config": EvaConfig()}, {}),
     "mica": ("llama", {"init_lora_weights": "mica"}, {"start": "mica, which trains A alone"}),
@@ -400,6 +401,16 @@ def test_an_adapter_that_changed_its_base_for_good_is_told(bases, tmp_path: Path
         for command in COMMANDS:
             with pytest.raises(UserError, match=f"init_lora_weights is {init}"):
                 result_of(command, base, folder, tmp_path / command)
+
+
+def test_an_adapter_on_what_a_layer_reads_past_it_is_told_by_its_own_name(tmp_path: Path) -> None:
+    jamba = tiny("tiny-jamba")
+    lora = LoraConfig(r=2, target_modules=["dt_proj", "x_proj"])
+    get_peft_model(AutoModelForCausalLM.from_config(read_config(jamba)), lora).save_pretrained(
+        str(tmp_path)
+    )
+    with pytest.raises(UserError, match=r"lora.path .* adapts .*dt_proj, whose weight its layer"):
+        section_of(Lora(path=str(tmp_path)), jamba, on_meta(jamba))
 
 
 # ----------------------------------------------------------------------------- dtypes of the base

@@ -206,7 +206,7 @@ def test_adapters_that_a_layer_reads_past_are_found(tmp_path: Path) -> None:
         (
             "adapter_config.json",
             '{"peft_type": "LORA", "r": 2, "lora_alpha": 0}',
-            "lora_alpha is 0 instead of a finite number above 0",
+            "lora_alpha is 0 instead of a finite number other than 0",
         ),
         ("adapter_config.json", "", "not the config of a LoRA adapter"),
     ],

@@ -116,8 +116,8 @@ def _is_rank(value: Any) -> bool:
     return type(value) is int and value >= 1  # True is an int too
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < float("inf")
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < abs(value) < float("inf")
 
 
 def _is_bool(value: Any) -> bool:
@@ -142,7 +142,7 @@ def _shown(value: Any) -> str:
 _DEFAULTS = {"use_rslora": False, "use_dora": False}
 _TYPES = (
     ("r", _is_rank, "a whole number of at least 1"),
-    ("lora_alpha", _is_positive, "a finite number above 0"),
+    ("lora_alpha", _is_alpha, "a finite number other than 0"),
     ("use_rslora", _is_bool, "true or false"),
     ("use_dora", _is_bool, "true or false"),
     ("target_modules", _are_names, "a list of names or a pattern"),

@@ -19,6 +19,7 @@ from shardwise.config import Lora, Model, RunConfig, UserError
 from shardwise.models.adapter_folder import PREFIX, AdapterFolder, as_in_file, read_adapter
 from shardwise.models.adapter_reading import CHANGE_THE_BASE, Reading, read_on, reading_of
 from shardwise.models.adapter_targets import sizes_of
+from shardwise.models.families import family_of
 from shardwise.models.lora import adapter_layers
 from shardwise.models.multimodal import multimodal_of
 from shardwise.models.names import is_adapter, is_saved_copy
@@ -156,7 +157,7 @@ def _check_untied(reading: Reading, base: Model, saved: list[str]) -> None:
 
 def _targets(reading: Reading) -> dict[str, str]:
     """Return the path of each linear and stack of experts with factors, by PEFT's name of it."""
-    head = reading.text.get_output_embeddings()
+    head, bypassed = reading.text.get_output_embeddings(), family_of(reading.text).bypassed
     targets: dict[str, str] = {}
     for name, layer in reading.layers.items():
         path = reading.text_name(name)
@@ -167,6 +168,8 @@ def _targets(reading: Reading) -> dict[str, str]:
             problem = "the head, which takes no adapter here"
         elif isinstance(module, nn.Embedding):
             problem = "the embedding, which takes no adapter here"
+        elif path.endswith(bypassed):
+            problem = "whose weight its layer reads past the adapter"
         elif isinstance(module, (nn.Linear, Conv1D)):
             targets[name] = path.removesuffix(".weight")
             continue
