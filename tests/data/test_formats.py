@@ -827,6 +827,16 @@ def test_a_turn_that_the_next_speakers_mark_ends(
         assert everything.replace("«", "").replace("»", "") == re.sub("[«»]", "", text)
 
 
+def test_a_mark_with_which_every_turn_begins_ends_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(["<|im_start|>"])
+    template = CHATML.replace("<|im_end|>", "")
+    chat = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", chat_template=template
+    )
+    assert re.findall("«([^»]*)»", marked(chat, TURNS)) == ["yes", "no\n<eos>"]
+
+
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match=r"^data\.format chat .* data\.chat_template"):
         Encoder.of(chat_tokenizer(tokenizer, None), Data(train="unused", format="chat"))

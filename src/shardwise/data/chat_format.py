@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config import Data, UserError
 from shardwise.data import columns
 from shardwise.data.bounds import LATER_CPU_SECONDS, TimeLimit, bounded, time_limit
-from shardwise.data.chats import Message, Refused, Turn, Undecidable, find_turns
+from shardwise.data.chats import NEXT, Message, Refused, Turn, Undecidable, find_turns, prompt_after
 from shardwise.data.files import read_text
 from shardwise.data.messages import (
     bad_chat,
@@ -228,8 +228,8 @@ class ChatFormat:
     ) -> tuple[str, list[Turn]]:
         """Let a turn without an end mark of its own end with the mark of the next message.
 
-        Models such as GLM-4 stop at it: it is a special token. The last turn gets the mark that
-        would follow.
+        Models such as GLM-4 stop at it. It is a special token with which no turn of the assistant
+        begins. The last turn gets the mark that would follow.
         """
         added = self.tokenizer.added_tokens_decoder.values()
         special = tuple(token.content for token in added if token.special)
@@ -238,12 +238,16 @@ class ChatFormat:
             message, following = messages[turn.message], messages[turn.message + 1 :]
             is_ended = turn.has_end_mark and "tool_calls" not in message
             is_ended |= text[turn.start : turn.end].rstrip().endswith(special)
-            goes_on = bool(following) and following[0]["role"] == "assistant"
-            if turn.header.strip() in special and not is_ended and not goes_on:
-                if not following:
-                    text = text[: turn.end] + turn.header
-                turn = replace(turn, end=turn.end + len(turn.header), has_end_mark=True)
-            ended.append(turn)
+            is_ended |= bool(following) and following[0]["role"] == "assistant"
+            mark, new = turn.header.strip(), turn
+            if (
+                not is_ended
+                and mark in special
+                and mark not in prompt_after(self.render, [NEXT])[1]
+            ):
+                text = text if following else text[: turn.end] + turn.header
+                new = replace(turn, end=turn.end + len(turn.header), has_end_mark=True)
+            ended.append(new)
         return text, ended
 
     def _turns(self, messages: Sequence[Message]) -> tuple[str, list[Turn]]:

@@ -299,8 +299,8 @@ def _start(dialogue: _Dialogue, number: int) -> int:
     """
     first, _ = dialogue.places[number]
     text, gap = dialogue.text, dialogue.gap_before(number)
-    prompted, prompt = _prompt(dialogue.render, dialogue.messages[:number])
-    usual_prompt = _prompt(dialogue.render, [NEXT])[1]
+    prompted, prompt = prompt_after(dialogue.render, dialogue.messages[:number])
+    usual_prompt = prompt_after(dialogue.render, [NEXT])[1]
     is_beginning = prompted is not None and text.startswith(prompted)
     rest = text[len(prompted or "") : first] if is_beginning else ""
     # The template renders the beginning of this dialogue as the beginning of the whole.
@@ -324,7 +324,7 @@ def _start(dialogue: _Dialogue, number: int) -> int:
     return first - own
 
 
-def _prompt(render: Render, messages: Sequence[Message]) -> tuple[str | None, str]:
+def prompt_after(render: Render, messages: Sequence[Message]) -> tuple[str | None, str]:
     """Return a dialogue with the generation prompt, and the prompt alone."""
     plain, prompted = (_try(render, messages, prompt) for prompt in (False, True))
     if plain is None or prompted is None or not prompted.startswith(plain):
