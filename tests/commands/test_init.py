@@ -51,7 +51,7 @@ def test_its_tokenizer_has_ids_that_every_tiny_model_knows(preset):
     assert cli.main(["init", "--model", preset]) == 0
     cfg = load_config("run.yaml")
     tokenizer = load_tokenizer(cfg.model)
-    check_vocabulary(read_config(cfg.model), tokenizer.get_vocab())
+    check_vocabulary(read_config(cfg.model), tokenizer)
 
 
 def test_a_run_file_names_the_schema_beside_it_and_describes_each_key(folder):

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+)
 
 from shardwise.config import Model, UserError
 from shardwise.models import initialise, weight_files, weight_folder
@@ -145,11 +153,20 @@ def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
     assert read_config(Model(str(tmp_path), trust_remote_code=True)).model_type == "odd"
 
 
-def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_a_tokenizer_that_adds_a_token_without_an_embedding_is_refused(name: str) -> None:
     config = read_config(tiny("tiny-llama"))
-    check_vocabulary(config, {"a": 0, "b": 255})
-    with pytest.raises(UserError, match="ids up to 256 but the model only 256"):
-        check_vocabulary(config, {"a": 0, "b": 256})
+    vocabulary = {"a": 0, "b": 255}
+    model = WordLevel(vocabulary, unk_token="a")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+    assert check_vocabulary(config, tokenizer) is None
+    tokenizer.add_tokens(["<image>"], special_tokens=True)  # gets 256, if the model has that
+    ids = tokenizer.get_vocab()
+    config.vocab_size = ids["<image>"]
+    assert check_vocabulary(config, tokenizer) == ids["<image>"]
+    setattr(tokenizer, name, "<image>")
+    with pytest.raises(UserError, match="<image> has the id"):
+        check_vocabulary(config, tokenizer)
 
 
 # --- the model on meta

@@ -55,12 +55,17 @@ class Encoder:
     fill: int  # the token of padding
     end_of_text: int | None
     chat: ChatFormat | None
+    num_rows: int | None = None  # the model's embeddings, where a token may have none
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, data: Data, num_rows: int | None = None
+    ) -> Encoder:
         """Make the encoder of a run; UserError where the tokenizer lacks what it needs."""
         # No rules of rules/: only the tokenizer's files say what it lacks.
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        if pad is not None and num_rows is not None and pad >= num_rows:
+            pad = None  # any other one does, as padding has no target
         if data.packed in JOINED and eos is None:
             need = f"data.packing {data.packed} joins documents with eos_token"
             raise UserError(f"{need}, which the tokenizer lacks; use none")
@@ -73,7 +78,7 @@ class Encoder:
                 "each token; use another tokenizer"
             )
         chat = ChatFormat.of(tokenizer, data) if data.format == "chat" else None
-        return cls(tokenizer, data, fill, eos, chat)
+        return cls(tokenizer, data, fill, eos, chat, num_rows)
 
     def check(self, record: Record) -> None:
         """Check the chat template on a first dialogue; see `ChatFormat.check`."""
@@ -92,6 +97,7 @@ class Encoder:
         length = self.data.sequence_length
         documents: list[Document] = []
         for tokens, targets in itertools.starmap(self._ended, self._encoded(record, piece)):
+            self._check_rows(tokens)
             is_long = self.data.packed == "documents" and len(tokens) > length + 1
             for begin, end in self._parts(len(tokens)) if is_long else [(0, len(tokens))]:
                 mask = np.array(targets[begin:end], bool)
@@ -102,6 +108,15 @@ class Encoder:
                     Document(np.array(tokens[begin:end], np.int32), mask, at, is_long=is_long)
                 )
         return documents
+
+    def _check_rows(self, tokens: Sequence[int]) -> None:
+        if self.num_rows is not None and (largest := max(tokens, default=0)) >= self.num_rows:
+            raise BadDocument(
+                "token without an embedding",
+                f"{self.tokenizer.convert_ids_to_tokens(largest)!r} is token {largest}, but the "
+                f"model has {self.num_rows} embeddings (config.vocab_size); take it out of the "
+                "text, or give the tokenizer that belongs to the model (model.tokenizer)",
+            )
 
     def _parts(self, num_tokens: int) -> Sequence[tuple[int, int]]:
         """Return begin and end of the parts of a document that is longer than a row.

@@ -63,6 +63,7 @@ def build_loaders(
     tokenizer: PreTrainedTokenizerBase,
     slots: range,
     state: LoaderState | None = None,
+    num_rows: int | None = None,
 ) -> Loaders:
     """Return the data of the rank that reads these slots of each global batch.
 
@@ -73,12 +74,14 @@ def build_loaders(
     the first step; there are at most as many as the rank has slots. Call `train.close()` at the
     end, also after an error.
 
+    `num_rows`: the model's embeddings, where a token of the tokenizer may have none.
+
     UserError for files or a tokenizer that cannot be used, and for the state of a run with other
     data. The batches raise it for documents.
     """
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
     assert len(slots) % micro_batch_size == 0, "a rule refuses it: the global batch over the ranks"
-    encoder = Encoder.of(tokenizer, cfg.data)
+    encoder = Encoder.of(tokenizer, cfg.data, num_rows)
     corpus, order, held_out = _streams(cfg) if cfg.data.streaming else _documents(cfg)
     num_documents = order.num_documents
     # No rule of rules/: only the files say how many documents there are.

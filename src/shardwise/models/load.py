@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import no_init_weights
 
 from shardwise.config import Model, UserError
@@ -146,19 +152,26 @@ def _config_by_transformers(model: Model) -> PretrainedConfig:
         ) from None
 
 
-def check_vocabulary(config: PretrainedConfig, vocabulary: Mapping[str, int]) -> None:
-    """Raise UserError if a tokenizer's vocabulary has ids that the model has no embedding for.
+def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the number of the model's embeddings where a token has none, None where all have one.
 
-    There may be more ids than tokens. Under tensor parallelism an id without a row would give 0 and
-    no error.
+    Published tokenizers have tokens that no text uses, such as Gemma 3's of an image, so that a
+    document with such a token is refused, and not the tokenizer: under tensor parallelism it would
+    give 0 and no error. UserError where a text begins or ends with one.
     """
-    largest = max(vocabulary.values())
-    if config.vocab_size <= largest:
-        raise UserError(
-            f"the tokenizer has ids up to {largest} but the model only {config.vocab_size} "
-            "(config.vocab_size), counted from 0; give the tokenizer that belongs to the model "
-            "(model.tokenizer)"
-        )
+    if max(tokenizer.get_vocab().values()) < config.vocab_size:
+        return None
+    for token, number in (
+        (tokenizer.bos_token, tokenizer.bos_token_id),
+        (tokenizer.eos_token, tokenizer.eos_token_id),
+    ):
+        if number is not None and number >= config.vocab_size:
+            raise UserError(
+                f"the tokenizer's {token} has the id {number} but the model only "
+                f"{config.vocab_size} embeddings (config.vocab_size); give the tokenizer that "
+                "belongs to the model (model.tokenizer)"
+            )
+    return config.vocab_size
 
 
 def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:

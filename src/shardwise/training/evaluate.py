@@ -50,7 +50,10 @@ def evaluate(
 
 
 def encode_prompt(
-    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, positions: int | None
+    cfg: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int | None,
+    num_rows: int | None = None,
 ) -> list[int] | None:
     """Return the tokens of `training.sample`, None where it is not given.
 
@@ -66,6 +69,10 @@ def encode_prompt(
         ids = ChatFormat.of(tokenizer, cfg.data).prompt(prompt)
     else:
         ids = tokens_of(tokenizer, prompt, is_open=True)
+    require(
+        num_rows is None or max(ids, default=0) < num_rows,
+        f"training.sample {prompt!r} has a token without an embedding of the model; take it out",
+    )
     require(
         bool(ids), f"training.sample {prompt!r} has no tokens; give at least a word to continue"
     )

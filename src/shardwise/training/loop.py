@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from shardwise.assembly.build import build
 from shardwise.checkpoint.resume import find_start
@@ -22,22 +21,20 @@ from shardwise.training.evaluate import encode_prompt, greedy_sample
 from shardwise.training.measure import documents_read
 from shardwise.training.session import Session
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Run `cfg` on this rank, whose process group is up; on rank 0 return the record."""
     meter = Meter(cfg.measure.warmup_steps)
-    tokenizer = _tokenizer(cfg)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
+    num_rows = load.check_vocabulary(load.read_config(cfg.model), tokenizer)
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
         slots = mesh.slots(cfg.training.global_batch_size)
-        loaders = build_loaders(cfg, tokenizer, slots, start.loader)
+        loaders = build_loaders(cfg, tokenizer, slots, start.loader, num_rows)
     steps = count_steps(cfg, loaders, start)
     state = start.state()
     job = build(cfg, mesh, state, steps, chosen=chosen_of(cfg, mesh, state.lora))
-    prompt = encode_prompt(cfg, tokenizer, job.positions)
+    prompt = encode_prompt(cfg, tokenizer, job.positions, num_rows)
     eval_every, validation = cfg.training.eval_every, loaders.validation
     with closing(loaders.train), Session(cfg, mesh, job, start, loaders, meter) as session:
         del job  # the session's alone, which makes another one when layers move
@@ -57,10 +54,3 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         if cfg.measure.memory:
             record = session.measure_memory(loaders.first_step())
         return record
-
-
-def _tokenizer(cfg: RunConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a run; UserError where the model's vocabulary is smaller than its."""
-    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    load.check_vocabulary(load.read_config(cfg.model), tokenizer.get_vocab())
-    return tokenizer
