@@ -299,3 +299,10 @@ def test_an_error_is_one_printable_line_that_ends_with_its_way_out():
     assert line.startswith("data.format is a b \\x1b[31m\\x00 \\udcff xxx")
     assert line.endswith("xxx; give another")
     assert len(line) < 1_300
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e-300, 1e300, 0.0, -1.0, math.nan, math.inf])
+def test_a_weight_that_is_no_share_is_refused(weight):
+    data = {"train": ["d"], "weights": [weight]}
+    with pytest.raises(UserError, match=r"data\.weights is"):
+        parse_config({"model": {"path": "m"}, "data": data, "training": {"output_dir": "o"}})

@@ -347,3 +347,16 @@ def test_ranks_that_cannot_go_on_say_how_to_resume(tmp_path, monkeypatch, capsys
     assert "3 of 4 processes are left" in err
     assert "parallel.tp is 4" in err
     assert "resumes from its last checkpoint" in err
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_warns_of_none_of_its_arguments(nodes, monkeypatch):
+    from torch.distributed import run as torchs
+
+    warnings = []
+    monkeypatch.setattr(torchs.logger, "warning", lambda *message: warnings.append(message))
+    training = Training(output_dir="a", micro_batch_size=1, global_batch_size=2, steps=1)
+    endpoint = {"rdzv-endpoint": "node1:29400"} if nodes > 1 else {}
+    cfg = RunConfig(Model("m"), Data("d"), training, launch=Launch(nodes, torchrun=endpoint))
+    torchrun.script(cfg, "run.yaml", [])
+    assert warnings == []

@@ -56,6 +56,8 @@ def test_the_cpus_allocator_is_recognised_for_real():
             "out of memory: tried to allocate 20.50 mib",
         ),
         (RuntimeError("std::bad_alloc"), "out of memory"),
+        (RuntimeError("can't start new thread"), "out of memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
         (
             RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"),
             "out of memory",
@@ -156,3 +158,17 @@ def test_rank_0_is_the_first_to_report_a_users_mistake(rank, waits, monkeypatch,
     assert report_error(MemoryError()) == 3
     assert bool(waited) == waits
     assert capfd.readouterr().err.startswith("error: out of memory")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files", "x.jsonl"),
+        RuntimeError("[gloo/transport/tcp/device.cc:84] socket: Too many open files"),
+    ],
+)
+def test_too_many_open_files_are_one_line(error):
+    ending = explain(error)
+    assert (ending.exit_code, ending.reason) == (1, "too many open files")
+    assert "ulimit -n" in ending.text
+    assert "\n" not in ending.text

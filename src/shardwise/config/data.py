@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,8 +104,10 @@ class Data(Section):
                 f"data.weights has {len(self.weights)} numbers; give one for each of the "
                 f"{num_entries} entries of data.train",
             )
-            positive = all(0 < weight < math.inf for weight in self.weights)
-            require(positive, f"data.weights is {shown(self.weights)}; give positive numbers")
+            are_shares = all(1e-9 <= weight <= 1e9 for weight in self.weights)
+            require(
+                are_shares, f"data.weights is {shown(self.weights)}; give numbers of 1e-9 to 1e9"
+            )
         unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages", "unused"})
         require(
             not unknown,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,9 @@ from shardwise.safety import check_no_pipes, warn_of_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MOST_GROWTH = 64
+"""Times as long as it was, a normalizer may make a text; Unicode's forms make one letter 18."""
 
 
 def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -45,6 +50,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         raise UserError(message) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{source}: no tokenizer files, or an empty vocabulary; {way_out}")
+    _check_growth(source, tokenizer)
     if chat_template is not None:
         tokenizer.chat_template = read_text(chat_template, "data.chat_template")
     return tokenizer
@@ -98,6 +104,41 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
         if alone and added[begin : begin + len(alone)] == alone:
             return added[:begin], added[begin + len(alone) :]
     return [], []
+
+
+def _check_growth(source: str, tokenizer: Any) -> None:
+    """Raise UserError if a normalizer makes a letter, or what it looks for, many times as long.
+
+    Each of its steps runs alone on what those before it gave: a chain of them, which could fill the
+    memory with the first letter, is left as soon as that has grown too much.
+    """
+    from tokenizers import Tokenizer
+
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    # What pickle would keep is its part of tokenizer.json.
+    steps = [] if normalizer is None else [*_steps(json.loads(normalizer.__getstate__()))]
+    patterns = [step.get("pattern", {}).get("String", "") for step in steps]
+    starts = [*map(chr, range(32, 127)), *filter(None, patterns)]
+    texts, model = starts, {"type": "WordLevel", "vocab": {}, "unk_token": "?"}
+    for step in steps:
+        grows = len(step.get("content", step.get("prepend", ""))) > MOST_GROWTH
+        if not grows:
+            alone = Tokenizer.from_str(json.dumps({"model": model, "normalizer": step})).normalizer
+            texts = [alone.normalize_str(text) for text in texts]
+            grows = any(len(b) > MOST_GROWTH * len(a) for a, b in zip(starts, texts, strict=True))
+        if grows:
+            raise UserError(
+                f"{source}: the normalizer of its tokenizer makes texts more than {MOST_GROWTH} "
+                "times as long, which fills the memory; give another tokenizer (model.tokenizer)"
+            )
+
+
+def _steps(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if normalizer["type"] != "Sequence":
+        yield normalizer
+    else:
+        for step in normalizer["normalizers"]:
+            yield from _steps(step)
 
 
 def tokens_and_places(

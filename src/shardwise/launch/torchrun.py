@@ -50,7 +50,8 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     """
     arguments, here = _arguments(cfg, run_file, overrides), _variables(cfg)
     with variables(here):  # else torchrun's own number of threads would stay in the environment
-        _parsed(arguments)
+        # With an endpoint, as `run` gives one: else torchrun warns that it uses no master address.
+        _parsed(["--rdzv-endpoint=here", *arguments] if cfg.launch.nodes == 1 else arguments)
     words = ["torchrun", *arguments]
     prefix = [f"{name}={shlex.quote(value)}" for name, value in here.items()]
     if cfg.launch.nodes == 1:

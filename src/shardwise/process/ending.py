@@ -82,6 +82,9 @@ def explain(error: BaseException, where: str = "") -> Ending:
         return Ending(128 + error.number, message, message, "stopped")
     if is_full(error):
         return Ending(FAILED, message, f"error{where}: {message}; {MAKE_ROOM}")
+    if "Too many open files" in message:  # of Python, or of gloo
+        reason = f"too many open files{where}"
+        return Ending(FAILED, reason, f"error: {reason}; raise the limit of them (ulimit -n)")
     if is_out_of_memory(error):
         request = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
         reason = f"out of memory{where}"
@@ -137,7 +140,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     signs = (
+        "can't start new thread",  # Python's, where there is no memory for its stack
+        "Cannot allocate memory",
         "DefaultCPUAllocator: can't allocate memory",
         "DefaultCPUAllocator: not enough memory",
         "CUDA error: out of memory",
