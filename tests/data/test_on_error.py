@@ -270,3 +270,13 @@ def test_nothing_but_bad_lines(
     cfg = run_config(path, on_error="skip", global_batch_size=1)
     with pytest.raises(UserError, match=r"3 documents; .* 104 .*: 104 not JSON; "):
         next(build_loaders(cfg, tokenizer, range(1)).train)
+
+
+def test_prompts_longer_than_a_row_name_the_key_that_holds_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
+) -> None:
+    row = json.dumps({"prompt": "x" * 50, "completion": "y"}) + "\n"
+    path = str(write(tmp_path / "a.jsonl", row * 3))
+    cfg = run_config(path, format="completion", sequence_length=20, global_batch_size=1)
+    with pytest.raises(UserError, match=r"longer than a row of data\.sequence_length"):
+        next(build_loaders(cfg, tokenizer, range(1)).train)

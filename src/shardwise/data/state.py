@@ -117,7 +117,8 @@ class Counts:
 
 def describe(skipped: Mapping[str, int]) -> str:
     """Return in words how many documents were left out for which reason."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "none"
+    words = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "none"
+    return words.replace("longer than a row", "longer than a row of data.sequence_length")
 
 
 def counts(state: LoaderState) -> Counts:

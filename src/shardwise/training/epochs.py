@@ -29,7 +29,7 @@ def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
         if num_steps == 0:
             raise UserError(
                 f"data.train: no document of training.epochs {training.epochs:g} has a target; "
-                "give other documents"
+                "give other documents, or a larger data.sequence_length for long ones"
             )
         if num_steps == start.step:
             raise UserError(
