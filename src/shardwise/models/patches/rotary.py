@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.batches import Batch
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, require
 from shardwise.models.patches.dropout import DropoutState
 
 if TYPE_CHECKING:
@@ -54,32 +54,41 @@ def _by_document(
 ) -> Callable[..., Any]:
     """Return the forward of a module that rotates each token as if its document were alone."""
 
-    def at(top: int, x: torch.Tensor, position_ids: torch.Tensor, *layer_type: str) -> Angles:
+    def at(top: int, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Angles:
         """Return what a new model computes for rows whose highest position is `top`."""
         _reset(module)
         last = torch.full_like(position_ids[..., :1], top)
-        angles = forward(x, torch.cat([position_ids, last], -1), *layer_type)
+        kind = {} if layer_type is None else {"layer_type": layer_type}
+        angles = forward(x, torch.cat([position_ids, last], -1), **kind)
+        angles = (angles,) if isinstance(angles, torch.Tensor) else angles
         return tuple(part[:, :-1] for part in angles)
 
-    def by_document(x: torch.Tensor, position_ids: torch.Tensor, *layer_type: str) -> Any:
+    def by_document(
+        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> Any:
         batch = state.batch
-        rope_type = module.rope_type[layer_type[0]] if layer_type else module.rope_type
+        rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
         if not isinstance(batch, Batch) or not _is_scaled(rope_type):
-            return forward(x, position_ids, *layer_type)
+            return forward(x, position_ids, **({"layer_type": layer_type} if layer_type else {}))
         begins, lengths = _documents(batch, isolated)
-        tops, numbers = _classes(lengths, *_limit(module, *layer_type))
+        require(
+            position_ids.shape[-1] == lengths.shape[1],
+            f"rope_type {rope_type} is not known by document where positions are not those of "
+            "tokens; give a model whose config has another rope_type",
+        )
+        tops, numbers = _classes(lengths, *_limit(module, layer_type))
         if isolated:
             position_ids = position_ids - torch.from_numpy(begins).to(x.device)
-        elif len(tops) == 1:
-            return at(tops[0], x, position_ids.clamp(max=tops[0]), *layer_type)
         of_token = torch.from_numpy(numbers).to(x.device)
         found: Angles = ()
         for number, top in enumerate(tops):
             is_here = of_token == number
-            angles = at(top, x, (position_ids * is_here).clamp(max=top), *layer_type)
-            both = zip(angles, found or angles)
-            found = tuple(torch.where(is_here[..., None], new, old) for new, old in both)
-        return found
+            # Where all rows are alike, one is enough.
+            ids = position_ids * is_here if isolated or len(tops) > 1 else position_ids
+            angles = at(top, x, ids.clamp(max=top), layer_type)
+            both = zip(angles, found)
+            found = tuple(torch.where(is_here[..., None], new, old) for new, old in both) or angles
+        return found if len(found) > 1 else found[0]
 
     return by_document
 
@@ -108,13 +117,13 @@ def _documents(batch: Batch, isolated: bool) -> tuple[np.ndarray, np.ndarray]:
 _SIDES = ((1, 0), (0, 1))
 
 
-def _limit(module: Any, *layer_type: str) -> tuple[int, bool]:
+def _limit(module: Any, layer_type: str | None) -> tuple[int, bool]:
     """Return the longest document with the usual frequencies, and whether all longer ones have the
     same.
     """
     rope_type, parameters = module.rope_type, module.config.rope_parameters
-    for key in layer_type:
-        rope_type, parameters = rope_type[key], parameters[key]
+    if layer_type is not None:
+        rope_type, parameters = rope_type[layer_type], parameters[layer_type]
     if rope_type == "longrope":
         return parameters["original_max_position_embeddings"], True
     return module.original_max_seq_len, False
