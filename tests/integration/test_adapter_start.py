@@ -272,8 +272,8 @@ def other_rank(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "source"),
     some_now(
-        product((other_rank, shutil.rmtree), ("linears", "dora", "head")),
-        [(other_rank, "dora"), (shutil.rmtree, "linears")],
+        product((other_rank, shutil.rmtree), ("linears", "dora", "head", "sizes")),
+        [(other_rank, "dora"), (shutil.rmtree, "sizes")],
     ),
 )
 def test_a_resume_needs_no_folder(change, source, in_two_parts) -> None:
