@@ -372,6 +372,21 @@ def to(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Te
     return lambda tensors: tensors.update({key: change(tensors[key])})
 
 
+def one_more_dim(key: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return to(key, lambda t: t[:, None])
+
+
+def nan_code(key: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    """The bits 0x7f are e4m3's NaN."""
+
+    def damaged(codes: torch.Tensor) -> torch.Tensor:
+        bits = codes.view(torch.uint8).clone()
+        bits[3, 5] = 0x7F
+        return bits.view(torch.float8_e4m3fn)
+
+    return to(key, damaged)
+
+
 def state(**changed: object) -> Callable[[Tensors], object]:
     def change(old: torch.Tensor) -> torch.Tensor:
         new = json.dumps(json.loads(bytes(old.tolist())) | changed)
@@ -393,10 +408,22 @@ OWNER = Q.removesuffix("weight") + "_weight"
         ("nf4", without(Q + STATE), f"{Q}: U8, but no scales", True),
         ("nf4", cut(f"{Q}.absmax"), f"{Q}.absmax: .* values", False),
         ("nf4", cut(Q + STATE), "bitsandbytes__nf4: cannot be read", False),
-        ("nf4", cut(f"{Q}.quant_map"), "quant_map: 15 values", False),
+        ("nf4", cut(f"{Q}.quant_map"), r"quant_map: \[15\] values", False),
         ("nf4", to(f"{Q}.quant_map", lambda t: t * 0.9), "quant_map: not nf4's levels", False),
         ("nf4", to(f"{Q}.absmax", torch.Tensor.int), "absmax: I32 holds no scales", True),
         ("nf4", state(shape=[-256, -128]), "bitsandbytes__nf4: cannot be read", False),
+        ("nf4", one_more_dim(f"{Q}.absmax"), f"{Q}.absmax: .* values", False),
+        ("nf4", one_more_dim(f"{Q}.quant_map"), r"quant_map: \[16, 1\] values", False),
+        ("nf4 nested", one_more_dim(f"{Q}.absmax"), f"{Q}.absmax: .* values", False),
+        ("nf4 nested", one_more_dim(f"{Q}.nested_absmax"), "nested_absmax: .* values", False),
+        ("nf4 nested", one_more_dim(f"{Q}.nested_quant_map"), "nested_quant_map: .*", False),
+        ("nf4", state(quant_type="fp4"), "bitsandbytes__nf4: cannot be read", False),
+        ("nf4", to(f"{Q}.absmax", lambda t: t * torch.nan), "not all finite", False),
+        ("nf4", to(f"{Q}.absmax", lambda t: t / 0), "not all finite", False),
+        ("fp8", nan_code(Q), "not all finite", False),
+        ("fp8", to(f"{Q}_scale_inv", lambda t: t / 0), "not all finite", False),
+        ("compressed-tensors", nan_code(Q), "not all finite", False),
+        ("torchao fp8", nan_code(f"{OWNER}_qdata"), "not all finite", False),
         ("nf4", state(blocksize=64.0), "bitsandbytes__nf4: cannot be read", False),
         ("nf4 nested", state(nested_blocksize="a"), "bitsandbytes__nf4: cannot be read", False),
         ("fp8", to(f"{Q}_scale_inv", torch.Tensor.int), "_scale_inv: I32 holds no scales", True),

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.commands.command import Command
 from shardwise.config import Model, require
+from shardwise.process.ending import RunError, system_error
 
 READERS = ("peft", "hf", "vllm", "sglang")
 
 
 def run(args: Namespace) -> int:
     """Write an adapter for one reader, or merged into its model, with a tokenizer beside it."""
+    is_new = not (os.path.isdir(args.out) and os.listdir(args.out))
+    try:
+        return _export(args)
+    except Exception as error:
+        cause = system_error(error)
+        if cause is None or cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        if is_new:  # else it was refused, and something else has found no room
+            shutil.rmtree(args.out, ignore_errors=True)
+        raise RunError(
+            f"{args.out}: {cause.strerror}; make room or give another place; nothing is written"
+        ) from None
+
+
+def _export(args: Namespace) -> int:
     from shardwise.data.tokenizer import find_tokenizer
     from shardwise.models.adapter import merge_adapter
     from shardwise.models.adapter_export import export_adapter

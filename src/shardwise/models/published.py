@@ -110,6 +110,14 @@ class Entry:
 
     def values(self, read: Read) -> torch.Tensor:
         """Return the matrix in float32; UserError where its tensors do not fit together."""
+        values = self._values(read)
+        if not values.isfinite().all():
+            raise UserError(
+                f"{self.key}: its codes or scales are not all finite; fetch the model again"
+            )
+        return values
+
+    def _values(self, read: Read) -> torch.Tensor:
         codes = read(self.codes)
         if self.format == "nf4":
             return self._nf4_values(codes, read)
@@ -166,7 +174,7 @@ class Entry:
         try:
             state = json.loads(bytes(read(self.key + STATE).tolist()))
             *shape, block = torch.Size([*state["shape"], state["blocksize"]])
-            if min(*shape, block) < 1:
+            if min(*shape, block) < 1 or state.get("quant_type", "nf4") != "nf4":
                 raise ValueError
             num_values = torch.Size(shape).numel()
             sizes = {self.codes: -(-num_values // 2), f"{self.key}.quant_map": 16}
@@ -181,9 +189,11 @@ class Entry:
         except (ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
             raise UserError(f"{self.key}{STATE}: cannot be read; fetch the model again") from None
         for key, size in sizes.items():
-            if read(key).numel() != size or (read(self.scales).dtype == torch.uint8) != is_nested:
+            found = read(key).numel() if key == self.codes else [*read(key).shape]
+            is_small = read(self.scales).dtype == torch.uint8
+            if found not in (size, [size]) or is_small != is_nested:
                 raise UserError(
-                    f"{key}: {read(key).numel()} values of {read(key).dtype}, but the shape "
+                    f"{key}: {found} values of {read(key).dtype}, but the shape "
                     f"{state['shape']} needs {size}; fetch the model again"
                 )
         levels = read(f"{self.key}.quant_map")

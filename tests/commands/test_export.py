@@ -1,0 +1,72 @@
+"""Where `shardwise export` cannot write, one line says so, and nothing half done stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import Lora
+from shardwise.models import adapter
+from shardwise.models.adapter import save_adapter
+from shardwise.models.save import save_model
+from tests.command import run_command
+from tests.models.tiny import entries, on_meta, tiny, trained, with_adapters
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("export")
+    llama = tiny("tiny-llama")
+    save_model(on_meta(llama), entries(llama).items(), path / "base")
+    model, _ = with_adapters(llama, Lora(r=2))
+    save_adapter(model, Lora(r=2), trained(model), path / "adapter", "base")
+    (path / "link").symlink_to(path / "nowhere" / "deep")
+    return path
+
+
+FORMS = (["--merge"], ["--for", "peft"], ["--copy", "int8"])
+
+
+def arguments(folder: Path, out: str, form: list[str]) -> list[str]:
+    adapter = [] if form[0] == "--copy" else [str(folder / "adapter")]
+    return ["export", str(folder / "base"), *adapter, out, *form]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form[-1])
+@pytest.mark.parametrize("out", ["/proc/x", "FOLDER/link", "FOLDER/" + "x" * 400, "FOLDER/a\0b"])
+def test_a_place_that_cannot_be_is_told_in_one_line(out, form, folder):
+    done = run_command(arguments(folder, out.replace("FOLDER", str(folder)), form))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr) < 500
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form[-1])
+def test_a_file_that_may_not_be_so_large_leaves_nothing(form, folder, tmp_path):
+    """As a full disk does; a run's way out, to resume, is none here."""
+
+    def little() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, 3_000))
+
+    done = run_command(arguments(folder, str(tmp_path / "out"), form), before=little)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "File too large; make room or give another place" in done.stderr
+    assert "resume" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_somebody_else_stays_where_the_disk_is_full(folder, tmp_path, monkeypatch):
+    """Whatever is full: the folder of the hub's files, for example."""
+    (tmp_path / "mine").touch()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(adapter, "merge_adapter", full)
+    done = run_command(arguments(folder, str(tmp_path), ["--merge"]))
+    assert done.returncode == 1
+    assert (tmp_path / "mine").exists()
