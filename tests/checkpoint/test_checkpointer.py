@@ -61,6 +61,8 @@ class NoLoader:
             "step": 0,
             "read_from": {},
             "slots": {str(i): asdict(SlotState()) for i in range(self.rows)},
+            "filled": {},
+            "rest": None,
         }
 
 

@@ -27,9 +27,7 @@ def documents(lengths: Iterable[int]) -> list[Document]:
     """Documents whose tokens are all their number, counted from 1."""
     return [
         Document(
-            np.full(length, number + 1, np.int32),
-            np.arange(length) > 0,
-            SlotState(place=number, documents=number),
+            np.full(length, number + 1, np.int32), np.arange(length) > 0, SlotState(place=number)
         )
         for number, length in enumerate(lengths)
     ]
@@ -70,7 +68,7 @@ def test_the_state_behind_a_row_names_what_still_waits():
     rows = list(islice(pack_documents(documents(lengths), 8, FILL), 3))
     in_rows = {number - 1 for row in rows for number, _ in contents(row)}
     last = rows[-1][1]
-    waiting = {place for _, place, _, _ in last.waiting}
+    waiting = {place for place, _, _ in last.waiting}
     assert waiting | in_rows == set(range(last.place))
     assert not waiting & in_rows
     assert last.finished == len(in_rows)

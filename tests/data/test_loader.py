@@ -1,10 +1,10 @@
 import multiprocessing
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.order import CHUNK, Order, split
+from shardwise.data.order import Order, split
+from shardwise.data.shares import CHUNK
 from tests.data.conftest import without_end
 from tests.left_out import some_now
 
@@ -64,19 +65,23 @@ def predicted(rows: list[Row]) -> list[int]:
 
 @st.composite
 def corpora(draw: st.DrawFn) -> tuple[list[str], int]:
-    """Texts, empty ones among them, and a global batch size.
-
-    One text is long enough to be cut for all slots.
-    """
+    """Texts, empty ones among them, and a global batch size, which may be larger than the texts."""
     batch_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     text = st.text("the cä\n", max_size=40)
-    long_text = st.text("the cä\n", min_size=4 * batch_size, max_size=4 * batch_size + 40)
+    long_text = st.text("the cä\n", min_size=4, max_size=80)
     return draw(st.permutations([draw(long_text), *draw(st.lists(text, max_size=12))])), batch_size
 
 
 def in_order(num_documents: int, seed: int, epoch: int) -> list[int]:
     """The numbers of the documents as the epoch has them."""
-    return list(Order(split([num_documents], 0.0)[0], None, seed).read(epoch, range(num_documents)))
+    numbers = np.arange(num_documents) + num_documents * (epoch - 1)
+    return Order(split([num_documents], 0.0)[0], None, seed).documents(numbers)
+
+
+def share_of(slot: int, num_slots: int, num_documents: int, seed: int, count: int) -> list[int]:
+    """The first documents of a slot: those at slot, slot + G, ... of all epochs in a row."""
+    numbers = np.arange(slot, slot + num_slots * count, num_slots)
+    return Order(split([num_documents], 0.0)[0], None, seed).documents(numbers)
 
 
 def divisors(number: int) -> st.SearchStrategy[int]:
@@ -189,16 +194,9 @@ def test_packing_none_predicts_each_token_once_an_epoch(
         global_batch_size=batch_size,
     )
     documents = [[*tokenizer(text)["input_ids"], EOS] for text in texts]
-    # Two epochs of each slot's share, by the rule that the module states: places slot, slot + G,
-    # ... of the order.
-    shares = [
-        [
-            documents[i]
-            for epoch in (1, 2)
-            for i in in_order(len(texts), seed, epoch)[slot::batch_size]
-        ]
-        for slot in range(batch_size)
-    ]
+    # Two epochs of each slot's share, by the rule that the module states.
+    numbers = in_order(len(texts), seed, 1) + in_order(len(texts), seed, 2)
+    shares = [[documents[i] for i in numbers[slot::batch_size]] for slot in range(batch_size)]
     num_rows = [
         sum(-(-(len(tokens) - 1) // sequence_length) for tokens in share) for share in shares
     ]
@@ -206,9 +204,6 @@ def test_packing_none_predicts_each_token_once_an_epoch(
     for slot, share in enumerate(shares):
         stream = [rows[slot] for rows in steps][: num_rows[slot]]
         assert predicted(stream) == [token for tokens in share for token in tokens[1:]]
-    assert Counter(map(tuple, (d for share in shares for d in share))) == Counter(
-        map(tuple, documents * 2)
-    )
 
 
 @given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
@@ -232,11 +227,8 @@ def test_packing_concat_reproduces_the_joined_stream(
     steps = train_rows(cfg, tokenizer, range(batch_size), 6)
     for slot in range(batch_size):
         joined: list[int] = []
-        epoch = 0
-        while len(joined) <= 6 * sequence_length:
-            epoch += 1
-            for i in in_order(len(texts), seed, epoch)[slot::batch_size]:
-                joined += [*tokenizer(texts[i])["input_ids"], EOS] if texts[i] else []
+        for i in share_of(slot, batch_size, len(texts), seed, 20 * 6 * sequence_length):
+            joined += [*tokenizer(texts[i])["input_ids"], EOS] if texts[i] else []
         stream = [rows[slot] for rows in steps]
         assert [stream[0][2][0], *predicted(stream)] == joined[: 6 * sequence_length + 1]
         for row in stream:
@@ -245,18 +237,24 @@ def test_packing_concat_reproduces_the_joined_stream(
             assert list(row[4]) == [sum(ends[:position]) for position in range(sequence_length)]
 
 
-def test_slots_that_share_a_document_read_different_pieces(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+@pytest.mark.parametrize("packing", ["none", "concat", "isolated", "documents"])
+def test_fewer_texts_than_rows_are_read_whole_by_each_slot(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    packing: str,
 ) -> None:
-    tokenizer = without_end(tokenizer)
-    # Two documents of 12 characters for five slots: slots 0, 2, 4 share one (4 characters each), 1
-    # and 3 the other (6).
     texts = ["abcdefghijkl", "ABCDEFGHIJKL"]
-    cfg = run_config(write_corpus(texts), packing="none", sequence_length=8, global_batch_size=5)
-    (rows,) = train_rows(cfg, tokenizer, range(5), 1)
+    cfg = run_config(write_corpus(texts), packing=packing, sequence_length=12, global_batch_size=5)
+    loaders = build_loaders(cfg, tokenizer, range(5))
+    rows = rows_of(next(loaders.train))
     read = [tokenizer.decode([row[2][0], *predicted([row])]) for row in rows]
-    first, second = (texts[i] for i in in_order(2, 0, epoch=1))
-    assert read == [first[:4], second[:6], first[4:8], second[6:], first[8:]]
+    # The documents 0 to 4 of the epochs, two in each.
+    expected = [texts[i] for epoch in (1, 2, 3) for i in in_order(2, 0, epoch)][:5]
+    assert [text.removesuffix("<eos>") for text in read] == expected
+    assert all(text.endswith("<eos>") for text in read)
+    (note,) = loaders.notes
+    assert "2 documents are fewer than the 5 rows" in note
 
 
 def test_each_epoch_has_its_own_order(
@@ -396,7 +394,7 @@ def test_closing_ends_the_workers(
     assert num_workers_alive() == 0
 
 
-@pytest.mark.parametrize(("texts", "batch_size"), [(["ab"], 4), ([""], 1), (["", "", "x"], 3)])
+@pytest.mark.parametrize(("texts", "batch_size"), [([""], 1), ([""], 4), (["", "", "x"], 3)])
 def test_corpus_too_small_for_the_slots(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,
@@ -439,12 +437,11 @@ def test_places_are_drawn_a_few_at_a_time(
     monkeypatch,
 ) -> None:
     tokenizer = without_end(tokenizer)
-    drawn, documents = [], Order._documents
+    drawn, documents = [], Order.documents
     monkeypatch.setattr(
-        Order, "_documents", lambda *args: drawn.append(len(args[2])) or documents(*args)
+        Order, "documents", lambda *args: drawn.append(len(args[1])) or documents(*args)
     )
-    # Documents of one row each for four slots: CHUNK + 2 for each slot, of which the first CHUNK
-    # are drawn at once.
+    # Documents of one row each for four slots, of which CHUNK are drawn at once.
     cfg = run_config(
         write_corpus(["ab"] * 4 * (CHUNK + 2)),
         packing="none",
@@ -452,7 +449,7 @@ def test_places_are_drawn_a_few_at_a_time(
         global_batch_size=4,
     )
     train_rows(cfg, tokenizer, range(4), num_steps=CHUNK + 3)
-    assert drawn == [CHUNK] * 4 + [2] * 4 + [CHUNK] * 4  # the last ones in the second epoch
+    assert drawn == [CHUNK] * 8  # the last ones in two epochs
 
 
 def test_validation_without_a_target(

@@ -1,13 +1,15 @@
 import json
+import math
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.state import merge_states
+from shardwise.data.state import counts, merge_states
 from tests.data.conftest import without_end
 from tests.data.test_loader import over_ranks, predicted, rows_of
 
@@ -100,11 +102,27 @@ def test_weights_that_cannot_be_kept(
         build_loaders(run_config([one, two], weights=[1, 1], validation=0.75), tokenizer, range(8))
 
 
-def test_dialogues_cannot_be_shared_by_rows(
+def test_a_run_says_which_documents_its_weights_never_read(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
-    cfg = run_config(
-        write_corpus(["ab"] * 3), format="completion", text_field="text", global_batch_size=4
-    )
-    with pytest.raises(UserError, match=r"^data\.train: 3 documents .* 4 rows"):
-        build_loaders(cfg, tokenizer, range(4))
+    large, small = write_corpus([f"{i:03}" for i in range(100)]), write_corpus(["abc"] * 10)
+    keys: dict[str, Any] = {"sequence_length": 8, "global_batch_size": 2, "weights": [0.5, 0.5]}
+    loaders = build_loaders(run_config([large, small], epochs=1.0, **keys), tokenizer, range(2))
+    (note,) = loaders.notes
+    assert f"45 of the 100 documents of {large} are never read" in note
+    for _ in range(loaders.num_steps(range(2), lambda value: [value])):
+        next(loaders.train)
+    read = counts(loaders.state())
+    # Of 110 draws 55 are of each.
+    assert (read.epochs, read.epochs_by_entry) == (1.0, (0.55, 5.5))
+    assert "1.00 epochs; by data.weights 0.55, 5.50 epochs of the entries" in str(read)
+    assert read.to_dict()["epochs_by_entry"] == [0.55, 5.5]
+    more = build_loaders(run_config([large, small], epochs=2.0, **keys), tokenizer, range(2))
+    assert more.notes == ()
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, 5e-324, math.inf, math.nan])
+def test_what_is_no_weight(run_config: MakeConfig, weight: float) -> None:
+    # 5e-324 is 0 where denormal numbers are flushed to 0, as in the processes of a run.
+    with pytest.raises(UserError, match=r"^data\.weights is .*; give numbers of 1e-9 to 1e9$"):
+        run_config(["unused"], weights=[weight])

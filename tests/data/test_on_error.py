@@ -138,7 +138,8 @@ def test_counts_of_one_epoch(
         assert len(list(loaders.validation)) == 4
         assert loaders.validation.read == Counts(4, 10, 10, by_reason)
     assert loaders.validation.read.to_dict() == {
-        "epochs": None, "rows": 4, "documents_begun": 10, "documents_finished": 10,
+        "epochs": None, "epochs_by_entry": None, "rows": 4, "padding": None,
+        "documents_begun": 10, "documents_finished": 10,
         "documents_long": 0, "documents_skipped": 6,
         "skipped_by_reason": by_reason,
     }  # fmt: skip

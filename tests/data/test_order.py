@@ -128,6 +128,10 @@ def test_seeds_and_epochs_are_independent() -> None:
     assert abs(agree - 41) < 5 * 6.4
 
 
+def epoch_of(order: Order, epoch: int) -> list[int]:
+    return order.documents(np.arange(len(order)) + len(order) * (epoch - 1))
+
+
 @pytest.mark.parametrize(
     ("size", "share", "held_out"), [(100, 0.02, 2), (10, 0.01, 1), (2, 0.9, 1), (3, 0.99, 2)]
 )
@@ -135,7 +139,7 @@ def test_split_parts_the_documents(size: int, share: float, held_out: int) -> No
     train, validation = (Order(groups, None, seed=0) for groups in split([size], share))
     assert (len(train), len(validation)) == (size - held_out, held_out)
     for epoch in (1, 2):  # another order, of the same documents
-        read = [*train.read(epoch, range(len(train))), *validation.read(3, range(len(validation)))]
+        read = [*epoch_of(train, epoch), *epoch_of(validation, 3)]
         assert sorted(read) == list(range(size))
 
 
@@ -147,14 +151,12 @@ def test_split_of_nothing() -> None:
 
 def test_split_is_drawn_by_the_seed() -> None:
     _, held_out = split([100], 0.1)
-    assert (
-        len({frozenset(Order(held_out, None, seed).read(1, range(10))) for seed in range(5)}) == 5
-    )
+    assert len({frozenset(epoch_of(Order(held_out, None, seed), 1)) for seed in range(5)}) == 5
 
 
 def test_split_of_each_group() -> None:
     orders = [Order(groups, None, seed=4) for groups in split([10, 40], 0.1)]
-    train, validation = (np.array(list(order.read(1, range(len(order))))) for order in orders)
+    train, validation = (np.array(epoch_of(order, 1)) for order in orders)
     assert [np.count_nonzero(validation < 10), np.count_nonzero(validation >= 10)] == [1, 4]
     assert sorted([*train, *validation]) == list(range(50))
 
@@ -180,10 +182,6 @@ def test_draws_are_proportional_at_any_time_and_never_fewer(
     assert all(abs(count - share) <= len(weights) / 2 for count, share in zip(counts, exact))
 
 
-def epoch_of(order: Order, epoch: int) -> list[int]:
-    return list(order.read(epoch, range(len(order))))
-
-
 def test_without_weights_an_epoch_holds_each_document_once() -> None:
     order = Order((Group(0, 4, range(4)), Group(4, 300, range(300))), None, seed=2)
     epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
@@ -207,10 +205,10 @@ def test_with_weights_each_group_is_read_through_before_it_is_read_again(
     )
     size = len(order)
     epochs = [np.array(epoch_of(order, epoch)) for epoch in (1, 2, 3)]
-    # What slots take of an epoch, place by place, is the epoch.
-    for slot in range(min(num_slots, size)):
-        places = range(slot, size, num_slots)
-        assert list(order.read(2, places)) == epochs[1][places].tolist()
+    # What slots take of all epochs, number by number, are the epochs.
+    for slot in range(num_slots):
+        taken = np.arange(slot, 3 * size, num_slots)
+        assert order.documents(taken) == np.concatenate(epochs)[taken].tolist()
     for index, group in enumerate(numbers):
         read = np.concatenate([epoch[np.isin(epoch, group)] for epoch in epochs])
         assert len(read) == draws(3 * size, [weight for _, weight in groups])[index]

@@ -17,6 +17,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Model, UserError
+from shardwise.data import text as text_files
 from shardwise.data.corpus import open_corpus
 from shardwise.data.files import find_files
 from shardwise.data.record import BadDocument
@@ -454,3 +455,22 @@ def test_unloadable_tokenizer_is_one_line(tmp_path: Path) -> None:
         assert message.startswith(f"{path}: {where}no tokenizer ")
         assert "\n" not in message
         assert "model.tokenizer" in message
+
+
+def test_a_folder_of_many_files_resolves_each_folder_once_and_says_that_it_opens_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index in range(60):
+        write(tmp_path / "data" / str(index % 3) / f"{index:02}.txt", f"text {index}")
+    (tmp_path / "data" / "0" / "link.txt").symlink_to(tmp_path / "data" / "1" / "01.txt")
+    opened, calls, resolve, opens = [], [], Path.resolve, Path.open
+    monkeypatch.setattr(Path, "resolve", lambda path: calls.append(path) or resolve(path))
+    monkeypatch.setattr(text_files, "MANY_FILES", 60)
+    monkeypatch.setattr(Path, "open", lambda path, mode: opened.append(path) or opens(path, mode))
+    found = open_corpus(str(tmp_path / "data"), Data("unused"))
+    assert len(found) == 60  # the link is one of them
+    assert len(calls) <= 2 * 2 + 3  # the link, for the files and for their origins; three folders
+    assert len(opened) == 60
+    assert capsys.readouterr().out.startswith("opening 60 files of text")
+    names = [found.where(number)[-6:] for number in range(60)]
+    assert names == sorted(names, key=lambda name: (int(name[:2]) % 3, name))

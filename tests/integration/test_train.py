@@ -207,7 +207,9 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
     assert one.data == two.data
     documents = {
         "epochs": None,
+        "epochs_by_entry": None,
         "rows": 4,
+        "padding": None,
         "documents_begun": 6,
         "documents_finished": 6,
         "documents_long": 0,
@@ -222,12 +224,9 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
     assert read["skipped_by_reason"] == {"not JSON": skipped}
     assert skipped > 0
     shown = capfd.readouterr().out
-    assert (
-        shown.count(
-            f"epochs; 48 rows; documents: {finished} begun, {finished} finished, {skipped} left"
-        )
-        == 2
-    )
+    padding = f"{read['padding']:.1%} padding"
+    documents = f"{finished} begun, {finished} finished, {skipped} left"
+    assert shown.count(f"epochs; 48 rows, {padding}; documents: {documents}") == 2
     assert (
         shown.count(
             "data.validation: 4 rows; documents: 6 begun, 6 finished, 2 left out (2 not JSON)"

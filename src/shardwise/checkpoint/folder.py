@@ -27,7 +27,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.records.record import dumps
 from shardwise.run_file import parse_config, without_removed
 
-FORMAT = 3
+FORMAT = 4
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
 BY_AGE = ("latest", "latest-good", "auto")
 """Values of `training.resume` that name no checkpoint."""
@@ -54,14 +54,25 @@ class File(Strict):
 class Slot(Strict):
     """The fields of `data.state.SlotState`."""
 
-    epoch: int
     place: int
+    part: int
     token: int
-    documents: int
+    waiting: tuple[tuple[int, int, int], ...]
+    long: int
     skipped: dict[str, int]
-    part: int = 0
-    waiting: tuple[tuple[int, int, int, int], ...] = ()
-    long: int = 0
+    continued: int
+
+
+@dataclass(frozen=True)
+class Rest(Strict):
+    """The fields of `data.state.Rest`: how `training.epochs` end."""
+
+    epochs: float
+    last_own: tuple[int, ...]
+    begin: dict[str, Slot]
+    num_rows: int
+    row: int
+    state: Slot
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,8 @@ class Loader(Strict):
     step: int
     read_from: dict[str, Any]
     slots: dict[str, Slot]
+    filled: dict[str, int]
+    rest: Rest | None
 
 
 @dataclass(frozen=True)
@@ -213,9 +226,15 @@ def read_manifest(folder: Path) -> Manifest:
     manifest: Manifest = parse(path, dumps(content), Manifest)
     if bad := next((name for name in manifest.files if not is_file_name(name)), None):
         raise DamagedError(f"{path} is altered: {bad[:40]!r} is no file of a checkpoint")
-    slots = manifest.loader.slots.values()
-    numbers = [n for slot in slots for n in (slot.epoch, slot.place, slot.token, slot.documents)]
-    if min(manifest.step, manifest.loader.step, *numbers) < 0:
+    slots, rest, numbers = [*manifest.loader.slots.values()], manifest.loader.rest, [manifest.step]
+    if rest is not None:
+        names = {str(slot) for slot in range(len(rest.last_own))}
+        if not names == rest.begin.keys() == manifest.loader.slots.keys():
+            raise DamagedError(f"{path} is altered: the end of its epochs is of other slots")
+        numbers += [rest.num_rows, rest.row, *rest.last_own]
+        slots += [*rest.begin.values(), rest.state]
+    numbers += [n for slot in slots for n in (slot.place, slot.part, slot.token)]
+    if min(manifest.loader.step, *numbers) < 0:
         raise DamagedError(f"{path} is altered: a number in it is negative")
     return manifest
 

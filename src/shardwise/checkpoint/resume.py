@@ -67,12 +67,6 @@ class Start:
         """Optimizer steps done."""
         return self.manifest.step if self.manifest else 0
 
-    def num_steps(self, epochs: float | None) -> int | None:
-        """Return the steps of `training.epochs` if the checkpoint is of as many; None if not."""
-        if self.manifest is None or self.manifest.config["training"].get("epochs") != epochs:
-            return None
-        return self.manifest.num_steps
-
     @property
     def loader(self) -> LoaderState | None:
         """Where every slot of the global batch is in its stream."""

@@ -43,9 +43,9 @@ def pack_documents(documents: Iterable[Document], sequence_length: int, fill: in
             free -= len(chosen)
         if not row or last is None:
             return
-        waiting = tuple((d.start.epoch, d.start.place, d.start.part, d.siblings) for d in window)
+        waiting = tuple((d.start.place, d.start.part, d.siblings) for d in window)
         state = replace(last.end(), waiting=waiting)
         # Long documents are counted with their first row, not when they are read ahead.
-        long = {(d.start.epoch, d.start.place) for d in window if d.is_long}
+        long = {d.start.place for d in window if d.is_long}
         num_long = state.long - len(long & state.unbegun())
         yield row_of(row, sequence_length, fill), replace(state, long=num_long)

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.columns import fields_of
-from shardwise.data.files import expanded, find_files, path_exists
+from shardwise.data.files import expanded, find_files, path_exists, resolved
 from shardwise.data.record import Record
 from shardwise.data.rows import check_text, is_rows, suffix
 from shardwise.data.tables import DatasetEntry, Table, open_csv, open_dataset, open_parquet
@@ -101,7 +101,7 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
         others = f" and {len(names) - 3:,} others" if len(names) > 3 else ""
         first = ", ".join(names[:3])
         raise UserError(f"{key}: no document in {first}{others}; give files that are not empty")
-    origins = {str(file.resolve()) for file in files} | {entry.origin for entry in datasets}
+    origins = set(map(str, resolved(files))) | {entry.origin for entry in datasets}
     most = data.max_documents if key == "data.train" else None
     return Corpus.of(sources, frozenset(origins), most)
 

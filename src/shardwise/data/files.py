@@ -10,9 +10,9 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from shardwise.config import UserError
 from shardwise.data.rows import has_rows, suffix
@@ -77,7 +77,11 @@ def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[P
         else:
             # A path that exists is taken literally, even where it contains a `[` or `*`.
             for match in [path] if path_exists(path, key) else _glob(path, key):
-                files += files_of_folder(match, key) if match.is_dir() else [match]
+                if match.is_dir():
+                    files += files_of_folder(match, key)
+                else:
+                    _check_regular(match)
+                    files.append(match)
         if not files:
             what = "matches no file"
             if path.is_dir():
@@ -85,9 +89,7 @@ def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[P
                     f"has no file of text, JSON, CSV or Parquet, only {_left_out(path) or 'none'}"
                 )
             raise UserError(f"{key}: {pattern} {what}; {_EXISTING}")
-        for file in files:
-            _check_regular(file)
-        files_by_path.update((file.resolve(), file) for file in files)
+        files_by_path.update(zip(resolved(files), files))
     if not files_by_path:
         raise UserError(f"{key} is an empty list; {_EXISTING}")
     return [files_by_path[resolved] for resolved in sorted(files_by_path)]
@@ -165,12 +167,19 @@ def files_below(folder: Path, are_read: bool = True) -> list[Path]:
     for name, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__"]
         files += [Path(name, file) for file in names if not file.startswith(".")]
-    return [
+    return sorted(
         file
-        for file in sorted(files)
-        if file.is_file()
-        and (suffix(file) in SUFFIXES and (suffix(file) != ".json" or has_rows(file))) == are_read
-    ]
+        for file in files
+        if (suffix(file) in SUFFIXES and (suffix(file) != ".json" or has_rows(file))) == are_read
+        and file.is_file()
+    )
+
+
+def resolved(files: Iterable[Path]) -> Iterator[Path]:
+    """Yield the path of each file without links; a folder of many files is resolved once."""
+    folder = functools.cache(Path.resolve)
+    for file in files:
+        yield file.resolve() if file.is_symlink() else folder(file.parent) / file.name
 
 
 def _left_out(folder: Path) -> str:
@@ -181,13 +190,14 @@ def _left_out(folder: Path) -> str:
 
 @functools.cache
 def _say_what_is_left_out(folder: Path, key: str) -> None:
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-    if rank == 0 and (others := _left_out(folder)):
-        print(
-            f"note: {key}: {folder} has files that are not read: {others}",
-            file=sys.stderr,
-            flush=True,
-        )
+    if others := _left_out(folder):
+        tell(f"note: {key}: {folder} has files that are not read: {others}", sys.stderr)
+
+
+def tell(line: str, file: TextIO | None = None) -> None:
+    """Print a line on the first rank, before there is a report; without a file on stdout."""
+    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0:
+        print(line, file=file, flush=True)
 
 
 def raise_unreadable(path: Path, error: OSError) -> NoReturn:

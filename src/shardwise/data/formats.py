@@ -22,12 +22,6 @@ from shardwise.data.tokenizer import tokens_and_places, tokens_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Piece = tuple[int, int]
-"""(number, of how many): one of several equal pieces of a document's characters, from 0."""
-
-ALL: Piece = (0, 1)
-"""The whole document as one piece."""
-
 NO_TARGET = "no target"
 """The reason to leave out a document without a target. It is no mistake, whatever `on_error` is."""
 
@@ -44,6 +38,9 @@ PACK = {
 
 JOINED = ("concat", "isolated")
 """The packings that put documents one behind the other, and cut them at the end of a row."""
+
+LEFT_OVER = {"none": 0, "concat": 1, "isolated": 1, "documents": 4}
+"""How many of the last rows of a stream may be far from full, for want of further documents."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +82,8 @@ class Encoder:
         if self.chat is not None:
             self.chat.check(record)
 
-    def documents(self, record: Record, start: SlotState, piece: Piece = ALL) -> list[Document]:
-        """Return the documents of a record, or of a piece of a text, which begins at `start`.
+    def documents(self, record: Record, start: SlotState) -> list[Document]:
+        """Return the documents of a record, which begins at `start`.
 
         There are several where a dialogue is trained on turn by turn, or a long document is split.
         A text ends with the end-of-text token, which is a target. Where documents are joined, it
@@ -96,7 +93,7 @@ class Encoder:
         """
         length = self.data.sequence_length
         documents: list[Document] = []
-        for tokens, targets in itertools.starmap(self._ended, self._encoded(record, piece)):
+        for tokens, targets in itertools.starmap(self._ended, self._encoded(record)):
             self._check_rows(tokens)
             is_long = self.data.packed == "documents" and len(tokens) > length + 1
             for begin, end in self._parts(len(tokens)) if is_long else [(0, len(tokens))]:
@@ -131,7 +128,7 @@ class Encoder:
             return [(begin, begin + length + 1) for begin in range(0, num_tokens - 1, length)]
         return [(0, length + 1 if self.data.long == "cut" else 0)]
 
-    def _encoded(self, record: Record, piece: Piece) -> list[Encoded]:
+    def _encoded(self, record: Record) -> list[Encoded]:
         if self.chat is not None:
             return self.chat.encode(record)
         if self.data.format == "completion":
@@ -140,8 +137,7 @@ class Encoder:
             check_all_read(record, fields_beside(self.data), self.data)
             return [encode_completion(self.tokenizer, prompt, completion)]
         text = text_of(record, self.data.text_field, "data.text_field")
-        begin, end = (len(text) * (piece[0] + i) // piece[1] for i in (0, 1))
-        return [encode_text(self.tokenizer, text[begin:end])]
+        return [encode_text(self.tokenizer, text)]
 
     def _ended(self, tokens: list[int], targets: list[bool]) -> Encoded:
         """Add the end-of-text token where it is missing."""

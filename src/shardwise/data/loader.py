@@ -1,12 +1,12 @@
 """The batches of a run: a function of (corpus, seed, step) alone.
 
 They do not depend on the number of ranks, micro-batches or workers. Slot j of every global batch
-reads a stream of documents of its own, and a rank reads the streams of its slots. In each epoch
-(seed, epoch) gives all documents an order, and slot j takes those at places j, j + G, j + 2G, ...
-(G is the global batch size). So an epoch has each document once (`Order` explains `data.weights`).
-A slot that has read its share continues with its share of the next epoch, and does not wait for
-the other slots; behind the last of `training.epochs` it has rows of padding. A document that is
-left out leaves its place empty: no other document changes its slot.
+reads a stream of documents of its own, and a rank reads the streams of its slots. (seed, epoch)
+gives all documents of an epoch an order, and epochs follow one another. Slot j takes the documents
+at the numbers j, j + G, j + 2G, ... of all epochs (G is the global batch size). So an epoch has
+each document once (`Order` explains `data.weights`). A slot does not wait for the other slots. A
+document that is left out leaves its place empty: no other document changes its slot. Where
+`training.epochs` end, the slots share what is left (`Rest`).
 
 The position of a slot in its stream travels with its rows. So the saved state (`Loaders.state`)
 belongs to the last batch that was given out, however far workers have read ahead. A resume starts
@@ -16,19 +16,22 @@ there, on any number of ranks, and reads nothing before it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from shardwise.batches import Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.corpus import Corpus, join, open_corpus
+from shardwise.data.dealing import Gather, deal
 from shardwise.data.formats import Encoder
-from shardwise.data.order import Order, split
-from shardwise.data.packing import to_microbatches
+from shardwise.data.order import Order, draws, split
+from shardwise.data.packing import PADDING, to_microbatches
 from shardwise.data.record import BadDocument
-from shardwise.data.slots import RowCounts, SlotRows, TrainStream, items
-from shardwise.data.state import LoaderState, SlotState, loader_state, read_from, starts
+from shardwise.data.slots import SlotRows, TrainStream, items
+from shardwise.data.state import LoaderState, Position, SlotState, read_from, starts
 from shardwise.data.streaming import SAMPLE, Streamed, StreamOrder, StreamPass
 from shardwise.data.validation import Validation
 
@@ -53,9 +56,11 @@ class Loaders:
     """Returns the state of the rank's slots after the last step from `train`; safe for JSON."""
     first_step: Callable[[], list[Batch]]
     """Returns the rank's micro-batches of step 1, read again."""
-    num_steps: Callable[[range], int]
-    """Returns the step in which the last of these slots has read its documents of
-    `training.epochs`. All that it has not read yet is tokenised."""
+    num_steps: Callable[[range, Gather], int]
+    """Deals out the rows up to the end of `training.epochs`, a collective of all ranks, and returns
+    the last step. Each rank tokenises what its share of the slots has not read yet."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the record must know."""
 
 
 def build_loaders(
@@ -83,39 +88,57 @@ def build_loaders(
     assert len(slots) % micro_batch_size == 0, "a rule refuses it: the global batch over the ranks"
     encoder = Encoder.of(tokenizer, cfg.data, num_rows)
     corpus, order, held_out = _streams(cfg) if cfg.data.streaming else _documents(cfg)
-    num_documents = order.num_documents
-    # No rule of rules/: only the files say how many documents there are.
-    if num_documents and num_documents < batch_size and cfg.data.format != "text":
-        raise UserError(
-            f"data.train: {num_documents} documents are fewer than the {batch_size} rows of "
-            f"training.global_batch_size, and with data.format {cfg.data.format} rows cannot share "
-            "a document; give more documents or a smaller batch"
-        )
     _check_first(corpus, encoder)
     validation = None if held_out is None else held_out[0]
     source = read_from(cfg, corpus, validation, order, tokenizer)
-    step, begin = starts(state, source, slots)
-    num_workers = min(cfg.data.workers, len(slots))
+    position = starts(state, source, slots, order)
 
-    def stream(begin: Mapping[int, SlotState]) -> TrainStream:
-        return TrainStream(corpus, order, encoder, batch_size, begin)
+    def stream(at: Position) -> TrainStream:
+        return TrainStream(corpus, order, encoder, batch_size, at.step, dict(at.slots), at.rest)
+
+    def batches(at: Position, workers: int) -> Generator[list[Batch], None, None]:
+        return _train_batches(stream, at, workers, micro_batch_size)
 
     def first_step() -> list[Batch]:
-        start = _Progress(0, {slot: SlotState() for slot in slots})
-        return next(_train_batches(stream(start.slots), start, 0, micro_batch_size))
+        at = starts(None, source, slots, order)
+        if position.rest is not None:
+            at.rest = replace(position.rest, row=0, state=SlotState())
+        return next(batches(at, 0))
 
-    def num_steps(slots: range) -> int:
-        step, begin = starts(state, source, slots)
-        return step + _num_rows(stream(begin), num_workers)
+    def num_steps(slots: range, gather: Gather) -> int:
+        if position.rest is None:
+            at = starts(state, source, slots, order)
+            position.rest = deal(stream(at), cfg.data.workers, gather)
+        return position.rest.num_steps
 
-    progress = _Progress(step, begin)
     return Loaders(
-        _train_batches(stream(begin), progress, num_workers, micro_batch_size),
+        batches(position, cfg.data.workers),
         None if held_out is None else Validation(*held_out, encoder, cfg.training, slots),
-        lambda: loader_state(progress.step, source, progress.slots),
+        lambda: position.to_dict(source),
         first_step,
         num_steps,
+        _notes(cfg, order),
     )
+
+
+def _notes(cfg: RunConfig, order: Order | StreamOrder) -> tuple[str, ...]:
+    """Return what a reader would not expect of the documents that are read."""
+    notes, batch_size = [], cfg.training.global_batch_size
+    if order.num_documents and order.num_documents < batch_size and order.epochs is None:
+        notes.append(
+            f"data.train: {order.num_documents} documents are fewer than the {batch_size} rows of "
+            "training.global_batch_size, so a step reads documents more than once"
+        )
+    if order.sizes and order.epochs and isinstance(order, Order):
+        drawn = draws(order.num_read, cfg.data.weights or ())
+        entries = [cfg.data.train] if isinstance(cfg.data.train, str) else cfg.data.train
+        notes += [
+            f"data.weights: {size - number:,} of the {size:,} documents of {entry} are never read "
+            f"in training.epochs {order.epochs:g}, and others several times"
+            for entry, size, number in zip(entries, order.sizes, drawn)
+            if number < size
+        ]
+    return tuple(notes)
 
 
 def _documents(cfg: RunConfig) -> tuple[Corpus, Order, HeldOut | None]:
@@ -139,8 +162,8 @@ def _documents(cfg: RunConfig) -> tuple[Corpus, Order, HeldOut | None]:
     if data.validation == 0:
         return corpus, order, None
     held_out_order = Order(held_out, None, cfg.training.seed)
-    numbers = range(len(held_out_order))
-    return corpus, order, (corpus, lambda: held_out_order.read(1, numbers))
+    numbers = np.arange(len(held_out_order))
+    return corpus, order, (corpus, lambda: held_out_order.documents(numbers))
 
 
 def _streams(cfg: RunConfig) -> tuple[Streamed, StreamOrder, HeldOut | None]:
@@ -175,20 +198,17 @@ def _check_first(corpus: Corpus | Streamed, encoder: Encoder) -> None:
                 raise UserError(f"{where(number)}: {error}") from None
 
 
-@dataclass
-class _Progress:
-    """The last step whose batches were given out, and the slots behind it."""
-
-    step: int
-    slots: Mapping[int, SlotState]
-
-
 def _train_batches(
-    stream: TrainStream, progress: _Progress, num_workers: int, micro_batch_size: int
+    stream: Callable[[Position], TrainStream],
+    position: Position,
+    num_workers: int,
+    micro_batch_size: int,
 ) -> Generator[list[Batch], None, None]:
-    slots, parts = list(stream.begin), items(stream, stream.encoder, num_workers)
+    """Yield the micro-batches of step after step, and move the position behind them."""
+    slots, train = list(position.slots), stream(position)
+    parts = items(train, train.encoder, min(num_workers, len(slots)))
     try:
-        for step in itertools.count(progress.step + 1):
+        for step in itertools.count(position.step + 1):
             rows: SlotRows = {}
             # Workers take turns, so all parts of a step come before those of the next step.
             while len(rows) < len(slots):
@@ -197,20 +217,16 @@ def _train_batches(
                     raise part
                 assert rows.keys().isdisjoint(part)
                 rows.update(part)
-            progress.step, progress.slots = step, {slot: rows[slot][1] for slot in slots}
+            position.step = step
+            for slot, (row, state) in rows.items():
+                position.filled[slot] += int((row[1, :-1] != PADDING).sum())
+                if isinstance(state, SlotState):
+                    position.slots[slot] = state
+                elif position.rest is not None and state[0] >= position.rest.row:
+                    position.rest = replace(position.rest, row=state[0], state=state[1])
             yield to_microbatches([rows[slot][0] for slot in slots], slots, micro_batch_size, step)
     finally:
         # The last reference, so workers end here. A traceback would keep it until the garbage
         # collector frees it after the queues that tell workers to end, and torch would wait five
         # seconds for each worker.
         del parts
-
-
-def _num_rows(stream: TrainStream, num_workers: int) -> int:
-    """Return the largest number of rows that a slot still has until `training.epochs` end."""
-    most = 0
-    for num_rows in items(RowCounts(stream), stream.encoder, min(num_workers, len(stream.begin))):
-        if isinstance(num_rows, UserError):
-            raise num_rows
-        most = max(most, num_rows)
-    return most

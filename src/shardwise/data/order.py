@@ -6,8 +6,8 @@ grow with the documents, and a resume begins at once (docs/decisions/008-index-p
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
@@ -16,11 +16,10 @@ import numpy as np
 
 from shardwise.config import UserError
 
-METHOD = "swap-or-not, 32 rounds"
+METHOD = "swap-or-not, 32 rounds, dealt to the rows in turn"
 """The name of the order. A change of the order needs another name."""
 
 ROUNDS = 32
-CHUNK = 256  # documents that are computed together: enough for numpy to be fast
 
 
 def permute(
@@ -94,7 +93,7 @@ def split(sizes: Sequence[int], share: float) -> tuple[tuple[Group, ...], tuple[
 
 @dataclass(frozen=True)
 class Order:
-    """Which document stands at which of the `len(order)` places of an epoch.
+    """Which document stands at which number of all epochs, one behind the other, from 0.
 
     An epoch has as many documents as all groups together. They are drawn from the groups in
     proportion to the weights. A group gives each of its documents once, in an order of its own,
@@ -125,55 +124,41 @@ class Order:
         return len(self)
 
     @property
-    def num_read(self) -> int | None:
-        """The number of documents in all epochs, of a part of an epoch rounded; None: no end."""
-        return None if self.epochs is None else max(round(self.epochs * len(self)), 1)
+    def sizes(self) -> list[int] | None:
+        """The number of documents of each entry that has a weight; None without weights."""
+        return None if self.weights is None else list(map(len, self.groups))
+
+    @property
+    def num_read(self) -> int:
+        """The number of documents in all epochs, of a part of an epoch rounded."""
+        return sys.maxsize if self.epochs is None else max(round(self.epochs * len(self)), 1)
 
     @property
     def most_left_out(self) -> int:
         """How many documents a slot may leave out one after the other."""
         return len(self) + 100
 
-    def places(
-        self, slot: int, num_slots: int, first_epoch: int, first_place: int
-    ) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
-        """Yield the documents of a slot: (epoch, place in its share, document, piece of it).
-
-        They begin with `first_place` of `first_epoch`.
-
-        With fewer documents than slots (n of them), the slots p, p + n, p + 2n, ... share the
-        document at place p. Each reads one of as many equal pieces of its characters, so that an
-        epoch still has each document once.
-        """
-        n = len(self)
-        piece = slot // n, len(range(slot % n, num_slots, n))
-        for epoch in itertools.count(first_epoch):
-            left = n if self.num_read is None else min(self.num_read - n * (epoch - 1), n)
-            if left <= 0:
-                return
-            places = range(slot % n, left, num_slots)
-            first = first_place if epoch == first_epoch else 0
-            for place, document in enumerate(self.read(epoch, places[first:]), first):
-                yield epoch, place, document, piece
-
-    def read(self, epoch: int, places: range) -> Iterator[int]:
-        """Yield the documents at these places of an epoch. Epochs are counted from 1."""
-        for begin in range(0, len(places), CHUNK):
-            chunk = np.array(places[begin : begin + CHUNK])
-            yield from self._documents(epoch, chunk).tolist()
-
-    def _documents(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the documents at these places, int64 [places]."""
-        size, weights = len(self), self.weights or [len(group) for group in self.groups]
-        before, after = draws(size * (epoch - 1), weights), draws(size * epoch, weights)
+    def documents(self, numbers: np.ndarray) -> list[int]:
+        """Return the documents at these numbers [numbers]."""
+        size = len(self)
+        epochs, places = np.divmod(numbers, size)
         # The draws of an epoch stand one group behind the other, and are then shuffled.
-        unshuffled = permute(places, size, self.seed, epoch, group=0)
-        documents, begin = np.empty_like(unshuffled), 0
+        unshuffled = permute(places, size, self.seed, epochs + 1, group=0)
+        before, after = self._draws(epochs), self._draws(epochs + 1)
+        documents, begin = np.empty_like(unshuffled), np.zeros_like(unshuffled)
         for index, (first, last) in enumerate(zip(before, after)):
             of_group = (begin <= unshuffled) & (unshuffled < begin + last - first)
-            documents[of_group] = self._drawn(index, unshuffled[of_group] - begin + first)
+            documents[of_group] = self._drawn(index, (unshuffled - begin + first)[of_group])
             begin += last - first
-        return documents
+        return documents.tolist()
+
+    def _draws(self, epochs: np.ndarray) -> np.ndarray:
+        """Return how many draws each group gives in the first so many epochs [groups, epochs]."""
+        if self.weights is None:
+            return np.outer(list(map(len, self.groups)), epochs)
+        different, which = np.unique(epochs, return_inverse=True)
+        counts = [draws(len(self) * int(number), self.weights) for number in different]
+        return np.array(counts, np.int64).T[:, which]
 
     def _drawn(self, index: int, numbers: np.ndarray) -> np.ndarray:
         """Return the documents that a group gives in its draws `numbers`, int64 [numbers].

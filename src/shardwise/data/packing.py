@@ -55,8 +55,7 @@ class Document:
             return self.read_before
         if not self.is_last:
             return replace(start, part=start.part + 1, token=0)
-        place, documents = start.place + 1, start.documents + 1
-        return replace(start, place=place, part=0, token=0, documents=documents)
+        return replace(start, place=start.place + 1, part=0, token=0)
 
 
 Row = tuple[np.ndarray, SlotState]

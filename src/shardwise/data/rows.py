@@ -47,13 +47,14 @@ FIRST_BYTES = {
 """The first bytes of files that are given as text by mistake: their kind, and what to do."""
 
 
-def check_text(path: Path) -> None:
-    """Check that the first bytes of a file are no other format's, whatever its name."""
+def check_text(path: Path) -> bytes:
+    """Check that the first bytes of a file are no other format's, and return them."""
     with path.open("rb") as file:
         head = file.read(16)
     for first, kind in FIRST_BYTES.items():
         if head.startswith(first):
             raise UserError(f"{path}: not UTF-8 text, but by its first bytes {kind}")
+    return head
 
 
 def suffix(path: Path) -> str:

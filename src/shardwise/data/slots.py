@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardwise.config import UserError
 from shardwise.data.corpus import Corpus
-from shardwise.data.formats import ALL, Encoder, Piece
+from shardwise.data.formats import LEFT_OVER, Encoder
 from shardwise.data.order import Order
 from shardwise.data.packing import Document, Row, empty_row
 from shardwise.data.record import BadDocument, OutOfBounds
-from shardwise.data.state import SlotState, describe
+from shardwise.data.shares import Item, Share, left_by_all, remaining
+from shardwise.data.state import Rest, SlotState, describe
 from shardwise.data.streaming import Streamed, StreamOrder, StreamPass, StreamReader
 
-SlotRows = dict[int, Row]
-"""The next row of some slots, by slot."""
+SlotRows = dict[int, tuple[np.ndarray, "SlotState | tuple[int, SlotState]"]]
+"""The next rows [3, T+1] of some slots, and the state behind each: of the slot's own share, or how
+many rows of the rest were given out, and the state of the rest."""
 
 Documents = Corpus | StreamReader | StreamPass
 """Records by number."""
 
+Mark = tuple[int, SlotState]
+"""How many rows a slot has had, and its state behind them."""
+
+MOST_MARKS = 32
+"""The marks of a slot, evenly spaced: with more, less is read again to find a place between two."""
+
 
 def read_documents(
-    corpus: Documents, number: int, encoder: Encoder, start: SlotState, piece: Piece = ALL
+    corpus: Documents, number: int, encoder: Encoder, start: SlotState
 ) -> tuple[list[Document], Counter[str]]:
     """Return the documents of a record that have a target, and how many were left out, by reason.
 
@@ -40,7 +51,7 @@ def read_documents(
     try:
         record = corpus[number]
         try:
-            documents = encoder.documents(record, start, piece)
+            documents = encoder.documents(record, start)
         except OutOfBounds as error:
             raise UserError(f"{corpus.where(number)}: {error}") from None
     except BadDocument as error:
@@ -61,30 +72,62 @@ class TrainStream(IterableDataset):
     """The rows of some slots, step after step, without end; in a worker, of the worker's own slots.
 
     Worker w of W reads every W-th slot from w on. So one worker alone tokenises a document, and the
-    rows of a slot do not depend on W. A UserError is an item of the stream: raised in a worker, it
-    would be wrapped in a traceback by torch.
+    rows of a slot do not depend on W. What the slots leave at the end (`Rest`) each worker reads. A
+    UserError is an item of the stream: raised in a worker, it would be wrapped in a traceback by
+    torch.
     """
 
     corpus: Corpus | Streamed
     order: Order | StreamOrder
     encoder: Encoder
     global_batch_size: int
+    step: int  # the last one that is done
     begin: Mapping[int, SlotState]  # by slot
+    rest: Rest | None
 
     def __iter__(self) -> Iterator[SlotRows | UserError]:
         slots = _of_worker(list(self.begin))
         corpus = self._opened(slots)
-        streams = {slot: self._rows(slot, corpus) for slot in slots}
+        streams = {slot: self._own_rows(slot, corpus) for slot in slots}
+        rest_rows, number, row = self._rest_rows(corpus), -1, None
         try:
-            while True:
-                yield {slot: next(stream) for slot, stream in streams.items()}
+            for step in itertools.count(self.step + 1):
+                rows: SlotRows = {}
+                of_rest = None if self.rest is None else self.rest.rows(step)
+                for slot in slots:
+                    if of_rest is None or of_rest[slot] < 0:
+                        rows[slot] = next(streams[slot])
+                        continue
+                    while number < of_rest[slot]:
+                        number, row = next(rest_rows)
+                    assert row is not None
+                    rows[slot] = row
+                yield rows
         except UserError as error:
             yield error
 
-    def num_rows(self, slot: int) -> int:
-        """Return how many rows a slot still has until `training.epochs` end."""
-        documents = self._documents(slot, self._opened([slot]), ends=[])
-        return sum(1 for _ in self.encoder.rows(documents))
+    def rows(self, slot: int, corpus: Documents) -> Iterator[Row]:
+        """Yield the rows of a slot, as if its own share were no other's to read."""
+        share = Share(self.order, slot, self.global_batch_size)
+        what = f"slot {slot} of training.global_batch_size {self.global_batch_size}"
+        return self.encoder.rows(self._documents(share, corpus, self.begin[slot], what, []))
+
+    def marks(self, slot: int, most: int | None) -> list[Mark]:
+        """Read a slot, or its next `most` rows; return the last marks and some before, in order."""
+        rows = itertools.islice(self.rows(slot, self._opened([slot])), most)
+        marks: list[Mark] = [(0, self.begin[slot])]
+        last, stride = deque[Mark](maxlen=1 + max(LEFT_OVER.values())), 1
+        for number, (_, state) in enumerate(rows, 1):
+            last.append((number, state))
+            if number % stride == 0:
+                marks.append(last[-1])
+            if len(marks) > MOST_MARKS:
+                marks, stride = marks[::2], 2 * stride
+        return sorted(dict([*marks, *last]).items(), key=itemgetter(0))
+
+    def num_rest_rows(self) -> int:
+        """Return how many rows the rest has."""
+        return sum(1 for _ in self._packed_rest(self._opened([]), []))
 
     def _opened(self, slots: Sequence[int]) -> Documents:
         """Return the documents that these slots read, by number."""
@@ -94,103 +137,106 @@ class TrainStream(IterableDataset):
             self.corpus, self.global_batch_size, {slot: self.begin[slot] for slot in slots}
         )
 
-    def _rows(self, slot: int, corpus: Documents) -> Iterator[Row]:
-        """Yield the rows of a slot; behind the last one of `training.epochs`, rows of padding.
+    def _own_rows(self, slot: int, corpus: Documents) -> Iterator[Row]:
+        """Yield the rows of a slot; behind the last one of all, rows of padding."""
+        state = self.begin[slot]
+        for row, state in self.rows(slot, corpus):
+            yield row, state
+        yield from itertools.repeat((self._padding(), state))
+
+    def _rest_rows(self, corpus: Documents) -> Iterator[tuple[int, tuple[np.ndarray, Mark]]]:
+        """Yield the number of each row of the rest, and the row; behind the last one, padding.
 
         The last row has the state at the end, which also counts what is left out behind it.
         """
+        assert self.rest is not None
         ends: list[SlotState] = []
-        rows = self.encoder.rows(self._documents(slot, corpus, ends))
-        if self.order.num_read is None:
-            yield from rows
+        rows, number = self._packed_rest(corpus, ends), self.rest.row
         row = next(rows, None)
         while row is not None:
             following = next(rows, None)
-            yield row if following is not None else (row[0], ends[0])
-            row = following
-        padding = empty_row(self.encoder.data.sequence_length, self.encoder.fill)
-        while True:
-            yield padding, ends[0]
+            state = row[1] if following is not None else ends[0]
+            yield number, (row[0], (number + 1, state))
+            number, row = number + 1, following
+        end = ends[0] if ends else self.rest.state
+        for behind in itertools.count(number):
+            yield behind, (self._padding(), (number, end))
 
-    def _documents(self, slot: int, corpus: Documents, ends: list[SlotState]) -> Iterator[Document]:
-        """Yield the documents of a slot that have a target, from where it begins.
+    def _packed_rest(self, corpus: Documents, ends: list[SlotState]) -> Iterator[Row]:
+        """Yield the rows of the rest from where it was read to."""
+        assert self.rest is not None
+        share, what = left_by_all(self.order, self.rest), "the end of training.epochs"
+        documents = self._documents(share, corpus, self.rest.state, what, ends)
+        return self.encoder.rows(documents)
 
-        First come those that were read before and still wait for a row. Of the next record come the
-        documents from `begin.part` on, and of this one the tokens from `begin.token` on. The state
-        behind the last document is added to `ends`.
+    def _padding(self) -> np.ndarray:
+        return empty_row(self.encoder.data.sequence_length, self.encoder.fill)
+
+    def _documents(
+        self,
+        share: Share | list[Item],
+        corpus: Documents,
+        begin: SlotState,
+        what: str,
+        ends: list[SlotState],
+    ) -> Iterator[Document]:
+        """Yield the documents of a stream that have a target, from where it begins.
+
+        A record is tokenised once, however many of its documents wait. The state behind the last
+        document is added to `ends`. `what` names the stream in an error.
         """
-        begin = self.begin[slot]
-        skipped, num_long = Counter(begin.skipped), begin.long
-        for index, (epoch, place, part, _) in enumerate(begin.waiting, 1):
-            number, piece = self._record(slot, epoch, place)
-            at = SlotState(epoch, place)
-            read, _ = read_documents(corpus, number, self.encoder, at, piece)
-            document = next(document for document in read if document.start.part == part)
-            if document is read[0] and (epoch, place) in begin.unbegun():
-                # The state does not count long documents that only wait.
-                num_long += any(document.is_long for document in read)
-            read_before = replace(begin, waiting=(), long=num_long)
-            is_last = index == len(begin.waiting)
-            yield replace(document, is_last=is_last, read_before=read_before)
+        end, num_waiting = replace(begin, waiting=()), len({place for place, *_ in begin.waiting})
         # Records that were left out one after the other. Without a limit a slot could search
         # for ever.
         in_a_row = Counter[str]()
-        end = replace(begin, waiting=(), long=num_long)
-        places = self.order.places(slot, self.global_batch_size, begin.epoch, begin.place)
-        for count, (epoch, place, number, piece) in enumerate(places, begin.documents):
-            start = SlotState(epoch, place, documents=count)
-            read, left_out = read_documents(corpus, number, self.encoder, start, piece)
-            is_rest = count == begin.documents and begin.part + begin.token > 0
-            if not is_rest:
-                num_long += any(document.is_long for document in read)
-                skipped += left_out
-            end = SlotState(
-                epoch, place + 1, documents=count + 1, long=num_long, skipped=dict(skipped)
-            )
-            if not read:
+        for index, (place, item) in enumerate(remaining(begin, share), 1 - num_waiting):
+            read, left_out = read_documents(corpus, item.number, self.encoder, SlotState(place))
+            documents = item.left(read)
+            is_new, is_waiting = place >= begin.place + (begin.part + begin.token > 0), index <= 0
+            if not item.was_begun:  # the state does not count long documents that only wait
+                end = replace(end, long=end.long + any(document.is_long for document in read))
+            if is_new:
+                documents = [document for document in documents if document.has_target()]
+                skipped = Counter(end.skipped) + (Counter() if item.was_read else left_out)
+                continued = end.continued + item.was_begun
+                end = replace(end, skipped=dict(skipped), continued=continued)
+            if not is_waiting:
+                end = replace(end, place=place + 1, part=0, token=0)
+            if not documents:
                 in_a_row += left_out
-                self._check_left_out(slot, in_a_row)
+                self._check_left_out(what, in_a_row)
                 continue
             in_a_row.clear()
-            for document in read:
-                if is_rest and document.start.part < begin.part:
-                    continue
-                cut = begin.token if is_rest and document.start.part == begin.part else 0
-                start = replace(document.start, long=num_long, skipped=end.skipped)
-                yield replace(document, start=start).after(cut)
+            for document in documents:
+                is_last = document is documents[-1] and (index == 0 or not is_waiting)
+                at = document.start
+                start = replace(end, place=place, part=at.part, token=at.token)
+                before = end if is_waiting else None
+                yield replace(document, start=start, is_last=is_last, read_before=before)
         ends.append(end)
 
-    def _record(self, slot: int, epoch: int, place: int) -> tuple[int, Piece]:
-        """Return the number of the record at a place of a slot's share, and its piece of it."""
-        places = self.order.places(slot, self.global_batch_size, epoch, place)
-        # Fewer epochs than before may end before a document that was read ahead.
-        for _, _, number, piece in places:
-            return number, piece
-        raise UserError(
-            "training.epochs: the checkpoint has read more documents than that already; give more"
-        )
-
-    def _check_left_out(self, slot: int, in_a_row: Counter[str]) -> None:
-        """Raise UserError where a slot has left out more records than there are."""
+    def _check_left_out(self, what: str, in_a_row: Counter[str]) -> None:
+        """Raise UserError where a stream has left out more records than there are."""
         if in_a_row.total() > self.order.most_left_out:
             raise UserError(
-                f"data.train: slot {slot} of training.global_batch_size {self.global_batch_size} "
-                f"finds no target in {self.order}; it left out the last {in_a_row.total()} that it "
-                f"read: {describe(in_a_row)}; give longer documents, other ones or more of them, "
-                "or a smaller batch"
+                f"data.train: {what} finds no target in {self.order}; it left out the last "
+                f"{in_a_row.total()} that it read: {describe(in_a_row)}; give longer documents, "
+                "other ones or more of them, or a smaller batch"
             )
 
 
 @dataclass(frozen=True, eq=False)
-class RowCounts(IterableDataset):
-    """How many rows each of some slots still has; in a worker, each of the worker's own slots."""
+class Marks(IterableDataset):
+    """The marks of some slots' own shares; in a worker, of the worker's own slots."""
 
     stream: TrainStream
+    num_rows: Mapping[int, int | None]
+    """By slot: how many rows are read; None: all."""
 
-    def __iter__(self) -> Iterator[int | UserError]:
+    def __iter__(self) -> Iterator[tuple[int, list[Mark]] | UserError]:
         try:
-            for slot in _of_worker(list(self.stream.begin)):
-                yield self.stream.num_rows(slot)
+            for slot in _of_worker(list(self.num_rows)):
+                yield slot, self.stream.marks(slot, self.num_rows[slot])
         except UserError as error:
             yield error
 
@@ -201,7 +247,7 @@ def _of_worker(slots: list[int]) -> list[int]:
     return slots if worker is None else slots[worker.id :: worker.num_workers]
 
 
-def items(stream: TrainStream | RowCounts, encoder: Encoder, num_workers: int) -> Iterator[Any]:
+def items(stream: TrainStream | Marks, encoder: Encoder, num_workers: int) -> Iterator[Any]:
     """Iterate over the stream here, or over its parts in worker processes, worker after worker.
 
     Workers come from a fork server, a clean process with one thread. To fork this process is unsafe

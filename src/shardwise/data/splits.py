@@ -30,8 +30,9 @@ def splits_of(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     stands between separators, as in `my-test_2.jsonl`.
     """
     shards: dict[str, list[Path]] = {}
+    depth = len(folder.parts)
     for file in files:
-        if shard := _SHARD.fullmatch(file.relative_to(folder).as_posix()):
+        if shard := _SHARD.fullmatch("/".join(file.parts[depth:])):
             shards.setdefault(shard[1], []).append(file)
     if shards:
         return {split: shards[split] for split in (*KEYWORDS, *shards) if split in shards}
@@ -43,9 +44,7 @@ def splits_of(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
         }
         return {split: chosen for split, chosen in splits.items() if chosen}
 
-    return by_names(lambda file: file.relative_to(folder).parts[:-1]) or by_names(
-        lambda file: [file.name]
-    )
+    return by_names(lambda file: file.parts[depth:-1]) or by_names(lambda file: [file.name])
 
 
 def _has(words: Sequence[str]) -> Callable[[str], object]:

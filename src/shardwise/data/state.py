@@ -2,78 +2,144 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.files import read_text
+from shardwise.data.order import Order, draws
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from shardwise.data.corpus import Corpus
-    from shardwise.data.order import Order
     from shardwise.data.streaming import Streamed, StreamOrder, StreamPass
 
 LoaderState = dict[str, Any]
 """Plain data, safe for JSON.
 
 `step` is the last step whose batches were given out. `read_from` names everything that the batches
-depend on. `slots` has the fields of SlotState by the number of the slot, as a string.
+depend on. `slots` has the fields of SlotState, and `filled` the positions of the rows so far that
+held a token, by the number of the slot, as a string. `rest` has the fields of Rest, or is None.
 """
 
 NUM_DOCUMENTS = "documents to train on"
+NUM_BY_ENTRY = "documents of each entry of data.train"
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """Where the next row of a slot begins: a place in its share of an epoch, and a token there."""
+    """Where the next row of a stream begins: a place in its share of records, and a token there."""
 
-    epoch: int = 1
     place: int = 0
-    part: int = 0
-    """Which of the documents that the record at this place gives."""
-    token: int = 0
-    documents: int = 0
-    """The number of records before this place that the slot has read, over all epochs.
+    """The number of records before this place that the stream has read, over all epochs.
 
     Records that were left out count too.
     """
-    waiting: tuple[tuple[int, int, int, int], ...] = ()
-    """Documents that were read, and are in no row yet: epoch, place and part of each, and how many
+    part: int = 0
+    """Which of the documents that the record at this place gives."""
+    token: int = 0
+    waiting: tuple[tuple[int, int, int], ...] = ()
+    """Documents that were read, and are in no row yet: place and part of each, and how many
     documents with a target its record gives."""
     long: int = 0
     """How many of the records that a row has begun did not fit into a row, and were cut or
     split."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """How many of them were left out, by reason."""
+    continued: int = 0
+    """How many of the records up to this place another stream has begun."""
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SlotState:
         """Return a state from its fields as JSON has them."""
-        waiting = [(epoch, place, part, n) for epoch, place, part, n in fields.get("waiting", ())]
+        waiting = [(place, part, n) for place, part, n in fields.get("waiting", ())]
         return replace(cls(**fields), waiting=tuple(waiting))
 
     @property
     def finished(self) -> int:
         """The number of records of which no document is left to be put into a row."""
-        return self.documents - len({(epoch, place) for epoch, place, _, _ in self.waiting})
+        return self.place - len({place for place, _, _ in self.waiting})
 
     @property
     def begun(self) -> int:
-        """The number of records of which a row has had a token."""
-        return self.documents - len(self.unbegun()) + (self.token > 0 or self.part > 0)
+        """The number of records of which this stream was the first to put a token into a row."""
+        is_in_one = self.token > 0 or self.part > 0
+        return self.place - len(self.unbegun()) + is_in_one - self.continued
 
-    def unbegun(self) -> set[tuple[int, int]]:
-        """Return epoch and place of the records that were read, and of which no row has a token."""
-        waiting = Counter((epoch, place, n) for epoch, place, _, n in self.waiting)
-        return {(epoch, place) for (epoch, place, n), count in waiting.items() if count == n}
+    def unbegun(self) -> set[int]:
+        """Return the places of the records that were read, and of which no row has a token."""
+        waiting = Counter((place, n) for place, _, n in self.waiting)
+        return {place for (place, n), count in waiting.items() if count == n}
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How `training.epochs` end: what the slots leave is one stream, whose rows they share.
+
+    A slot reads its own share up to a step. Behind it, each step gives the slots that have no row
+    of their own the next rows of the rest, in their order; behind the last one, rows of padding.
+    """
+
+    epochs: float
+    last_own: tuple[int, ...]
+    """[slots] The step that has the last row of each slot's own share."""
+    begin: tuple[SlotState, ...]
+    """[slots] Where the share goes on behind that row: there its part of the rest begins."""
+    num_rows: int
+    row: int = 0
+    """How many rows of the rest were given out."""
+    state: SlotState = SlotState()
+    """Where the next one begins; its places count the records of the rest."""
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Rest:
+        """Return the end of a run from its fields as JSON has them."""
+        last_own, state = tuple(fields["last_own"]), SlotState.read(fields["state"])
+        begin = [SlotState.read(fields["begin"][str(slot)]) for slot in range(len(last_own))]
+        return replace(cls(**fields), last_own=last_own, begin=tuple(begin), state=state)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps: the last one has a row, and those before it one for each slot."""
+        return -(-(sum(self.last_own) + self.num_rows) // len(self.last_own))
+
+    def rows(self, step: int) -> np.ndarray:
+        """Return which row of the rest each slot has in a step [slots]; -1: one of its own."""
+        last_own = np.array(self.last_own)
+        given_out, is_free = np.maximum(step - 1 - last_own, 0).sum(), last_own < step
+        return np.where(is_free, given_out + np.cumsum(is_free) - 1, -1)
+
+
+@dataclass
+class Position:
+    """Where the slots of a rank are behind a step."""
+
+    step: int
+    slots: dict[int, SlotState]
+    filled: dict[int, int]
+    """By slot: the positions of its rows so far that held a token."""
+    rest: Rest | None = None
+
+    def to_dict(self, read_from: dict[str, Any]) -> LoaderState:
+        """Return the position in the form in which it is saved."""
+        rest = None if self.rest is None else asdict(self.rest)
+        if rest is not None:
+            rest["begin"] = {str(slot): rest["begin"][slot] for slot in self.slots}
+        return {
+            "step": self.step,
+            "read_from": read_from,
+            "slots": {str(slot): asdict(state) for slot, state in self.slots.items()},
+            "filled": {str(slot): number for slot, number in self.filled.items()},
+            "rest": rest,
+        }
 
 
 @dataclass(frozen=True)
@@ -91,12 +157,18 @@ class Counts:
     """How many documents did not fit into a row, and were cut or split."""
     epochs: float | None = None
     """How often all documents were finished; None for a stream and for an evaluation."""
+    epochs_by_entry: tuple[float, ...] | None = None
+    """With `data.weights`: how often the documents of each entry were read."""
+    padding: float | None = None
+    """The share of the rows' positions without a token; None for an evaluation."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in the form of a run's record."""
         return {
             "epochs": self.epochs,
+            "epochs_by_entry": self.epochs_by_entry and [*self.epochs_by_entry],
             "rows": self.rows,
+            "padding": self.padding,
             "documents_begun": self.begun,
             "documents_finished": self.finished,
             "documents_long": self.long,
@@ -105,7 +177,13 @@ class Counts:
         }
 
     def __str__(self) -> str:
-        text = f"{self.rows:,} rows; documents: {self.begun:,} begun, {self.finished:,} finished"
+        text = f"{self.rows:,} rows"
+        if self.padding is not None:
+            text = f"{text}, {self.padding:.1%} padding"
+        text = f"{text}; documents: {self.begun:,} begun, {self.finished:,} finished"
+        if self.epochs_by_entry is not None:
+            of_each = ", ".join(f"{epochs:.2f}" for epochs in self.epochs_by_entry)
+            text = f"by data.weights {of_each} epochs of the entries; {text}"
         if self.epochs is not None:
             text = f"{self.epochs:.2f} epochs; {text}"
         if self.long:
@@ -124,59 +202,57 @@ def describe(skipped: Mapping[str, int]) -> str:
 def counts(state: LoaderState) -> Counts:
     """Return what all slots of a state have read up to its step.
 
-    Where there are fewer documents than slots, several slots share a document and each reads a
-    piece of it (`Order.places`). The document is begun with the first of its pieces, finished with
-    the last one, and left out if each piece was left out.
+    Within the last rows of `training.epochs` one slot may finish a document that another one begins
+    later. It counts as begun then.
     """
-    sharing: dict[int, list[SlotState]] = {}
-    num_documents = state["read_from"][NUM_DOCUMENTS]  # None for a stream
-    for slot, fields in state["slots"].items():
-        document = int(slot) % (num_documents or len(state["slots"]))
-        sharing.setdefault(document, []).append(SlotState.read(fields))
-    skipped = Counter[str]()
-    for slots in sharing.values():
-        # `&` takes the smaller count of each reason.
-        skipped += functools.reduce(operator.and_, [Counter(slot.skipped) for slot in slots])
-    num_finished = sum(min(slot.finished for slot in slots) for slots in sharing.values())
+    streams = [*state["slots"].values(), *([state["rest"]["state"]] if state["rest"] else [])]
+    slots = list(map(SlotState.read, streams))
+    source, num_finished = state["read_from"], sum(slot.finished for slot in slots)
+    num_documents = source.get(NUM_DOCUMENTS)  # None for a stream, and for a loop of the caller
+    sizes, by_entry = source.get(NUM_BY_ENTRY), None
+    if sizes:
+        drawn = draws(num_finished, source["data.weights"])
+        by_entry = tuple(number / size for number, size in zip(drawn, sizes))
+    num_rows = state["step"] * len(state["slots"])
+    positions = num_rows * source.get("data.sequence_length", 0)
     return Counts(
-        state["step"] * len(state["slots"]),
-        sum(max(slot.begun for slot in slots) for slots in sharing.values()),
+        num_rows,
+        max(sum(slot.begun for slot in slots), num_finished),
         num_finished,
-        dict(skipped),
-        sum(max(slot.long for slot in slots) for slots in sharing.values()),
-        None if num_documents is None else num_finished / num_documents,
+        dict(sum((Counter(slot.skipped) for slot in slots), Counter())),
+        sum(slot.long for slot in slots),
+        num_finished / num_documents if num_documents else None,
+        by_entry,
+        1 - sum(state["filled"].values()) / positions if positions else None,
     )
 
 
 def merge_states(states: Iterable[LoaderState]) -> LoaderState:
     """Return the state of the global batch from the states of all ranks after the same step."""
     first, *others = states
-    slots = dict(first["slots"])
+    slots, filled, rest = dict(first["slots"]), dict(first["filled"]), first["rest"]
     for state in others:
         same = (state["step"], state["read_from"]) == (first["step"], first["read_from"])
         assert same, "the ranks are not at the same step of the same data"
         slots.update(state["slots"])
-    return {**first, "slots": slots}
-
-
-def loader_state(
-    step: int, read_from: dict[str, Any], slots: Mapping[int, SlotState]
-) -> LoaderState:
-    """Return the state of these slots after `step`."""
-    saved = {str(slot): asdict(position) for slot, position in slots.items()}
-    return {"step": step, "read_from": read_from, "slots": saved}
+        filled.update(state["filled"])
+        if rest is not None:
+            begin = rest["begin"] | state["rest"]["begin"]
+            furthest = max(rest, state["rest"], key=itemgetter("row"))
+            rest = {**furthest, "begin": begin}
+    return {**first, "slots": slots, "filled": filled, "rest": rest}
 
 
 def starts(
-    state: LoaderState | None, read_from: dict[str, Any], slots: range
-) -> tuple[int, dict[int, SlotState]]:
+    state: LoaderState | None, read_from: dict[str, Any], slots: range, order: Order | StreamOrder
+) -> Position:
     """Return the last step of a state, and where each slot continues.
 
     Without a state it is step 0 and the beginning of the data. UserError for the state of a run
-    with other data.
+    with other data, and for one that is within the last rows of other `training.epochs`.
     """
     if state is None:
-        return 0, {slot: SlotState() for slot in slots}
+        return Position(0, {slot: SlotState() for slot in slots}, dict.fromkeys(slots, 0))
     saved = state["read_from"]
     changed = [name for name in read_from if saved.get(name) != read_from[name]]
     if changed:
@@ -193,7 +269,36 @@ def starts(
             f"the checkpoint has no position in the data for slot {missing[0]} of the batch; use "
             "another checkpoint, or start a new run"
         )
-    return state["step"], {slot: SlotState.read(state["slots"][str(slot)]) for slot in slots}
+    rest = None if state["rest"] is None else Rest.read(state["rest"])
+    position = {slot: SlotState.read(state["slots"][str(slot)]) for slot in slots}
+    if rest is not None and rest.epochs != order.epochs:
+        if 0 < rest.row < rest.num_rows:
+            raise UserError(
+                f"training.epochs: after step {state['step']} the checkpoint is within the last "
+                f"rows of {rest.epochs:g} epochs, whose documents all slots share; keep "
+                f"{rest.epochs:g}, or resume after step {min(rest.last_own)} or {rest.num_steps}"
+            )
+        if rest.row:
+            position = _after(rest, state, order, slots)
+        rest = None
+    filled = {slot: state["filled"].get(str(slot), 0) for slot in slots}
+    return Position(state["step"], position, filled, rest)
+
+
+def _after(
+    rest: Rest, state: LoaderState, order: Order | StreamOrder, slots: range
+) -> dict[int, SlotState]:
+    """Return where slots go on behind the end of a run: each behind its own share of its epochs.
+
+    Slot 0 keeps the counts of all.
+    """
+    read = counts(state)
+    assert isinstance(order, Order), "a stream has no epochs"
+    number = replace(order, epochs=rest.epochs).num_read
+    ends = {slot: SlotState(len(range(slot, number, len(rest.begin)))) for slot in slots}
+    if 0 in ends:
+        ends[0] = replace(ends[0], long=read.long, skipped=read.skipped)
+    return ends
 
 
 def read_from(
@@ -207,6 +312,7 @@ def read_from(
     held_out = None if validation is corpus else validation
     return {
         NUM_DOCUMENTS: order.num_documents,
+        NUM_BY_ENTRY: order.sizes,
         "the text of data.train": corpus.fingerprint(),
         "the text of data.validation": None if held_out is None else held_out.fingerprint(),
         "training.seed": cfg.training.seed,

@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.record import Record
@@ -65,7 +68,9 @@ class Streamed:
         if self.seed is not None:
             rows = rows.shuffle(seed=self.seed % 2**32, buffer_size=BUFFER)
             rows.set_epoch(epoch)
-        yield from read_stream(rows, self.key)
+        records = read_stream(rows, self.key)
+        while (record := _next(records)) is not None:
+            yield record
 
     def endless(self) -> Iterator[Record]:
         """Yield the records of pass after pass."""
@@ -88,13 +93,31 @@ class Streamed:
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
+def _next(records: Iterator[Record]) -> Record | None:
+    """Return the next record, None behind the last one.
+
+    There `datasets` waits for threads of pyarrow, lest they outlive the process. A pass that was
+    read to its end has left none. It still waits where a pass is given up.
+    """
+    from datasets import config
+
+    settings, name = vars(config), "SLEEP_TIME_ON_THREADS_SHUTDOWN"
+    wait, settings[name] = settings.get(name), 0
+    try:
+        return next(records, None)
+    finally:
+        settings[name] = wait
+
+
 @dataclass(frozen=True)
 class StreamOrder:
-    """The order of a stream, as `Order` is that of documents by number; its epoch has no end."""
+    """The order of a stream, as `Order` is that of documents by number; it has no end."""
 
-    num_read = None
+    epochs = None
+    num_read = sys.maxsize
     most_left_out = MOST_LEFT_OUT
     num_documents = None
+    sizes = None
 
     @property
     def method(self) -> str:
@@ -104,12 +127,9 @@ class StreamOrder:
     def __str__(self) -> str:
         return "the stream"
 
-    def places(
-        self, slot: int, num_slots: int, _first_epoch: int, first_place: int
-    ) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
-        """Yield the records of a slot: (1, place in its share, number in the stream, all of it)."""
-        for place in itertools.count(first_place):
-            yield 1, place, slot + place * num_slots, (0, 1)
+    def documents(self, numbers: np.ndarray) -> list[int]:
+        """Return the records at these numbers of the stream: the numbers themselves."""
+        return numbers.tolist()
 
 
 class StreamReader:
@@ -127,7 +147,7 @@ class StreamReader:
         self._waiting = {
             slot + place * num_slots
             for slot, state in begin.items()
-            for _, place, _, _ in state.waiting
+            for place, _, _ in state.waiting
         }
         self._kept: dict[int, Record] = {}
 

@@ -58,7 +58,7 @@ class Validation:
     def _documents(self) -> Iterator[Document]:
         skipped, count, num_long = Counter[str](), 0, 0
         for count, number in enumerate(self.documents(), 1):
-            start = SlotState(place=count - 1, documents=count - 1)
+            start = SlotState(place=count - 1)
             read, left_out = read_documents(self.corpus, number, self.encoder, start)
             num_long += any(document.is_long for document in read)
             skipped += left_out

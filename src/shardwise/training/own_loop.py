@@ -17,7 +17,7 @@ from shardwise.batches import IGNORED, AnyBatch, Batch, TensorBatch
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, require
 from shardwise.data.loader import Loaders
-from shardwise.data.state import SlotState, loader_state
+from shardwise.data.state import Position, SlotState
 from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.models.own import OwnModel
@@ -77,14 +77,14 @@ class OwnLoop(Session):
 
     def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, meter: Meter) -> None:
         slots = mesh.slots(cfg.training.global_batch_size)
-        beginning = dict.fromkeys(slots, SlotState())
+        beginning, filled = dict.fromkeys(slots, SlotState()), dict.fromkeys(slots, 0)
         source, num_steps = {"the rows": "those of a loop of the caller"}, job.num_steps
         loaders = Loaders(
             train=_nothing(),
             validation=None,
-            state=lambda: loader_state(self.done, source, beginning),
+            state=lambda: Position(self.done, beginning, filled).to_dict(source),
             first_step=list,
-            num_steps=lambda slots: num_steps,
+            num_steps=lambda slots, gather: num_steps,
         )
         super().__init__(cfg, mesh, job, start, loaders, meter)
         self._latest: Sequence[AnyBatch] = ()

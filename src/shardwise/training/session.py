@@ -58,6 +58,8 @@ class Session:
         self.slots = mesh.slots(cfg.training.global_batch_size)
         """The rows of each global batch that this rank reads."""
         self.reporter = Reporter(cfg, mesh, job, start)
+        for note in loaders.notes:
+            self.reporter.note(note)
         self._checkpointer = Checkpointer(cfg, job, loaders, start, self._check_copies)
         self._began = start.step
         self._checked = start.step  # the step after which copies were compared last
