@@ -306,3 +306,12 @@ def test_a_weight_that_is_no_share_is_refused(weight):
     data = {"train": ["d"], "weights": [weight]}
     with pytest.raises(UserError, match=r"data\.weights is"):
         parse_config({"model": {"path": "m"}, "data": data, "training": {"output_dir": "o"}})
+
+
+@pytest.mark.parametrize(
+    "size", [[], [4], [4, 8, 1], [0, 8], [1.5, 8], [65_537, 8], [math.inf, 8], [4, math.nan]]
+)
+def test_a_rank_and_alpha_of_a_target_are_two_numbers_in_range(size):
+    with pytest.raises(UserError, match=r"lora.targets: k_proj has .*; give a rank from 1 to"):
+        config.Lora(targets={"q_proj": None, "k_proj": size})
+    assert config.Lora(targets={"q_proj": None, "k_proj": [4, 8.0]}).sizes == {"k_proj": [4, 8.0]}

@@ -90,10 +90,11 @@ class Lora(Section):
         super().__post_init__()
         require(bool(self.targets), "lora.targets is an empty list; name linears, or give auto")
         for name, size in self.sizes.items():
-            is_size = len(size) == 2 and size[0] >= 1 and size[0] == int(size[0])
+            is_size = len(size) == 2 and 1 <= size[0] <= 65_536 and size[0] % 1 == 0
             require(
                 is_size and math.isfinite(size[1]),
-                f"lora.targets: {name} has {size}; give a rank of at least 1 and an alpha, or null",
+                f"lora.targets: {name} has {size}; give a rank from 1 to 65,536 and an alpha, or "
+                "null",
             )
         in_range = 0.0 <= self.dropout < 1.0
         require(in_range, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
