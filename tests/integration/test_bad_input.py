@@ -3,11 +3,15 @@ and how to mend it."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from transformers import AutoConfig
@@ -283,3 +287,40 @@ def test_json_lines_under_another_name(run_file, capfd, tmp_path, name):
     (tmp_path / name).write_text('\n{"text": "a"}\n\n{"text": "b"}\n')
     line = refused(capfd, run_file, f"--data.train={tmp_path / name}")
     assert f"{tmp_path / name}: its lines are JSON objects" in line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pad_token_id": 999}, {"rope_parameters": {"rope_type": "linear", "factor": 0}}],
+    ids=str,
+)
+def test_beside_an_error_transformers_logs_nothing(run_file, capfd, tmp_path, change):
+    content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    logger, stream = logging.getLogger("transformers"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # a command of another test may have raised it
+    try:
+        refused(capfd, run_file, f"--model.path={tmp_path}", "--model.init=random")
+        assert stream.getvalue() == ""
+        (tmp_path / "config.json").write_text(json.dumps(content | {"bos_token_id": 999} | GOOD))
+        for _ in range(2):
+            read_config(Model(str(tmp_path)))
+        assert stream.getvalue().count("bos_token_id must be") == 1
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+GOOD = {"pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+def test_two_columns_of_one_name_are_one_line(run_file, capfd, tmp_path):
+    text = pyarrow.array(["a b c"] * 9)
+    pyarrow.parquet.write_table(
+        pyarrow.table([text, text], names=["text", "text"]), tmp_path / "two.parquet"
+    )
+    line = refused(capfd, run_file, f"--data.train={tmp_path / 'two.parquet'}")
+    assert "Multiple matches" in line

@@ -7,6 +7,7 @@ import csv
 import glob
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -394,4 +395,6 @@ def _datasets(name: str) -> Any:
     except ImportError:
         need = f"{name}: to read it needs datasets, which is not installed"
         raise UserError(f"{need}; pip install datasets") from None
+    # Its readers log an error, in several lines, before they raise it.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     return datasets

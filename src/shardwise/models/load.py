@@ -34,7 +34,7 @@ from shardwise.models.foreign import foreign, reason
 from shardwise.models.hub import ask_hub
 from shardwise.models.initialise import initialise_buffers, random_weights
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.notices import quiet_notices
+from shardwise.models.notices import held_notices, quiet_notices
 from shardwise.models.published import check_config, method_of
 from shardwise.models.sizes import check_bytes, check_parameters, check_read, check_written
 from shardwise.models.weight_files import (
@@ -62,6 +62,7 @@ def read_config(model: Model) -> PretrainedConfig:
     return read_whole_config(model).get_text_config()
 
 
+@held_notices()
 def read_whole_config(model: Model) -> PretrainedConfig:
     """Read `config.json` as `read_config` does, but return all of it."""
     _check_folder(model.path)

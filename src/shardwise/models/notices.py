@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +21,35 @@ def quiet_notices() -> None:
     rope = logging.getLogger("transformers.modeling_rope_utils")
     if _drop_rope_notice not in rope.filters:
         rope.addFilter(_drop_rope_notice)
+
+
+@contextmanager
+def held_notices() -> Generator[None]:
+    """Hold what transformers logs until the body has ended well, and then log each line once.
+
+    Beside an error, which is one line, nothing is logged.
+    """
+    held: dict[str, logging.LogRecord] = {}
+    handlers = list(logging.getLogger("transformers").handlers)
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.setdefault(record.getMessage(), record)
+        return False
+
+    for handler in handlers:
+        handler.addFilter(hold)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(hold)
+    for message in held.keys() - _LOGGED:
+        _LOGGED.add(message)
+        for handler in handlers:
+            handler.handle(held[message])
+
+
+_LOGGED: set[str] = set()
 
 
 def _drop_fallback_notice(record: logging.LogRecord) -> bool:
