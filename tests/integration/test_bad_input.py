@@ -298,6 +298,7 @@ def test_beside_an_error_transformers_logs_nothing(run_file, capfd, tmp_path, ch
     content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(content))
     logger, stream = logging.getLogger("transformers"), io.StringIO()
+    other = 900 + len(str(change))  # a line is logged once in a process
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
     level = logger.level
@@ -305,10 +306,10 @@ def test_beside_an_error_transformers_logs_nothing(run_file, capfd, tmp_path, ch
     try:
         refused(capfd, run_file, f"--model.path={tmp_path}", "--model.init=random")
         assert stream.getvalue() == ""
-        (tmp_path / "config.json").write_text(json.dumps(content | {"bos_token_id": 999} | GOOD))
+        (tmp_path / "config.json").write_text(json.dumps(content | {"bos_token_id": other} | GOOD))
         for _ in range(2):
             read_config(Model(str(tmp_path)))
-        assert stream.getvalue().count("bos_token_id must be") == 1
+        assert stream.getvalue().count(f"got {other}") == 1
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
