@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.assembly.build import build
 from shardwise.checkpoint import memory, memory_folder
 from shardwise.checkpoint.checkpointer import Checkpointer
-from shardwise.checkpoint.folder import MEMORY_NAME, read_manifest
+from shardwise.checkpoint.folder import MEMORY_NAME, damage, read_manifest
 from shardwise.checkpoint.output_dir import claim
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import Parallel, RunConfig, UserError
@@ -215,3 +215,80 @@ def test_no_room_is_said_on_every_rank(tmp_path):
     for message in run_ranks(2, fill, elastic(tmp_path / "out"), tmp_path):
         assert "the copy of step-1 in memory could not be written: No space left" in message
         assert "training.memory_checkpoint_every" in message
+
+
+# -------------------------------------------------------------------------------------- the history
+
+LINE = '{"step": %d, "loss": 1.0, "grad_norm": 1.0, "skipped_steps": 0}\n'
+HISTORY = "".join(LINE % step for step in range(1, 1001))
+
+
+def train_long(cfg: RunConfig, folder: Path, lost: int = 0) -> list[int]:
+    """Steps 1001 to 1004 of a run whose history is a thousand lines long; the bytes of history
+    that each copy sends to all. The memory of the nodes is cleared after step `lost`."""
+    go_to_node(folder, 2)
+    sent, broadcast = [0], dist.broadcast
+
+    def counted(tensor: torch.Tensor, *args: Any) -> Any:
+        sent[-1] += tensor.nbytes
+        return broadcast(tensor, *args)
+
+    metrics = Path(cfg.training.output_dir, "metrics.jsonl")
+    metrics.write_text(HISTORY)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    checkpointer = Checkpointer(cfg, build(cfg, mesh), NoLoader(), Start()).__enter__()
+    dist.barrier()
+    dist.broadcast = counted
+    for step in range(1001, 1005):
+        if dist.get_rank() == 0:
+            with metrics.open("a") as file:
+                file.write(LINE % step)
+        checkpointer.after_step(step, None)
+        sent.append(0)
+        if step == lost:
+            dist.barrier()
+            shutil.rmtree(checkpointer._memory_folder, ignore_errors=True)
+            dist.barrier()
+    return sent[:-1]
+
+
+@pytest.fixture
+def long(tmp_path) -> RunConfig:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text(HISTORY)
+    cfg = elastic(tmp_path / "out")
+    return replace(cfg, training=replace(cfg.training, save_every=0, steps=2000))
+
+
+def test_a_copy_sends_the_new_lines_only_and_has_all(long, tmp_path):
+    sent = run_ranks(2, train_long, long, tmp_path)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert sent[0] == [sum(map(len, lines[:1001])), *map(len, lines[1001:])]
+    for node in (0, 1):
+        (newest,) = (tmp_path / f"node-{node}").glob("shardwise-*/*")
+        assert newest.name == "step-1004"
+        assert (newest / "metrics.jsonl").read_bytes() == b"".join(lines)
+        assert damage(newest) is None
+
+
+def test_a_copy_is_whole_after_the_memory_was_cleared(long, tmp_path):
+    run_ranks(2, train_long, long, tmp_path, 1002)
+    (newest,) = (tmp_path / "node-0").glob("shardwise-*/*")
+    assert damage(newest) is None
+    assert (newest / "metrics.jsonl").read_text() == (tmp_path / "out/metrics.jsonl").read_text()
+
+
+def test_the_copy_before_is_whole_while_the_next_one_is_made(long, tmp_path):
+    """Whoever is killed in a copy leaves the one before, in which the next one's lines begin."""
+    run_ranks(2, train_long, long, tmp_path)
+    for node in (0, 1):
+        (newest,) = (tmp_path / f"node-{node}").glob("shardwise-*/*")
+        later = newest.with_name("step-1005.tmp")
+        later.mkdir()
+        os.link(newest / "metrics.jsonl", later / "metrics.jsonl")
+        with (later / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 1005, "lo')
+    for start, _ in run_ranks(2, resume, long, tmp_path, 2, False):
+        assert (start.step, start.in_memory) == (1004, True)
+        assert damage(start.folder) is None
+    assert (later / "metrics.jsonl").read_text().endswith('{"step": 1005, "lo')

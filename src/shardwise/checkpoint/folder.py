@@ -11,17 +11,20 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from shardwise.checkpoint.history import read_history
 from shardwise.checkpoint.index import (
     INDEX,
     DamagedError,
+    File,
     Strict,
     check_header,
     is_file_name,
     parse,
     read_file,
     read_index,
+    regular,
 )
 from shardwise.config import RunConfig, UserError
 from shardwise.records.record import dumps
@@ -40,14 +43,6 @@ ABANDONED = ".abandoned"
 
 It stays until the run reaches its step again.
 """
-
-
-@dataclass(frozen=True)
-class File(Strict):
-    """By which a file of a checkpoint is known to be unchanged."""
-
-    num_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -139,19 +134,6 @@ class Manifest(Strict):
         return parse_config(config, source=source)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What a line of `metrics.jsonl` must be."""
-
-    step: int
-    loss: float | Literal["nan", "inf", "-inf"] = 0.0
-    grad_norm: float | Literal["nan", "inf", "-inf"] = 0.0
-    skipped_steps: int = 0
-    eval_loss: float | Literal["nan", "inf", "-inf"] = 0.0
-    eval_perplexity: float | Literal["nan", "inf", "-inf"] = 0.0
-    eval_tokens: int = 0
-
-
 def folder_of(output_dir: str | Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` steps."""
     return Path(output_dir) / CHECKPOINTS / f"step-{step}"
@@ -184,7 +166,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
             if content := index.content_of(name):
                 check_header(folder / name, content)
             elif name == METRICS:
-                _check_metrics(folder / name)
+                read_history(folder / name, manifest.files[name].sha256)
     except DamagedError as error:
         return str(error)
     return None
@@ -322,6 +304,15 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed{UNFINISHED}")))
 
 
+def shorten(path: Path, known: File) -> None:
+    """Remove what a later copy has written behind a file's own bytes, which stay as they are."""
+    if path.is_file() and path.stat().st_size > known.num_bytes:
+        with path.open("rb") as file:
+            content = file.read(known.num_bytes)
+        path.unlink()  # the later copy keeps its bytes
+        path.write_bytes(content)
+
+
 def is_whole(path: Path, known: File) -> bool:
     """Return whether a file of a checkpoint is there and unchanged."""
     try:
@@ -333,9 +324,7 @@ def is_whole(path: Path, known: File) -> bool:
 
 def _check_file(path: Path, known: File) -> None:
     try:
-        if path.exists() and not path.is_file():
-            raise DamagedError(f"{path} is not a file")
-        size = path.stat().st_size
+        size = regular(path).stat().st_size
         if size != known.num_bytes:
             raise DamagedError(f"{path} has {size} bytes of {known.num_bytes}")
         if _file_sha256(path) != known.sha256:
@@ -344,11 +333,6 @@ def _check_file(path: Path, known: File) -> None:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
-
-
-def _check_metrics(path: Path) -> None:
-    for line in read_file(path).splitlines():
-        parse(path, line, _Row)
 
 
 def _file_sha256(path: Path) -> str:

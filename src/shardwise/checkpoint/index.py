@@ -7,6 +7,7 @@ do not agree, that is found before anything is read into a model. Needs no torch
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -29,6 +30,14 @@ class Strict:
     """What is read from JSON by `parse` with exactly the fields of its dataclass."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class File(Strict):
+    """By which a file of a checkpoint is known to be unchanged."""
+
+    num_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -106,21 +115,33 @@ def check_header(path: Path, content: dict[str, tuple[str, list[int]]]) -> None:
 def read_file(path: Path) -> bytes:
     """Read a small file; DamagedError if it cannot be read."""
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device would be read without end
-            raise DamagedError(f"{path} is not a file")
-        return path.read_bytes()
+        return regular(path).read_bytes()
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def parse(path: Path, content: bytes | str, kind: Any) -> Any:
-    """Read JSON from `path` as a dataclass; DamagedError where fields or types differ."""
+def regular(path: Path) -> Path:
+    """Return the path of a file; DamagedError where it is a pipe or a device, without an end."""
+    if path.exists() and not path.is_file():
+        raise DamagedError(f"{path} is not a file")
+    return path
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
     import pydantic  # here, so that a command that looks for checkpoints does not wait for it
 
+    return pydantic.TypeAdapter(kind)
+
+
+def parse(path: Path, content: bytes | str, kind: Any) -> Any:
+    """Read JSON from `path` as a dataclass; DamagedError where fields or types differ."""
+    import pydantic
+
     try:
-        return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
+        return _adapter(kind).validate_json(content, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{str(part)[:40]}: " for part in first["loc"][:3])

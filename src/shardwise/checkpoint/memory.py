@@ -73,6 +73,9 @@ class MemoryCheckpoints:
         timeout = timedelta(seconds=2 * cfg.launch.timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._output_dir = cfg.training.output_dir
+        self._metrics = Path(self._output_dir, METRICS)
+        self._sent, self._sha256 = 0, hashlib.sha256()  # the bytes of metrics in the latest copy
+        self._latest: Path | None = None
         self.nodes = Nodes(self.group)
         if self.nodes.rank == 0:
             memory_folder.draw_name(self._output_dir)
@@ -87,16 +90,29 @@ class MemoryCheckpoints:
         nodes, folder = self.nodes, self.folder / f"step-{manifest.step}"
         unfinished = folder.with_name(folder.name + UNFINISHED)
 
-        def read() -> tuple[Manifest, bytes] | None:
-            if nodes.rank > 0:
-                return None
-            return manifest, Path(self._output_dir, METRICS).read_bytes()
+        added = b""
+
+        def read() -> tuple[Manifest, int]:
+            nonlocal added
+            begin = self._sent
+            if nodes.rank == 0:
+                with self._metrics.open("rb") as file:
+                    file.seek(begin)
+                    added = file.read()
+                self._sent += len(added)
+                self._sha256.update(added)
+            known = File(self._sent, self._sha256.hexdigest())
+            return replace(manifest, files={METRICS: known}), begin
 
         def begin() -> None:
             memory_folder.make_private(self.folder)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            (unfinished / METRICS).write_bytes(metrics)
+            if self._latest is not None:
+                os.link(self._latest / METRICS, unfinished / METRICS)
+            with (unfinished / METRICS).open("ab") as file:
+                file.truncate(num_bytes)
+                file.write(lines.numpy().data)
 
         def held() -> Mapping[str, Any]:
             return checkpoint_tensors.held(tensors, nodes.rank)
@@ -105,7 +121,7 @@ class MemoryCheckpoints:
             names = checkpoint_tensors.write(
                 tensors, unfinished, ranks, nodes.rank, writes_index=nodes.is_first
             )
-            return folders.checksums(unfinished, [*names, *[METRICS] * nodes.is_first])
+            return folders.checksums(unfinished, names)
 
         def finish() -> None:
             folders.write_manifest(unfinished, replace(common, files=files))
@@ -117,16 +133,25 @@ class MemoryCheckpoints:
                 if path != folder:
                     shutil.rmtree(path)
 
-        common, metrics = self._together(read, folder)[0]
+        is_here = self._latest is not None and (self._latest / METRICS).is_file()
+        if not all(of_every_rank(is_here, self.group)):  # the first one, or the memory was cleared
+            self._sent, self._sha256, self._latest = 0, hashlib.sha256(), None
+        common, num_bytes = self._together(read, folder)[0]
+        lines = torch.empty(common.files[METRICS].num_bytes - num_bytes, dtype=torch.uint8)
+        if nodes.rank == 0 and added:
+            lines = torch.frombuffer(bytearray(added), dtype=torch.uint8)
+        # From rank 0 to all: the lines since the copy before.
+        dist.broadcast(lines, 0, self.group)
         self._on_nodes(begin, folder)
         ranks = self._together(held, folder)
-        files: dict[str, File] = {}
+        files = common.files
         for known in self._together(write, folder):
             files |= known
         pairs = [(file_of(rank), rank, keeper) for rank, keeper in nodes.keepers().items()]
         self._send([pair for pair in pairs if pair[0] in files], files, unfinished)
         # Whoever dies from here on leaves this one or the one before, whole, on all other nodes.
         self._on_nodes(finish, folder)
+        self._latest = folder
         self._on_nodes(remove_older, folder)
 
     def recover(self, least_step: int) -> tuple[Path | None, list[str]]:
@@ -167,7 +192,8 @@ class MemoryCheckpoints:
                 continue
             try:
                 files = folders.read_manifest(path).files
-            except DamagedError:
+                folders.shorten(path / METRICS, files[METRICS])
+            except (DamagedError, KeyError, OSError):
                 continue
             written = (path / MANIFEST).read_bytes()
             good = {name for name in files if folders.is_whole(path / name, files[name])}

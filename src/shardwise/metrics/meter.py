@@ -18,9 +18,9 @@ class Meter:
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
         self.seconds: list[float] = []  # of every step, also of the warm-up
-        self.tokens: list[int] = []  # target tokens of every step, over all ranks
         self.first_step_seconds: float | None = None
         """From this moment to the end of the first step; None before that."""
+        self._timed_seconds, self._timed_tokens = 0.0, 0
         self._made = time.perf_counter()
         self._start: float | None = None
 
@@ -38,12 +38,13 @@ class Meter:
             self.first_step_seconds = now - self._made
         self.seconds.append(now - self._start)
         self._start = None
-        self.tokens.append(tokens)
+        if len(self.seconds) > self.warmup_steps:
+            self._timed_seconds += self.seconds[-1]
+            self._timed_tokens += tokens
 
     def tokens_per_second(self) -> float | None:
         """Return all tokens over all seconds of the timed steps, or None before the first one."""
-        seconds = sum(self.seconds[self.warmup_steps :])
-        return sum(self.tokens[self.warmup_steps :]) / seconds if seconds else None
+        return self._timed_tokens / self._timed_seconds if self._timed_seconds else None
 
     def step_seconds(self) -> dict[str, float] | None:
         """Return mean, percentiles, maximum and number of the timed steps, or None without any."""

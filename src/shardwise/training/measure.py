@@ -158,7 +158,8 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     seconds = meter.step_seconds()
     mean_seconds = seconds["mean"] if seconds else None
     figures = _flops(cfg, mesh, job, job.counts, mean_seconds) if job.counts else {}
-    start, early_stop = reporter.start, reporter.early_stop
+    start, early_stop, history = reporter.start, reporter.early_stop, reporter.history
+    routing = {name: values.tolist() for name, values in history.routing.items()}
     return RunRecord(
         status="ok",
         config=cfg.recorded(),
@@ -166,18 +167,18 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         mesh={axis: mesh.size(axis) for axis in mesh.AXES},
         parameters=dict(job.parameters),
         lora=job.coverage.to_dict() if job.coverage else None,
-        losses=reporter.losses,
-        grad_norms=reporter.grad_norms,
-        skipped_steps=reporter.skipped_steps,
-        eval=[dataclasses.asdict(evaluation) for evaluation in reporter.evaluations],
+        losses=history.losses.tolist(),
+        grad_norms=history.grad_norms.tolist(),
+        skipped_steps=history.skipped_steps,
+        eval=history.evaluations,
         data={name: read.to_dict() for name, read in reporter.documents.items()},
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
         first_step_seconds=meter.first_step_seconds,
         kernels=dict(job.kernels),
         recomputation=job.chosen.to_dict() if job.chosen else None,
-        routing=job.routing.summary() | {"steps": reporter.routing} if job.routing else None,
-        resplits=reporter.resplits,
+        routing=job.routing.summary() | {"steps": routing} if job.routing else None,
+        resplits=history.resplits,
         notes=list(reporter.notes),
         stopped_early=dataclasses.asdict(early_stop) if early_stop else None,
         saved_step=reporter.saved_step,

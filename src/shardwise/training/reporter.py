@@ -1,9 +1,8 @@
-"""The reports of a run: its history, and on rank 0 the screen, `metrics.jsonl` and trackers."""
+"""The reports of a run: on rank 0 its history, the screen, `metrics.jsonl` and trackers."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ from shardwise.assembly.routing import STATISTICS
 from shardwise.batches import AnyBatch
 from shardwise.checkpoint import output_dir
 from shardwise.checkpoint.folder import METRICS
+from shardwise.checkpoint.history import History, read_history
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.state import Counts
 from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
+from shardwise.parallel.reduce import of_every_rank
 from shardwise.ranges import shown
 from shardwise.records.record import MetricsFile, dumps
 from shardwise.schedule.resplit import Proposal
@@ -44,29 +45,27 @@ SHARES_EVERY = 100
 
 
 class Reporter:
-    """Keeps the history of a run on every rank; shows and writes it on rank 0."""
+    """Keeps the history of a run; shows and writes it on rank 0."""
 
     def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start) -> None:
         self.cfg = cfg
         self.mesh = mesh
         self.start = start
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
-        self.routing: dict[str, list[float]] = {}
-        """What STATISTICS were after each step; empty in a model without experts."""
+        self._main = dist.get_rank() == 0
+        self.history = History()
+        """The steps that are done; those before a resume on rank 0 only."""
+        if self._main and start.manifest is not None and start.folder is not None:
+            known = start.manifest.files[METRICS]
+            self.history = read_history(start.folder / METRICS, known.sha256)
+            read_history.cache_clear()  # it is continued
+        # A few numbers for each evaluation, from rank 0 to all: each rank may stop early.
+        self.history.evaluations = of_every_rank(self.history.evaluations)[0]
         self._loads = job.routing
-        self.skipped_steps = 0
-        self.evaluations: list[Evaluation] = []
         self.documents: Mapping[str, Counts] = {}
-        self.resplits: list[dict[str, Any]] = []
-        """How layers moved between the ranks of the pipeline."""
         self.notes: list[str] = []
         self.saved_step: int | None = None
         """What a reader of the record must know."""
         self._last_step = start.step
-        if start.folder is not None:
-            self._recall(start.folder / METRICS)
-        self._main = dist.get_rank() == 0
         self._output_dir = Path(cfg.training.output_dir)
         self._num_steps = job.num_steps
         self._progress = Progress(
@@ -117,12 +116,8 @@ class Reporter:
     def step(self, step: int, result: StepResult, lr: float, meter: Meter) -> None:
         """Report that a step is done, with learning rate `lr`, in the last seconds of `meter`."""
         self._last_step = step
-        self.losses.append(result.loss)
-        self.grad_norms.append(result.grad_norm)
-        self._keep_routing(result.routing)
         rate = meter.tokens_per_second()
         self._progress.update(step, result.loss, rate, memory_in_use(self.mesh.device))
-        self.skipped_steps += result.skipped
         seconds = meter.seconds[-1]
         values = {
             "loss": result.loss,
@@ -133,11 +128,11 @@ class Reporter:
             **result.routing,
         }
         others = self._router_share(step)
-        self._write(step, values, tokens=result.tokens, skipped_steps=self.skipped_steps, **others)
+        skipped = self.history.skipped_steps + result.skipped
+        self._write(step, values, tokens=result.tokens, skipped_steps=skipped, **others)
 
     def evaluation(self, evaluation: Evaluation) -> Evaluation:
         """Report an evaluation of the validation set, and return it."""
-        self.evaluations.append(evaluation)
         self._progress.message(
             f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, "
             f"perplexity {evaluation.perplexity:.2f} over {evaluation.tokens:,} tokens"
@@ -176,7 +171,6 @@ class Reporter:
             "moved_bytes": num_bytes,
             "seconds": seconds,
         }
-        self.resplits.append(moved)
         old, new = (" + ".join(map(str, numbers)) for numbers in (before, to.layers))
         worked = ", ".join(map(duration, to.seen.busy_seconds))
         self._progress.message(
@@ -188,15 +182,18 @@ class Reporter:
 
     def resplit_took(self, seconds: float | None) -> None:
         """Report what a step takes since layers have moved, once it is known."""
-        if seconds is not None and self.resplits and "measured_seconds" not in self.resplits[-1]:
-            self.resplits[-1]["measured_seconds"] = seconds
+        latest = self.history.resplits[-1:]
+        if seconds is not None and latest and "measured_seconds" not in latest[0]:
+            latest[0]["measured_seconds"] = seconds
             self._progress.message(f"a step of the new split takes {duration(seconds)}")
 
     def steps_left(self) -> Iterator[int]:
         """Yield the steps that are left, up to the last one or an early stop."""
+        num_seen = -1
         for step in range(self.start.step + 1, self._num_steps + 1):
-            if self.early_stop is not None:
+            if len(self.history.evaluations) != num_seen and self.early_stop is not None:
                 return
+            num_seen = len(self.history.evaluations)
             yield step
 
     @property
@@ -204,7 +201,8 @@ class Reporter:
         """The early stop that is due after the last step, None after all steps."""
         if self._last_step == self._num_steps:
             return None
-        return early_stop(self.evaluations, self.cfg.training.patience, self._last_step)
+        evaluations = [Evaluation(**numbers) for numbers in self.history.evaluations]
+        return early_stop(evaluations, self.cfg.training.patience, self._last_step)
 
     def saved(self, step: int) -> None:
         """Report the step whose weights the result has, where it could be another one."""
@@ -256,27 +254,6 @@ class Reporter:
         explained = explain(error.found, just_loaded=step == self.start.step + 1, trained=step > 1)
         return UserError(f"step {step}: {error}; this rank's rows are in {path}; {explained}")
 
-    def _recall(self, metrics: Path) -> None:
-        """Read the history of the run up to the checkpoint, whose metrics these are."""
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            if "loss" in row:
-                self.losses.append(float(row["loss"]))  # "nan" and "inf" are strings there
-                self.grad_norms.append(float(row["grad_norm"]))
-                self.skipped_steps = row["skipped_steps"]
-                self._keep_routing({name: row[name] for name in STATISTICS if name in row})
-            if "resplit" in row:
-                self.resplits.append(row["resplit"])
-            if "eval_loss" in row:
-                loss, perplexity = float(row["eval_loss"]), float(row["eval_perplexity"])
-                self.evaluations.append(
-                    Evaluation(row["step"], loss, perplexity, row["eval_tokens"])
-                )
-
-    def _keep_routing(self, statistics: Mapping[str, float]) -> None:
-        for name, value in statistics.items():
-            self.routing.setdefault(name, []).append(value)
-
     def _router_share(self, step: int) -> dict[str, Any]:
         """Return what experts were given, in a step whose line in `metrics.jsonl` says so."""
         if self._loads is None or self._metrics is None:
@@ -285,7 +262,8 @@ class Reporter:
         return {"router_share": self._loads.shares()} if is_due else {}
 
     def _write(self, step: int, values: Mapping[str, float], **others: Any) -> None:
-        """Write a line; trackers get `values` alone."""
+        """Add a line to the history, and write it; trackers get `values` alone."""
+        self.history.add({"step": step, **values, **others})
         if self._metrics is not None:
             self._metrics.write(step=step, **values, **others)
         for log in self._logs:

@@ -1,0 +1,85 @@
+"""What the lines of `metrics.jsonl` tell of the steps that are done. Needs no torch."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from shardwise.checkpoint.index import DamagedError, parse, regular
+
+ROUTING = ("router_max_over_mean", "router_entropy", "router_dropped", "router_dropped_most")
+"""The numbers of a step with routed experts, `assembly.routing.STATISTICS`."""
+_PART_BYTES = 2**16
+"""The bytes of lines that are parsed at once: memory does not grow with the file."""
+
+
+@dataclass
+class History:
+    """The history of a run, eight bytes for each number of a step."""
+
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    grad_norms: array[float] = field(default_factory=lambda: array("d"))
+    routing: dict[str, array[float]] = field(default_factory=dict)
+    skipped_steps: int = 0
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """The step, loss, perplexity and tokens of each one."""
+    resplits: list[dict[str, Any]] = field(default_factory=list)
+    """How layers moved between the ranks of the pipeline."""
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add what a line tells; KeyError where it lacks a number."""
+        if "loss" in line:
+            self.losses.append(float(line["loss"]))  # "nan" and "inf" are strings in a file
+            self.grad_norms.append(float(line["grad_norm"]))
+            self.skipped_steps = line["skipped_steps"]
+            for name in ROUTING if ROUTING[0] in line else ():
+                self.routing.setdefault(name, array("d")).append(float(line[name]))
+        if "resplit" in line:
+            self.resplits.append(line["resplit"])
+        if "eval_loss" in line:
+            loss, perplexity = float(line["eval_loss"]), float(line["eval_perplexity"])
+            numbers = {"loss": loss, "perplexity": perplexity, "tokens": line["eval_tokens"]}
+            self.evaluations.append({"step": line["step"], **numbers})
+
+
+@functools.lru_cache(maxsize=1)
+def read_history(path: Path, sha256: str) -> History:
+    """Read a whole `metrics.jsonl`; DamagedError where a line is none of a run's.
+
+    It is read twice, to be checked and to be continued: `sha256` says that it is the same.
+    """
+    history = History()
+    try:
+        with regular(path).open("rb") as file:
+            while lines := file.readlines(_PART_BYTES):
+                parsed = parse(path, b"[" + b",".join(lines) + b"]", _type_of_lines())
+                if len(parsed) != len(lines):
+                    raise DamagedError(f"{path} is altered: a line has several objects")
+                for line in parsed:
+                    history.add(line)
+    except KeyError as error:
+        raise DamagedError(f"{path} is altered: a line lacks {error}") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    return history
+
+
+@functools.cache
+def _type_of_lines() -> Any:
+    # Late, as in `parse`; typing's own cannot be checked by pydantic before Python 3.12.
+    from typing import Required
+
+    from pydantic import Field
+    from typing_extensions import TypedDict
+
+    # In this order: nearly all are numbers.
+    number = Annotated[float | Literal["nan", "inf", "-inf"], Field(union_mode="left_to_right")]
+    numbers = dict.fromkeys(("loss", "grad_norm", "eval_loss", "eval_perplexity", *ROUTING), number)
+    counts = {"step": Required[int], "skipped_steps": int, "eval_tokens": int}
+    fields: Any = {**counts, **numbers, "resplit": dict[str, Any]}
+    make: Any = TypedDict
+    return list.__class_getitem__(make("Line", fields, total=False))
