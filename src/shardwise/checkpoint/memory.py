@@ -109,7 +109,7 @@ class MemoryCheckpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             if self._latest is not None:
-                os.link(self._latest / METRICS, unfinished / METRICS)
+                _link(self._latest / METRICS, unfinished / METRICS)
             with (unfinished / METRICS).open("ab") as file:
                 file.truncate(num_bytes)
                 file.write(lines.numpy().data)
@@ -276,6 +276,14 @@ class _Found(NamedTuple):
     """The files of the whole checkpoint."""
     good: set[str]
     """The files that are there and unchanged."""
+
+
+def _link(path: Path, other: Path) -> None:
+    """Give a file a second name; the first one's bytes stay, whatever comes behind them."""
+    try:
+        os.link(path, other)
+    except OSError:  # a file system without links, where it takes longer with each copy
+        shutil.copyfile(path, other)
 
 
 def _name_of(output_dir: str) -> str | None:

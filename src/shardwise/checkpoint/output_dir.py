@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import RunError, is_full, system_error
+from shardwise.process.ending import OF_DISKS, RunError, is_full, system_error
 from shardwise.process.world import World
 from shardwise.records.record import RunRecord, Status
 from shardwise.safety import check_no_links, write_atomically
@@ -39,8 +38,6 @@ Stacks are not among them: one rank may have its file open before another clears
 """
 RESULTS = ("adapter", "model")
 """The folders of what was trained; each gets its name when it is complete."""
-_OF_DISKS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-"""The numbers of errors with which a write fails that names no file."""
 FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
@@ -118,7 +115,7 @@ def writing(cfg: RunConfig) -> Generator[None]:
         # `ending.explain` gives the way out of a full disk.
         if cause is None or is_full(error):
             raise
-        if cause.filename is None and cause.errno in _OF_DISKS:
+        if cause.filename is None and cause.errno in OF_DISKS:
             raise RunError(
                 f"training.output_dir {folder}: a file there cannot be written ({cause.strerror}); "
                 "mend that, then resume with --resume auto"

@@ -139,7 +139,7 @@ class RunRecord:
 
     def write(self, path: str | Path) -> None:
         """Write strict JSON, all or nothing; NaN and infinities become "nan", "inf" and "-inf"."""
-        write_atomically(path, dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_atomically(path, dumps(vars(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> RunRecord:

@@ -257,7 +257,8 @@ class Session:
         save_result(self.job, self.cfg, self.mesh, folder, tokenizer, self.reporter.note)
         self.reporter.check_folder()
         self._record = write_record(self.cfg, self.mesh, self.job, self.reporter, self._meter)
-        return self.add(**record_timeline(self.cfg, self.mesh, self.job, self._recorder))
+        fields = record_timeline(self.cfg, self.mesh, self.job, self._recorder)
+        return self.add(**fields) if fields else self._record
 
     def add(self, **fields: Any) -> RunRecord | None:
         """Add fields to the record of a finished run, which is returned on rank 0."""
