@@ -100,19 +100,6 @@ def test_a_full_disk_is_one_line():
     assert "--resume latest-good" in ending.text
 
 
-@pytest.mark.parametrize("number", [errno.EFBIG, errno.EROFS, errno.EIO])
-def test_a_disk_that_fails_is_told_in_a_line_by_every_command(number):
-    reason = os.strerror(number)
-    for error in (
-        OSError(number, reason, "out/model.safetensors"),
-        SafetensorError(f"I/O error: {reason} (os error {number})"),
-    ):
-        ending = explain(error)
-        assert ending.exit_code == 1
-        assert reason in ending.text
-        assert "\n" not in ending.text
-
-
 def test_a_full_disk_is_recognised_whoever_writes():
     ending = explain(
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from examples import own_loop, own_module
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import shardwise
@@ -458,6 +459,16 @@ def test_a_loop_that_ends_early_says_so_and_saves_the_step_that_it_was_in(tmp_pa
     note = "ended after step 2 of 4"
     assert RunRecord.read(tmp_path / "record.json").notes == [note]
     assert note in capfd.readouterr().out
+
+
+def test_tensorboard_has_each_step_once_after_a_resume_from_an_earlier_one(tmp_path):
+    training = {"steps": 3, "save_every": 1, "keep_last": 3}
+    options = {"measure": {"memory": False, "trackers": ["tensorboard"]}}
+    for resume in (None, str(tmp_path / "checkpoints" / "step-1")):
+        run_example(own_module, tmp_path, training=training | {"resume": resume}, **options)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [point.step for point in events.Scalars("loss")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

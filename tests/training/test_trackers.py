@@ -260,5 +260,5 @@ def test_a_run_id_that_a_tracker_does_not_know_is_told_in_a_line(fake, tmp_path,
     fake("mlflow")
     (tmp_path / "packages" / "mlflow.py").write_text(MLFLOW)
     monkeypatch.setenv("MLFLOW_RUN_ID", "other")
-    with pytest.raises(RunError, match=r"mlflow has begun no run .*'other' not found"):
+    with pytest.raises(RunError, match=r"mlflow begins no run .*'other' not found"):
         open_trackers(["mlflow"], tmp_path, CONFIG, ExitStack())

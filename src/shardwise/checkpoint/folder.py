@@ -307,8 +307,7 @@ def _remove(folder: Path) -> None:
 def shorten(path: Path, known: File) -> None:
     """Remove what a later copy has written behind a file's own bytes, which stay as they are."""
     if path.is_file() and path.stat().st_size > known.num_bytes:
-        with path.open("rb") as file:
-            content = file.read(known.num_bytes)
+        content = path.read_bytes()[: known.num_bytes]
         path.unlink()  # the later copy keeps its bytes
         path.write_bytes(content)
 

@@ -7,14 +7,13 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, Required
 
 from shardwise.checkpoint.index import DamagedError, parse, regular
 
 ROUTING = ("router_max_over_mean", "router_entropy", "router_dropped", "router_dropped_most")
 """The numbers of a step with routed experts, `assembly.routing.STATISTICS`."""
-_PART_BYTES = 2**16
-"""The bytes of lines that are parsed at once: memory does not grow with the file."""
+_PART_BYTES = 2**16  # of lines that are parsed at once: memory does not grow with the file
 
 
 @dataclass
@@ -48,10 +47,7 @@ class History:
 
 @functools.lru_cache(maxsize=1)
 def read_history(path: Path, sha256: str) -> History:
-    """Read a whole `metrics.jsonl`; DamagedError where a line is none of a run's.
-
-    It is read twice, to be checked and to be continued: `sha256` says that it is the same.
-    """
+    """Read the `metrics.jsonl` of this checksum, to check and to continue it; or DamagedError."""
     history = History()
     try:
         with regular(path).open("rb") as file:
@@ -63,21 +59,14 @@ def read_history(path: Path, sha256: str) -> History:
                     history.add(line)
     except KeyError as error:
         raise DamagedError(f"{path} is altered: a line lacks {error}") from None
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     return history
 
 
 @functools.cache
 def _type_of_lines() -> Any:
-    # Late, as in `parse`; typing's own cannot be checked by pydantic before Python 3.12.
-    from typing import Required
+    from typing_extensions import TypedDict  # pydantic cannot check typing's before Python 3.12
 
-    from pydantic import Field
-    from typing_extensions import TypedDict
-
-    # In this order: nearly all are numbers.
-    number = Annotated[float | Literal["nan", "inf", "-inf"], Field(union_mode="left_to_right")]
+    number = float | Literal["nan", "inf", "-inf"]
     numbers = dict.fromkeys(("loss", "grad_norm", "eval_loss", "eval_perplexity", *ROUTING), number)
     counts = {"step": Required[int], "skipped_steps": int, "eval_tokens": int}
     fields: Any = {**counts, **numbers, "resplit": dict[str, Any]}

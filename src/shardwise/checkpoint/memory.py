@@ -73,7 +73,6 @@ class MemoryCheckpoints:
         timeout = timedelta(seconds=2 * cfg.launch.timeout_seconds)
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._output_dir = cfg.training.output_dir
-        self._metrics = Path(self._output_dir, METRICS)
         self._sent, self._sha256 = 0, hashlib.sha256()  # the bytes of metrics in the latest copy
         self._latest: Path | None = None
         self.nodes = Nodes(self.group)
@@ -89,27 +88,26 @@ class MemoryCheckpoints:
         """
         nodes, folder = self.nodes, self.folder / f"step-{manifest.step}"
         unfinished = folder.with_name(folder.name + UNFINISHED)
-
         added = b""
 
         def read() -> tuple[Manifest, int]:
             nonlocal added
             begin = self._sent
             if nodes.rank == 0:
-                with self._metrics.open("rb") as file:
+                with Path(self._output_dir, METRICS).open("rb") as file:
                     file.seek(begin)
                     added = file.read()
                 self._sent += len(added)
                 self._sha256.update(added)
-            known = File(self._sent, self._sha256.hexdigest())
-            return replace(manifest, files={METRICS: known}), begin
+            files = {METRICS: File(self._sent, self._sha256.hexdigest())}
+            return replace(manifest, files=files), begin
 
         def begin() -> None:
             memory_folder.make_private(self.folder)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             if self._latest is not None:
-                _link(self._latest / METRICS, unfinished / METRICS)
+                os.link(self._latest / METRICS, unfinished / METRICS)
             with (unfinished / METRICS).open("ab") as file:
                 file.truncate(num_bytes)
                 file.write(lines.numpy().data)
@@ -276,14 +274,6 @@ class _Found(NamedTuple):
     """The files of the whole checkpoint."""
     good: set[str]
     """The files that are there and unchanged."""
-
-
-def _link(path: Path, other: Path) -> None:
-    """Give a file a second name; the first one's bytes stay, whatever comes behind them."""
-    try:
-        os.link(path, other)
-    except OSError:  # a file system without links, where it takes longer with each copy
-        shutil.copyfile(path, other)
 
 
 def _name_of(output_dir: str) -> str | None:

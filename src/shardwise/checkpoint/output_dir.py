@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -10,20 +11,12 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
+from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder, output_lock
-from shardwise.checkpoint.folder import (
-    ABANDONED,
-    BY_AGE,
-    CHECKPOINTS,
-    MANIFEST,
-    MEMORY_NAME,
-    METRICS,
-    UNFINISHED,
-    complete,
-)
+from shardwise.checkpoint.folder import BY_AGE, CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import OF_DISKS, RunError, is_full, system_error
+from shardwise.process.ending import RunError, is_full, system_error
 from shardwise.process.world import World
 from shardwise.records.record import RunRecord, Status
 from shardwise.safety import check_no_links, write_atomically
@@ -31,13 +24,15 @@ from shardwise.safety import check_no_links, write_atomically
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
 """What a pipeline did in a step: for programs, for Perfetto, and as a picture."""
-FILES = (RECORD, METRICS, MEMORY_NAME, *TIMELINES, "non-finite-step-*-rank-*.json")
+FILES = (RECORD, METRICS, folders.MEMORY_NAME, *TIMELINES, "non-finite-step-*-rank-*.json")
 """The files that a run writes, as patterns.
 
 Stacks are not among them: one rank may have its file open before another clears the folder.
 """
 RESULTS = ("adapter", "model")
 """The folders of what was trained; each gets its name when it is complete."""
+_OF_DISKS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
+"""The numbers of errors with which a write fails that names no file."""
 FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
@@ -115,7 +110,7 @@ def writing(cfg: RunConfig) -> Generator[None]:
         # `ending.explain` gives the way out of a full disk.
         if cause is None or is_full(error):
             raise
-        if cause.filename is None and cause.errno in OF_DISKS:
+        if cause.filename is None and cause.errno in _OF_DISKS:
             raise RunError(
                 f"training.output_dir {folder}: a file there cannot be written ({cause.strerror}); "
                 "mend that, then resume with --resume auto"
@@ -203,7 +198,7 @@ def _check_kinds(folder: Path) -> None:
     paths += [
         path
         for path in (folder / CHECKPOINTS).glob("step-*")
-        if re.fullmatch(rf"step-\d+({re.escape(ABANDONED)})?", path.name)
+        if re.fullmatch(rf"step-\d+({re.escape(folders.ABANDONED)})?", path.name)
     ]
     wrong = [(path, "file") for path in paths if path.exists() and not path.is_dir()]
     paths = [path for pattern in FILES for path in folder.glob(pattern)]

@@ -12,16 +12,8 @@ import torch.distributed as dist
 
 from shardwise.assembly.optimizer import lr_phases
 from shardwise.assembly.state import FRESH
+from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder, output_dir
-from shardwise.checkpoint.folder import (
-    ABANDONED,
-    BY_AGE,
-    Manifest,
-    complete,
-    damage,
-    read_manifest,
-    step_of,
-)
 from shardwise.checkpoint.index import DamagedError
 from shardwise.checkpoint.memory import MemoryCheckpoints
 from shardwise.checkpoint.saved_state import SavedState
@@ -37,15 +29,15 @@ from shardwise.run_file import parse_config, without_removed
 MAY_DIFFER = frozenset(
     (
         *("parallel", "launch", "measure.warmup_steps", "measure.memory", "measure.trackers"),
-        *("measure.reverse_microbatches", "measure.print_seconds"),
-        *("data.train", "data.workers"),  # the loaders compare its content, and the tokenizer's
+        *("measure.reverse_microbatches", "measure.print_seconds", "data.workers"),
+        "data.train",  # the loaders compare its content, and the tokenizer's
         *("model.path", "model.tokenizer"),  # its content is compared by fingerprint
         *("model.sdpa_backend", "model.slow_cores", "lora.kernel"),
         *(f"training.{name}" for name in ("output_dir", "resume", "overwrite", "device", "sample")),
         *(f"training.{name}" for name in ("micro_batch_size", "checkpointing", "compile", "loss")),
         *(f"training.{name}" for name in ("eval_every", "eval_batches", "patience", "keep_best")),
         *(f"training.{name}" for name in ("save_every", "keep_last", "async_save")),
-        *("training.check_copies_every", "training.memory_checkpoint_every"),
+        *(f"training.{name}_every" for name in ("check_copies", "memory_checkpoint")),
     )
 )
 """Sections and keys that a resumed run may change: what is computed does not depend on them."""
@@ -56,7 +48,7 @@ class Start:
     """Step 0 of a new run, or the checkpoint that a run resumes from."""
 
     folder: Path | None = None
-    manifest: Manifest | None = None
+    manifest: folders.Manifest | None = None
     passed_over: tuple[str, ...] = ()
     """A line for each newer checkpoint that is not used."""
     in_memory: bool = False
@@ -88,12 +80,12 @@ def find_start(cfg: RunConfig) -> Start:
     resume = cfg.training.resume
     if resume is None:
         return Start()
-    by_name = resume not in BY_AGE
+    by_name = resume not in folders.BY_AGE
     candidates = of_every_rank(_candidates(cfg, resume))[0]
     passed_over: list[str] = []
     in_memory = None
     if resume == "auto" and of_every_rank(memory_folder.has_name(cfg.training.output_dir))[0]:
-        least_step = step_of(candidates[0]) if candidates else 0
+        least_step = folders.step_of(candidates[0]) if candidates else 0
         in_memory, passed_over = MemoryCheckpoints(cfg).recover(least_step)
     if in_memory is not None:
         candidates = [in_memory, *candidates]
@@ -102,10 +94,10 @@ def find_start(cfg: RunConfig) -> Start:
             output_dir.remove_files(cfg)
         return Start(passed_over=tuple(passed_over))
     for folder in candidates:
-        damages = of_every_rank(damage(folder, dist.get_rank(), dist.get_world_size()))
+        damages = of_every_rank(folders.damage(folder, dist.get_rank(), dist.get_world_size()))
         problem = next((problem for problem in damages if problem is not None), None)
         if problem is None:
-            manifest = read_manifest(folder)
+            manifest = folders.read_manifest(folder)
             _check_fits(cfg, manifest, folder)
             if by_name:
                 passed_over += _set_aside(cfg.training.output_dir, manifest.step)
@@ -132,7 +124,7 @@ def with_saved_adapter(cfg: RunConfig) -> RunConfig:
     resume = cfg.training.resume
     for folder in () if resume is None else _candidates(cfg, resume):
         try:
-            manifest = read_manifest(folder)
+            manifest = folders.read_manifest(folder)
             saved = None if manifest.lora is None else manifest.configured(str(folder)).lora
         except (DamagedError, UserError):
             continue
@@ -142,15 +134,17 @@ def with_saved_adapter(cfg: RunConfig) -> RunConfig:
 
 def _candidates(cfg: RunConfig, resume: str) -> list[Path]:
     """Return the checkpoint that `training.resume` names, or those of the run, newest first."""
-    return complete(cfg.training.output_dir) if resume in BY_AGE else [Path(resume)]
+    return folders.complete(cfg.training.output_dir) if resume in folders.BY_AGE else [Path(resume)]
 
 
 def _set_aside(output_dir: str, step: int) -> list[str]:
-    later = [folder.name for folder in complete(output_dir) if step_of(folder) > step]
-    return [f"{name} is later; it is set aside as {name}{ABANDONED}" for name in later]
+    later = [
+        folder.name for folder in folders.complete(output_dir) if folders.step_of(folder) > step
+    ]
+    return [f"{name} is later; it is set aside as {name}{folders.ABANDONED}" for name in later]
 
 
-def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
+def _check_fits(cfg: RunConfig, manifest: folders.Manifest, folder: Path) -> None:
     old = parse_config(without_removed(manifest.config), source=str(folder))
     before, now = flat(old.to_dict()), flat(cfg.to_dict())
     for values, training in ((before, old.training), (now, cfg.training)):

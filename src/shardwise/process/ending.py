@@ -36,10 +36,6 @@ SMALLER_MODEL = (
 """The way out where the model itself needs too much memory."""
 
 
-OF_DISKS = (errno.EIO, errno.EFBIG, errno.EROFS, errno.ESTALE)
-"""The numbers of errors with which a disk that is not full fails, whoever writes."""
-
-
 class RunError(RuntimeError):
     """An error of the surroundings, such as a full disk; it is reported in one line."""
 
@@ -89,8 +85,6 @@ def explain(error: BaseException, where: str = "") -> Ending:
     if "Too many open files" in message:  # of Python, or of gloo
         reason = f"too many open files{where}"
         return Ending(FAILED, reason, f"error: {reason}; raise the limit of them (ulimit -n)")
-    if (cause := system_error(error)) is not None and cause.errno in OF_DISKS:
-        return Ending(FAILED, message, f"error{where}: {message}; mend that, then start again")
     if is_out_of_memory(error):
         request = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
         reason = f"out of memory{where}"

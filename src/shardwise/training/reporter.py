@@ -55,8 +55,8 @@ class Reporter:
         self.history = History()
         """The steps that are done; those before a resume on rank 0 only."""
         if self._main and start.manifest is not None and start.folder is not None:
-            known = start.manifest.files[METRICS]
-            self.history = read_history(start.folder / METRICS, known.sha256)
+            sha256 = start.manifest.files[METRICS].sha256
+            self.history = read_history(start.folder / METRICS, sha256)
             read_history.cache_clear()  # it is continued
         # A few numbers for each evaluation, from rank 0 to all: each rank may stop early.
         self.history.evaluations = of_every_rank(self.history.evaluations)[0]
@@ -189,11 +189,9 @@ class Reporter:
 
     def steps_left(self) -> Iterator[int]:
         """Yield the steps that are left, up to the last one or an early stop."""
-        num_seen = -1
         for step in range(self.start.step + 1, self._num_steps + 1):
-            if len(self.history.evaluations) != num_seen and self.early_stop is not None:
+            if self.early_stop is not None:
                 return
-            num_seen = len(self.history.evaluations)
             yield step
 
     @property

@@ -33,8 +33,8 @@ Close = Callable[[bool], object]
 def _tensorboard(output_dir: Path, config: dict[str, Any], done: int) -> tuple[Log, Close]:
     """Write event files to `output_dir`/tensorboard; of later steps, older ones no longer count."""
     tensorboard = importlib.import_module("torch.utils.tensorboard")
-    folder, first = str(output_dir / "tensorboard"), done + 1
-    writer = tensorboard.SummaryWriter(folder, purge_step=first if done else None)
+    first = done + 1 if done else None
+    writer = tensorboard.SummaryWriter(str(output_dir / "tensorboard"), purge_step=first)
     plain = json.loads(json.dumps(config))  # lists for tuples, which YAML would tag
     writer.add_text("config", f"```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```")
 
@@ -46,10 +46,7 @@ def _tensorboard(output_dir: Path, config: dict[str, Any], done: int) -> tuple[L
 
 
 def _wandb(output_dir: Path, config: dict[str, Any], done: int) -> tuple[Log, Close]:
-    """Begin a run of Weights & Biases; WANDB_MODE=offline keeps it in `output_dir`/wandb.
-
-    It drops what is logged again of a step that the run of WANDB_RUN_ID has.
-    """
+    """Begin a run of Weights & Biases; WANDB_MODE=offline keeps it in `output_dir`/wandb."""
     run = importlib.import_module("wandb").init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=_run_name(output_dir),
@@ -129,11 +126,7 @@ def open_trackers(
         except OSError:
             raise
         except Exception as error:  # such as a run id that it does not know
-            reason = " ".join(str(error).split())
-            raise RunError(
-                f"measure.trackers: {name} has begun no run ({reason}); correct that, or leave "
-                f"{name} out"
-            ) from error
+            raise RunError(f"{name} begins no run ({error}); mend that or leave it out") from error
         stack.push(partial(_end, close))
         logs.append(log)
     return logs
