@@ -680,13 +680,55 @@ def test_a_template_gets_a_dialogue_in_the_form_that_it_can_write(
     assert re.findall("«([^»]*)»", text)[0].startswith("Now.")
 
 
-def test_a_call_that_the_template_does_not_write_is_no_silent_loss(
-    tokenizer: PreTrainedTokenizerFast,
+ADD = {"name": "add", "arguments": {"to": "two"}}
+ASKED = {"role": "user", "content": "a"}
+SAID = {"role": "assistant", "content": "Now."}
+LENGTHS = MARKED.replace(
+    "{{ message.content }}", "{{ message.content }}{{ message.content|length }}"
+)
+"""A template in which no marks can be put around the words."""
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, LENGTHS])
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([ASKED, {**SAID, "content": None, "tool_calls": [{"function": ADD}]}], "message 2 calls"),
+        ([ASKED, {**SAID, "tool_calls": [{"function": ADD}]}, ASKED, SAID], "message 2 calls"),
+        ([ASKED, {**SAID, "function_call": ADD}], "message 2 calls"),
+        ([ASKED, {**SAID, "content": "", "reasoning_content": "so"}], "message 2 says"),
+        ([{"role": "tool", "content": "Now."}, ASKED, SAID], "message 1 says"),
+        ([{"role": "system", "content": "Now."}, ASKED, SAID], "message 1 says"),
+    ],
+)
+def test_words_that_the_template_does_not_write_are_no_silent_loss(
+    tokenizer: PreTrainedTokenizerFast, template: str, messages: list[Any], what: str
 ) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
-    record = {"messages": [{"role": "user", "content": "a"}, call]}
-    with pytest.raises(BadDocument, match="leaves out what message 2 calls"):
-        marked(chat_tokenizer(tokenizer, CHATML), record)
+    # transformers' rendering shows it: without these words it is the same.
+    dropping = "{% set messages = messages | rejectattr('role', 'in', ['system', 'tool']) | list %}"
+    chat = chat_tokenizer(tokenizer, dropping + template)
+    written = [
+        {"role": m["role"], "content": m["content"] or ""}
+        for m in messages
+        if m["role"] in "user assistant"
+    ]
+    right = chat.apply_chat_template(written, tokenize=False)
+    assert chat.apply_chat_template(messages, tokenize=False).replace("None", "") == right
+    with pytest.raises(BadDocument, match=f"leaves out what {what}; .*set data.chat_template"):
+        marked(chat, {"messages": messages})
+
+
+@pytest.mark.parametrize("template", [MARKED, LENGTHS])
+def test_what_a_marking_template_may_leave_out(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    # White space, thoughts beside an answer, and contents without words.
+    template = template.replace("message.content }}", "message.content | trim }}")
+    answer = {**SAID, "content": " Now. ", "reasoning_content": "so"}
+    messages = [ASKED, answer, {**ASKED, "content": ""}, {**SAID, "content": ""}, ASKED, SAID]
+    chat = chat_tokenizer(tokenizer, template)
+    text = marked(chat, {"messages": messages}).translate({ord("«"): None, ord("»"): None})
+    assert text == chat.apply_chat_template(messages, tokenize=False)
 
 
 def test_fields_by_other_names(tokenizer: PreTrainedTokenizerFast) -> None:

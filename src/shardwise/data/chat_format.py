@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, UserError
-from shardwise.data import columns
+from shardwise.data import chats, columns
 from shardwise.data.bounds import LATER_CPU_SECONDS, TimeLimit, bounded, time_limit
-from shardwise.data.chats import NEXT, Message, Refused, Turn, Undecidable, find_turns, prompt_after
+from shardwise.data.chats import LeftOut, Refused, Turn, Undecidable, check_written, find_turns
 from shardwise.data.files import read_text
 from shardwise.data.messages import (
+    Message,
     bad_chat,
     check_flags,
     check_no_flags,
@@ -243,7 +244,7 @@ class ChatFormat:
             if (
                 not is_ended
                 and mark in special
-                and mark not in prompt_after(self.render, [NEXT])[1]
+                and mark not in chats.prompt_after(self.render, [chats.NEXT])[1]
             ):
                 text = text if following else text[: turn.end] + turn.header
                 new = replace(turn, end=turn.end + len(turn.header), has_end_mark=True)
@@ -276,6 +277,8 @@ class ChatFormat:
             return (found or in_quotes)[0]
         what, reason = f"the assistant's turns cannot be found: {problems[0]}", "no turns found"
         way_out = "mark them in the template with {% generation %} and {% endgeneration %}"
+        if isinstance(problems[0], LeftOut):
+            what, way_out = str(problems[0]), "set data.chat_template to one that writes it"
         if isinstance(problems[0], Refused):
             what, reason = f"the chat template refuses it ({problems[0]})", "bad chat"
             way_out = "set data.chat_template to another one"
@@ -349,6 +352,7 @@ class ChatFormat:
                 content.rstrip()
             )
             turns.append(Turn(i, start, end, has_end_mark=not (is_open and content.strip())))
+        check_written(self.render, messages, text)
         return text, turns
 
     def render(self, messages: Sequence[Message], prompt: bool) -> str:

@@ -15,12 +15,12 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-Message = dict[str, Any]
+from shardwise.data.messages import CALLS, REASONING, Message, mapped, strings_of
+
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, whether the text ends with the generation prompt) -> text; raises Refused."""
 
@@ -28,13 +28,6 @@ BEGIN, END = 0xF0000, 0x100000
 """Message i is marked with the characters BEGIN + i and END + i."""
 MOST_MESSAGES = 1_000
 """In a dialogue. To find its turns takes time that grows with the square of their number."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names under which messages have what the assistant thought."""
-CALLS = ("tool_calls", "function_call")
-"""The names under which a message has its calls."""
-_WRITTEN = (*REASONING, "content", *CALLS)
-"""The fields of a message in which words of the assistant stand."""
-
 _A_BEGIN = f"[{chr(BEGIN)}-{chr(BEGIN + MOST_MESSAGES)}]"
 _AN_END = f"[{chr(END)}-{chr(END + MOST_MESSAGES)}]"
 _MARK = re.compile(f"{_A_BEGIN}|{_AN_END}")
@@ -58,6 +51,10 @@ class Refused(Exception):
 
 class Undecidable(Exception):
     """Nobody can tell where the assistant speaks; the text names the message and the reason."""
+
+
+class LeftOut(Undecidable):
+    """The chat template leaves out what a message says or calls."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,24 @@ def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[T
     ]
 
 
+def check_written(render: Render, messages: Sequence[Message], text: str) -> None:
+    """Raise LeftOut where a dialogue's text leaves out what one of its messages says or calls.
+
+    Where no tracing succeeds, other words in the message must change the text.
+    """
+    with contextlib.suppress(Undecidable):
+        _traced(render, messages, text)
+        return
+    for i, message in enumerate(messages):
+        has_more = any(map(str.strip, strings_of(message, ("content", *CALLS))))
+        for names, what in ((("content",) if has_more else REASONING, "says"), (CALLS, "calls")):
+            fields, others = {k: v for k, v in message.items() if k in names}, [*messages]
+            others[i] = {**message, **mapped(fields, lambda s: _WORD.sub("q", f"{s}x"), True)}
+            is_said = any(map(str.strip, strings_of(fields)))
+            if is_said and _try(render, others, False) == text:
+                raise LeftOut(f"the chat template leaves out what message {i + 1} {what}")
+
+
 @dataclass(frozen=True)
 class _Dialogue:
     """A dialogue whose messages have been found in its text."""
@@ -127,7 +142,7 @@ class _Dialogue:
         """Return how many characters before its first marked word a message has written."""
         first, _ = self.places[number]
         lengths = [0]
-        for string in _strings(self.marked[number]):
+        for string in strings_of(self.marked[number]):
             for word in _MARKED_WORD.finditer(string):
                 if self.text.startswith(word[2], first):
                     prefix = _MARK.sub("", string[: word.start()]).lstrip()
@@ -141,7 +156,7 @@ class _Dialogue:
         """Return how many characters after its last marked word a message has written."""
         _, last = self.places[number]
         lengths, complete = [0], []
-        for string in _strings(self.marked[number]):
+        for string in strings_of(self.marked[number]):
             for word in _MARKED_WORD.finditer(string):
                 if self.text.endswith(word[2], 0, last):
                     suffix = _MARK.sub("", string[word.end() :])
@@ -161,10 +176,10 @@ def _traced(render: Render, messages: Sequence[Message], text: str) -> _Dialogue
     problem = "the chat template treats words differently by what they are"
     for empty, first, names in itertools.product((True, False), repeat=3):
         marked = [
-            _mapped(message, partial(_mark, message=i, first=first, empty=empty), names)
+            mapped(message, partial(_mark, message=i, first=first, empty=empty), names)
             for i, message in enumerate(messages)
         ]
-        exchanged = [_mapped(message, _exchange, True) for message in marked]
+        exchanged = [mapped(message, _exchange, True) for message in marked]
         traced, other = (_try(render, m, False) for m in (marked, exchanged))
         if traced is None or other is None or _MARK.sub("", traced) != text:
             continue
@@ -187,14 +202,16 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
         in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
         thoughts, contents, calls = (
             Counter(m[2] for s in strings for m in _MARKED_WORD.finditer(s) if m[2])
-            for strings in (_strings(message, names) for names in (REASONING, ("content",), CALLS))
+            for strings in (
+                strings_of(message, names) for names in (REASONING, ("content",), CALLS)
+            )
         )
         in_message = thoughts + contents + calls
         # A template may leave thoughts out, unless the message has nothing else.
         said = contents if contents or calls else thoughts
         for words, others, what in ((said, calls, "says"), (calls, thoughts + contents, "calls")):
             if words and not (in_text - others) & words:
-                raise Undecidable(f"the chat template leaves out what {name} {what}")
+                raise LeftOut(f"the chat template leaves out what {name} {what}")
         if message["role"] != "assistant" or number not in places:
             continue
         if Counter({word: n for word, n in in_text.items() if word}) - in_message:
@@ -230,22 +247,6 @@ def _exchange(string: str) -> str:
     return _MARKED_WORD.sub(lambda m: f"{m[2][::-1]}q", string)
 
 
-def _mapped(message: Message, change: Callable[[str], str], names: bool) -> Message:
-    """Return a message with its texts changed; those of tool calls are names and string values."""
-
-    def mapped(value: Any, key: str) -> Any:
-        if isinstance(value, str):
-            is_fixed = key in ("id", "type") or (key == "name" and not names)
-            return value if is_fixed else change(value)
-        if isinstance(value, Mapping):
-            return {k: mapped(v, k) for k, v in value.items()}
-        if isinstance(value, list):
-            return [mapped(v, key) for v in value]
-        return value
-
-    return {k: mapped(v, k) if k in _WRITTEN else v for k, v in message.items()}
-
-
 def _places(traced: str) -> dict[int, tuple[int, int]]:
     """Return by message the characters, without marks, from its first to its last marked word."""
     places: dict[int, tuple[int, int]] = {}
@@ -260,18 +261,6 @@ def _places(traced: str) -> dict[int, tuple[int, int]]:
 
 def _is_of(word: re.Match[str], message: int) -> bool:
     return ord(word[1]) == BEGIN + message
-
-
-def _strings(message: Message, names: Sequence[str] = _WRITTEN) -> Iterator[str]:
-    """Yield the texts of the fields of a message that have these names."""
-    strings: list[str] = []
-
-    def keep(string: str) -> str:
-        strings.append(string)
-        return string
-
-    _mapped({name: message[name] for name in names if name in message}, keep, True)
-    yield from strings
 
 
 # From marked words to turns.

@@ -8,9 +8,16 @@ import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.data.chats import REASONING, Message
 from shardwise.data.columns import FLAGS, MEDIA, unread
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
+
+Message = dict[str, Any]
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which messages have what the assistant thought."""
+CALLS = ("tool_calls", "function_call")
+"""The names under which a message has its calls."""
+WRITTEN = (*REASONING, "content", *CALLS)
+"""The fields of a message in which words of the assistant stand."""
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """The role of each speaker that ShareGPT's form, with `from` and `value`, calls otherwise."""
@@ -159,6 +166,34 @@ def _call(call: Record, number: int) -> Message:
     if arguments is None or arguments == "":
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def mapped(message: Message, change: Callable[[str], str], names: bool) -> Message:
+    """Return a message with its texts changed; those of tool calls are names and string values."""
+
+    def changed(value: Any, key: str) -> Any:
+        if isinstance(value, str):
+            is_fixed = key in ("id", "type") or (key == "name" and not names)
+            return value if is_fixed else change(value)
+        if isinstance(value, Mapping):
+            return {k: changed(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [changed(v, key) for v in value]
+        return value
+
+    return {k: changed(v, k) if k in WRITTEN else v for k, v in message.items()}
+
+
+def strings_of(message: Message, names: Sequence[str] = WRITTEN) -> Iterator[str]:
+    """Yield the texts of the fields of a message that have these names."""
+    strings: list[str] = []
+
+    def keep(string: str) -> str:
+        strings.append(string)
+        return string
+
+    mapped({name: message[name] for name in names if name in message}, keep, True)
+    yield from strings
 
 
 def from_json(value: Any) -> Any:
