@@ -147,3 +147,53 @@ def test_every_layout_writes_the_adapter_of_one_process(cell, tmp_path):
         if ".lora_A." in key:  # drawn by name; B is drawn here, by process
             assert torch.equal(ours[key], value), key
         assert ours[key].shape == value.shape, key
+
+
+OWN_SIZES = [
+    (family, target, size)
+    for family, targets in {
+        "qwen3_moe": ("up_proj", "down_proj", "experts.gate_up_proj"),
+        "qwen3_next": ("shared_expert.down_proj", "shared_expert.gate_proj"),
+        "deepseek_v3": ("shared_experts.up_proj",),
+        "glm4_moe": ("gate_proj", "shared_experts.gate_proj"),
+        "mixtral": ("experts.down_proj", "q_proj"),
+        "llama": ("up_proj",),
+    }.items()
+    for target, size in product(targets, ([4, 1], [3, 1], [3, 16]))
+]
+"""A weight with a rank and alpha of its own; PEFT renames linears of MLPs in some families.
+
+PEFT warns of patterns of parameters that they match no module, though they take effect."""
+SIZES_NOW = [
+    *(("qwen3_moe", "up_proj", size) for size in ([4, 1], [3, 1])),
+    *(("deepseek_v3", "shared_experts.up_proj", [3, 16]), ("glm4_moe", "gate_proj", [4, 1])),
+    ("qwen3_next", "shared_expert.down_proj", [3, 1]),
+]
+
+
+def save_sized(family: str, target: str, size: list[float], out: Path) -> torch.Tensor:
+    """Write the adapter of a run with a size of its own, and return what the run computes."""
+    cfg = config_of(Cell(family, "single", "lora", 1, ""), "auto")
+    assert cfg.lora is not None
+    sized: dict[str, list[float] | None] = {target: size}
+    others = {"o_proj": None} if family != "deepseek_v3" else {"o_proj": None, "q_b_proj": None}
+    cfg = replace(cfg, lora=replace(cfg.lora, r=4, alpha=8.0, targets=sized | others))
+    job = trained_job(cfg)
+    save_result(job, cfg, build_mesh(cfg, torch.device("cpu")), out)
+    return logits(job.hf)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(("family", "target", "size"), some_now(OWN_SIZES, SIZES_NOW))
+def test_peft_gives_each_weight_the_rank_and_scale_that_it_was_trained_with(
+    family, target, size, tmp_path
+):
+    (expected,) = run_ranks(1, save_sized, family, target, size, tmp_path)
+    model = config_of(Cell(family, "single", "lora", 1, ""), "auto").model
+    plain_base(model, "none", tmp_path / "base")
+    base = loaded_by_transformers(tmp_path / "base")
+    plain = logits(base)
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert relative_error(logits(loaded), expected) < 1e-5
+    assert relative_error(plain, expected) > 1e-3

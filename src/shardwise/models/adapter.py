@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter_folder import PREFIX, as_in_file, without_adapter_name
 from shardwise.models.adapter_reading import Reading, read_on
-from shardwise.models.adapter_targets import Seen, sizes_of
+from shardwise.models.adapter_targets import Seen
 from shardwise.models.families import family_of
 from shardwise.models.load import (
     build_meta,
@@ -76,7 +76,7 @@ def save_adapter(
         saved=[renamed(path) for path in saved],
         transposed=any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values()),
     )
-    for key, entries in seen.patterns(sizes_of(layers), lora.r, lora.alpha).items():
+    for key, entries in seen.patterns(seen.sizes(layers), lora.r, lora.alpha).items():
         setattr(config, key, entries)
     config.base_model_name_or_path = base_name
     config.inference_mode = True

@@ -15,7 +15,7 @@ from shardwise.config import Model, UserError
 from shardwise.models.adapter import check_writable
 from shardwise.models.adapter_folder import PREFIX
 from shardwise.models.adapter_reading import CHANGE_THE_BASE, Reading, read_on
-from shardwise.models.adapter_targets import Seen, sizes_of
+from shardwise.models.adapter_targets import Seen
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.families.servers import (
     SERVERS,
@@ -101,7 +101,7 @@ def _for_peft(
     config["target_modules"] = sorted(modules)
     if parameters:
         config |= {"target_parameters": sorted(parameters), "lora_dropout": 0.0}
-    config |= seen.patterns(sizes_of(layers), config["r"], config["lora_alpha"])
+    config |= seen.patterns(seen.sizes(layers), config["r"], config["lora_alpha"])
     if saved := reading.folder.patterns("modules_to_save"):
         config["modules_to_save"] = [renamed(name) for name in saved]
     if isinstance(tokens := config.get("trainable_token_indices"), dict):

@@ -35,18 +35,26 @@ class Seen:
         """
         modules: list[str] = []
         parameters: list[str] = []
-        renamed = renamed_by_peft(self.model_type)
         for path, layer in layers.items():
-            if isinstance(layer, ParamWrapper):
-                parameters.append(path)
-            elif path.rpartition(".")[2] in renamed:
-                parameters.append(f"{path}.weight")
-            else:
-                modules.append(path)
+            name = self._peft_name(path, layer)
+            is_module = name == path and not isinstance(layer, ParamWrapper)
+            (modules if is_module else parameters).append(name)
         return (
             short_targets(modules, self._modules, self.layers),
             short_targets(parameters, self.names, self.layers),
         )
+
+    def sizes(self, layers: Mapping[str, LoraLayer]) -> dict[str, tuple[int, float]]:
+        """Return rank and alpha of PEFT's layers by the names that its patterns match."""
+        return {
+            self._peft_name(path, layer): size
+            for (path, layer), size in zip(layers.items(), sizes_of(layers).values())
+        }
+
+    def _peft_name(self, path: str, layer: LoraLayer) -> str:
+        """Return the name of what PEFT adapts: of a module, or of a parameter where it renames."""
+        is_renamed = path.rpartition(".")[2] in renamed_by_peft(self.model_type)
+        return f"{path}.weight" if is_renamed and not isinstance(layer, ParamWrapper) else path
 
     def patterns(
         self, sizes: Mapping[str, tuple[int, float]], r: int, alpha: float

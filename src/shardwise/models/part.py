@@ -40,12 +40,15 @@ class ModelPart(Part):
             return Tokens()
         return Tokens(batch.document_ids if self.isolated else None, batch.neighbours)
 
-    def rows_or_documents(self) -> torch.Tensor:
+    def rows_or_documents(self) -> torch.Tensor | None:
         """Return [B, T] of the micro-batch that is being computed: the documents of its tokens
         where they are isolated, and equal numbers in a row where they are not; -1 for padding.
+
+        None where the model is called with something else.
         """
         batch = self.dropout.batch
-        assert isinstance(batch, Batch)
+        if not isinstance(batch, Batch):
+            return None
         return batch.document_ids if self.isolated else batch.document_ids.clamp(max=0)
 
     def autocast(self, batch: AnyBatch) -> torch.autocast:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-Documents = Callable[[], torch.Tensor]
+Documents = Callable[[], torch.Tensor | None]
 """Returns [B, T] of the micro-batch that is being computed: equal numbers side by side where tokens
-share a limit, -1 where a row is padded."""
+share a limit, -1 where a row is padded; None: nothing is known of rows."""
 
 
 @dataclass(frozen=True)
