@@ -56,6 +56,7 @@ class Slot(Strict):
     long: int
     skipped: dict[str, int]
     continued: int
+    is_begun: bool = False  # earlier versions did not save it
 
 
 @dataclass(frozen=True)

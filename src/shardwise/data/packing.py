@@ -84,7 +84,7 @@ def pack_joined(documents: Iterable[Document], sequence_length: int, fill: int) 
             waiting = _without(waiting, sequence_length)
             num_tokens -= sequence_length
             if row[2, 1:].any():
-                yield row, waiting[0].start
+                yield row, replace(waiting[0].start, is_begun=True)
     row = row_of(waiting, sequence_length, fill)
     if row[2, 1:].any():
         yield row, waiting[-1].end()

@@ -34,7 +34,7 @@ class Item(NamedTuple):
             if document.start.part >= self.part
             and (self.parts is None or document.start.part in self.parts)
         ]
-        if self.token and left:  # a row before had this token as its last one
+        if self.was_begun and left:  # a row before had its first token as its last one
             left[0].targets[0] = False
         return left
 
@@ -81,7 +81,7 @@ def remaining(begin: SlotState, share: Share | list[Item]) -> Iterator[tuple[int
         item = share[place]
         was_begun = item.was_begun or place not in unbegun
         yield place, item._replace(parts=frozenset(parts), was_read=True, was_begun=was_begun)
-    if begin.part + begin.token > 0:
+    if begin.is_within:
         part, token = begin.part, begin.token
         item = share[first]
         yield first, item._replace(part=part, token=token, was_read=True, was_begun=True)

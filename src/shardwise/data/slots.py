@@ -185,14 +185,15 @@ class TrainStream(IterableDataset):
         A record is tokenised once, however many of its documents wait. The state behind the last
         document is added to `ends`. `what` names the stream in an error.
         """
-        end, num_waiting = replace(begin, waiting=()), len({place for place, *_ in begin.waiting})
+        end = replace(begin, is_begun=False, waiting=())
+        num_waiting = len({place for place, *_ in begin.waiting})
         # Records that were left out one after the other. Without a limit a slot could search
         # for ever.
         in_a_row = Counter[str]()
         for index, (place, item) in enumerate(remaining(begin, share), 1 - num_waiting):
             read, left_out = read_documents(corpus, item.number, self.encoder, SlotState(place))
             documents = item.left(read)
-            is_new, is_waiting = place >= begin.place + (begin.part + begin.token > 0), index <= 0
+            is_new, is_waiting = place >= begin.place + begin.is_within, index <= 0
             if not item.was_begun:  # the state does not count long documents that only wait
                 end = replace(end, long=end.long + any(document.is_long for document in read))
             if is_new:

@@ -46,6 +46,8 @@ class SlotState:
     part: int = 0
     """Which of the documents that the record at this place gives."""
     token: int = 0
+    is_begun: bool = False
+    """Whether a row has ended on the token there, which may be the first one of its document."""
     waiting: tuple[tuple[int, int, int], ...] = ()
     """Documents that were read, and are in no row yet: place and part of each, and how many
     documents with a target its record gives."""
@@ -71,8 +73,12 @@ class SlotState:
     @property
     def begun(self) -> int:
         """The number of records of which this stream was the first to put a token into a row."""
-        is_in_one = self.token > 0 or self.part > 0
-        return self.place - len(self.unbegun()) + is_in_one - self.continued
+        return self.place - len(self.unbegun()) + self.is_within - self.continued
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a row has a token of the record at this place."""
+        return self.is_begun or self.part + self.token > 0
 
     def unbegun(self) -> set[int]:
         """Return the places of the records that were read, and of which no row has a token."""
