@@ -785,7 +785,19 @@ def test_a_document_longer_than_a_row(tokenizer: PreTrainedTokenizerFast) -> Non
     assert all_marked(tokenizer, record, **keys, long="skip") == [""]
 
 
-@pytest.mark.parametrize("around", ["<pad> $A", "$A <eos>", "<pad> $A <eos>", "<pad> th $A"])
+def adding_around(tokenizer: PreTrainedTokenizerFast, around: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that adds these tokens around any text."""
+    chat = chat_tokenizer(tokenizer, None)
+    names = [name for name in around.split() if name != "$A"]
+    special = [(name, chat.convert_tokens_to_ids(name)) for name in names]
+    backend = Tokenizer.from_str(chat.backend_tokenizer.to_str())
+    backend.post_processor = TemplateProcessing(single=around, special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<pad>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+@pytest.mark.parametrize("around", ["<pad> $A", "$A <eos>", "<pad> $A <eos>"])
 @pytest.mark.parametrize(
     "text", ["hi", "<pad>hi", "hi<eos>", "<pad>hi<eos>", "<pad>th hi", "<eos>"]
 )
@@ -793,14 +805,7 @@ def test_what_a_tokenizer_adds_around_a_text_stands_there_once(
     tokenizer: PreTrainedTokenizerFast, around: str, text: str
 ) -> None:
     # Right by hand: what the text has already is not added, as a template's text has its BOS.
-    chat = chat_tokenizer(tokenizer, None)
-    names = [name for name in around.split() if name != "$A"]
-    special = [(name, chat.convert_tokens_to_ids(name)) for name in names]
-    backend = Tokenizer.from_str(chat.backend_tokenizer.to_str())
-    backend.post_processor = TemplateProcessing(single=around, special_tokens=special)
-    adding = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<pad>", eos_token="<eos>", pad_token="<pad>"
-    )
+    adding = adding_around(tokenizer, around)
     before, after = around.replace(" ", "").split("$A")
     begin = "" if text.startswith(before) else before
     end = "" if text.endswith(after) else after
@@ -813,6 +818,42 @@ def test_what_a_tokenizer_adds_around_a_text_stands_there_once(
     written = marked(adding, {"prompt": prompt, "completion": completion}, "completion")
     assert written.replace("«", "").replace("»", "") == ended
     assert adding.decode(tokens_of(adding, text, is_open=True)) == begin + text
+
+
+@pytest.mark.parametrize(
+    ("around", "text", "expected"),
+    [
+        ("<pad> th $A", "hi", "<pad>thhi"),
+        ("<pad> th $A", "<pad>hi", "<pad>thhi"),
+        ("<pad> th $A", "th hi", "<pad>th hi"),
+        ("<pad> th $A", "<pad>th hi", "<pad>th hi"),
+        ("<pad> <pad> $A", "<pad>hi", "<pad><pad>hi"),
+        ("<pad> $A th <eos>", "<pad>hi<eos>", "<pad>hith<eos>"),
+        ("<pad> $A th <eos>", "hith", "<pad>hith<eos>"),
+        ("<pad> $A th <eos>", "<pad>hith<eos>", "<pad>hith<eos>"),
+    ],
+)
+def test_a_text_with_some_of_what_is_added_has_each_once(
+    tokenizer: PreTrainedTokenizerFast, around: str, text: str, expected: str
+) -> None:
+    adding, ended = adding_around(tokenizer, around), expected.removesuffix("<eos>") + "<eos>"
+    for packing in ("none", "concat"):
+        assert marked(adding, {"text": text}, "text", packing) == f"«{ended}»"
+    written = marked(adding, {"prompt": "", "completion": text}, "completion")
+    assert written.replace("«", "").replace("»", "") == ended
+
+
+@pytest.mark.parametrize("packing", ["none", "concat", "isolated", "documents"])
+def test_a_completion_teaches_every_token_with_which_it_ends(
+    tokenizer: PreTrainedTokenizerFast, packing: str
+) -> None:
+    # Right by hand: behind the prompt, "<pad>q", the row goes on with "a", "th" and the end.
+    record = {"prompt": "q", "completion": "a"}
+    for around in ("<pad> $A th", "<pad> $A th <eos>"):
+        adding = adding_around(tokenizer, around)
+        assert marked(adding, record, "completion", packing) == "<pad>q«ath<eos>»"
+        nothing = {"prompt": "q", "completion": ""}
+        assert marked(adding, nothing, "completion", packing) == "<pad>qth<eos>"
 
 
 @pytest.mark.parametrize("packing", ["none", "concat", "isolated", "documents"])

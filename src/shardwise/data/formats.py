@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -225,12 +226,13 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Encoded:
     """Encode prompt and completion as one text.
 
-    The targets are the tokens with characters of the completion. A completion ends with the
-    end-of-text token, whatever the packing. That is a target too: from it a model learns to stop.
-    An empty completion has no target.
+    The targets are the tokens from the first one with a character of the completion on. A
+    completion ends with those that the tokenizer adds and with the end-of-text token, whatever the
+    packing. They are targets too: from them a model learns to stop. An empty completion has none.
     """
     tokens, places = tokens_and_places(tokenizer, prompt + completion)
-    targets, end = [stop > len(prompt) for _, stop in places], tokenizer.eos_token_id
+    is_behind, end = (stop > len(prompt) for _, stop in places), tokenizer.eos_token_id
+    targets = list(itertools.accumulate(is_behind, operator.or_))
     if end is not None:
         if tokens[-1:] != [end]:
             tokens, targets = [*tokens, end], [*targets, False]

@@ -77,20 +77,34 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, is_open: bool = Fal
     `is_open`: the text is to be continued, so nothing is added at its end.
     """
     tokens = list(tokenizer(text, **PLAIN)["input_ids"])
-    once = _once(tokenizer, tokens)
-    return tokens[once.start : len(tokens) - len(_around(tokenizer)[1]) if is_open else once.stop]
+    end = len(tokens) - (len(_around(tokenizer)[1]) if is_open else 0)
+    twice = _twice(tokenizer, tokens)
+    return [token for index, token in enumerate(tokens[:end]) if index not in twice]
 
 
-def _once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> slice:
-    """Return which tokens of a text remain, so that none is added that the text has already.
+def _twice(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> set[int]:
+    """Return the indices of tokens to drop, so that none is added that the text has already.
 
     What a chat template has written may begin with the token that the tokenizer adds in front.
     """
     before, after = _around(tokenizer)
-    begins_twice = before and tokens[: 2 * len(before)] == 2 * before
-    ends_twice = after and tokens[-2 * len(after) :] == 2 * after
-    end = len(tokens) - (len(after) if ends_twice else 0)
-    return slice(len(before) if begins_twice else 0, end)
+    begin, end = len(before), len(tokens) - len(after)
+    own = tokens[begin:end]
+    front, back = _overlap(before, own), _overlap(after[::-1], own[::-1])
+    return {begin + index for index in front} | {end - 1 - index for index in back}
+
+
+def _overlap(added: list[int], own: list[int]) -> range:
+    """Return the tokens to drop, counted from the first one of the text.
+
+    They are the last ones that are added, where the text begins with these. Of a text that begins
+    with the first ones alone, its own are dropped, which keeps the order of all.
+    """
+    counts = range(min(len(added), len(own)), 0, -1)
+    for count in counts:
+        if own[:count] == added[-count:]:
+            return range(-count, 0)
+    return range(next((count for count in counts if own[:count] == added[:count]), 0))
 
 
 @functools.cache
@@ -152,8 +166,9 @@ def tokens_and_places(
     encoded = tokenizer(text, **options)
     tokens, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
     if add_special_tokens:
-        once = _once(tokenizer, tokens)
-        tokens, places = tokens[once], places[once]
+        twice = _twice(tokenizer, tokens)
+        kept = [index for index in range(len(tokens)) if index not in twice]
+        tokens, places = [tokens[index] for index in kept], [places[index] for index in kept]
     stripping = _stripping(tokenizer)
     for index, token in enumerate(tokens):
         if token in stripping:
