@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder, output_lock
@@ -130,19 +132,22 @@ def writing(cfg: RunConfig) -> Generator[None]:
 def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
     """Record why the run failed, unless another rank has: the first reason is the cause.
 
-    A user's mistake is `unsupported` if the run had not begun, else `failed`. Torch must be
-    importable.
+    A user's mistake is `unsupported` if the run had not begun, else `failed`. The machine is told
+    where torch was imported; the run may have ended because it could not be.
     """
-    from shardwise.metrics.hardware import environment
-
     folder = Path(cfg.training.output_dir)
     if (folder / RECORD).exists():
         return
     if status == "unsupported" and (folder / METRICS).exists():
         status = "failed"
+    machine: dict[str, Any] = {}
+    if sys.modules.get("torch"):
+        from shardwise.metrics.hardware import environment
+
+        machine = environment()
     # The disk may be full, or two ranks may write at once; the error that is printed next matters.
     with contextlib.suppress(OSError):
-        RunRecord(status, cfg.recorded(), reason, environment()).write(folder / RECORD)
+        RunRecord(status, cfg.recorded(), reason, machine).write(folder / RECORD)
 
 
 def _make(cfg: RunConfig) -> Path:

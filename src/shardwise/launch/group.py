@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from shardwise.process.ending import FAILED, INTERRUPTED, Ending
+from shardwise.process.ending import FAILED, INTERRUPTED, Ending, explain, nothing_to_save
 from shardwise.process.stop import SIGNALS
 from shardwise.process.world import threads_each, variables
 from shardwise.safety import write_atomically
@@ -40,14 +40,26 @@ class Group:
     def __init__(self) -> None:
         self.signals: list[int] = []
         """The signals that have asked this process to end, in their order."""
-        self._processes: Sequence[BaseProcess] | None = None  # None: nothing runs or starts
+        self._processes: Sequence[BaseProcess] = ()
+        self._has_started = False
 
     def on_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks, or end this process where there are none."""
+        """Note a signal, and pass it on to the ranks, if they run.
+
+        An exception could leave torch half imported, and who imports that again dies. So before the
+        ranks are started only a second signal ends this process at once.
+        """
         self.signals.append(number)
-        if self._processes is None:
-            sys.exit(128 + number)
+        if len(self.signals) > 1 and not self._has_started:
+            sys.exit(128 + self.signals[0])
         self._pass_on()
+
+    def check_signals(self) -> None:
+        """End as the first signal asks; for the time before `run`, in which they are noted."""
+        if signal.SIGUSR1 in self.signals[:1]:
+            raise nothing_to_save(signal.SIGUSR1)
+        if self.signals:
+            sys.exit(128 + self.signals[0])
 
     def _pass_on(self) -> None:
         """Ask the ranks to finish their step and save; after a second signal, kill them.
@@ -57,7 +69,7 @@ class Group:
         numbers = self.signals[:1]
         if numbers == [signal.SIGINT]:  # which a spawned process that still imports has blocked
             numbers = [signal.SIGINT, signal.SIGTERM]
-        for process in self._processes or ():
+        for process in self._processes:
             if len(self.signals) > 1:
                 process.kill()
             elif process.exitcode is None and process.pid is not None:
@@ -78,7 +90,7 @@ class Group:
 
         others = multiprocessing.active_children()
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-            self._processes = []
+            self._has_started = True
             try:
                 # Libraries read their number of threads when they are loaded.
                 cores = {"OMP_NUM_THREADS": str(threads_each(num_processes))}
@@ -97,10 +109,12 @@ class Group:
             finally:
                 _end(self._processes)
                 exit_codes = [process.exitcode for process in self._processes]
-                self._processes = None
+                self._processes = ()
             ending = _read_ending(folder, 0 if rank is None else rank)
             if ending is not None or rank is None:
                 return ending
+            if exit_codes[rank] == -signal.SIGUSR1:  # which a run would have noted
+                return explain(nothing_to_save(signal.SIGUSR1))
             if self.signals:
                 return replace(INTERRUPTED, exit_code=128 + self.signals[0])
             reason = f"rank {rank} of {num_processes} {_how_it_died(exit_codes[rank] or 0)}"

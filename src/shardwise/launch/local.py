@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,8 @@ def start_processes(
     group = Group()
     with on_signals(group.on_signal):
         try:
-            method = _prepare(cfg, nproc, train)
+            method = _prepare(cfg, nproc, train, group.check_signals)
+            group.check_signals()
         except BaseException as error:
             record(cfg, explain(error))
             raise
@@ -177,12 +178,18 @@ def start_processes(
             cfg = _for_restart(cfg, has_checkpoint=bool(published) or has_copy)
 
 
-def _prepare(cfg: RunConfig, nproc: int, train: Train | None) -> str:
-    """Import and check all that needs no ranks, and return how to start them: fork or spawn."""
+def _prepare(
+    cfg: RunConfig, nproc: int, train: Train | None, check_signals: Callable[[], None]
+) -> str:
+    """Import and check all that needs no ranks, and return how to start them: fork or spawn.
+
+    Signals meanwhile are noted; `check_signals` acts on them where nothing is half imported.
+    """
     torch_was_imported = "torch" in sys.modules
     import_all(train)
     import torch
 
+    check_signals()
     device = device_type(cfg)
     if device == "cuda" and nproc > torch.cuda.device_count():
         raise UserError(

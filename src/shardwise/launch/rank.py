@@ -28,6 +28,7 @@ from shardwise.process.ending import (
     Ending,
     RunError,
     explain,
+    nothing_to_save,
     report_ending,
 )
 from shardwise.process.world import (
@@ -109,15 +110,7 @@ def run_rank(
 
 
 def _nothing_to_save(number: int, frame: object) -> None:
-    """Fail where a scheduler asks the run to save before its first step.
-
-    Else the signal's own exit code would be that of a run that has saved, and a job whose limit is
-    too short would start again without end.
-    """
-    raise RunError(
-        f"{signal.Signals(number).name} asks to save, and the run has not begun to train; is the "
-        "time limit longer than launch.ahead_seconds and the start of the run?"
-    )
+    raise nothing_to_save(number)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,18 @@ class RunError(RuntimeError):
     """An error of the surroundings, such as a full disk; it is reported in one line."""
 
 
+def nothing_to_save(number: int) -> RunError:
+    """Return the error of a run that a scheduler asks to save before its first step.
+
+    The signal's own exit code would be that of a run that has saved, and a job whose limit is too
+    short would start again without end.
+    """
+    return RunError(
+        f"{signal.Signals(number).name} asks to save, and the run has not begun to train; is the "
+        "time limit longer than launch.ahead_seconds and the start of the run?"
+    )
+
+
 class Stopped(Exception):
     """A signal asked the run to end; it has finished step `step` and saved it as `checkpoint`."""
 
@@ -134,11 +146,11 @@ def system_error(error: BaseException) -> OSError | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the allocator of a GPU or of the CPU had no memory left.
 
-    The CPU's allocator raises a plain RuntimeError, which only its text tells from others.
+    The CPU's allocator raises a plain RuntimeError, which only its text tells from others. What is
+    not imported, or half, has raised nothing, and is not imported for the answer.
     """
-    import torch  # late: most commands that end well here never need it
-
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    of_torch = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
+    if isinstance(error, MemoryError | of_torch):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
