@@ -134,10 +134,15 @@ def test_a_field_beside_an_instruction_is_refused_or_left_out_on_purpose(
         ({"tools": "of iron"}, {}, "'tools' is text that is not JSON"),
         ({"history": [["hi", "hello"]]}, {}, "'history' is not read; write its turns into"),
         ({"image": "a.png"}, {}, "'image' is not read; only text"),
+        (
+            {"system": {"role": "system", "content": "a"}},
+            {},
+            "'content' of field 'system' is a dict",
+        ),
         ({"chat_template_kwargs": {"tokenize": True}}, {}, "has no variables for a template"),
         ({"system": "a", "system_prompt": "b"}, {}, "another system message"),
-        ({"loss": False}, {}, "'loss' is not read; it is one of a dialogue"),
-        ({"weight": 0.5}, {}, "'weight' is not read; it is one of a dialogue"),
+        ({"loss": False}, {}, "'loss' is not read; only messages of a chat have flags"),
+        ({"weight": 0.5}, {}, "'weight' is not read; only messages of a chat have flags"),
     ],
 )
 def test_a_field_beside_messages_that_would_be_lost_is_refused(
@@ -148,6 +153,60 @@ def test_a_field_beside_messages_that_would_be_lost_is_refused(
         marked(chat, {"messages": MESSAGES, **fields}, **keys)
 
 
+ROWS: dict[str, dict[str, Any]] = {
+    "text": {"text": "Here."},
+    "completion": {"prompt": "Where?", "completion": "Here."},
+    "chat": {"messages": MESSAGES},
+}
+CHANGES_TARGETS: list[dict[str, Any]] = [
+    {"train": False}, {"training": 0}, {"loss": False}, {"loss": "false"}, {"weight": 0},
+    {"weight": "0"}, {"weight": 0.3}, {"loss_mask": [0, 1]}, {"mask": True}, {"is_target": False},
+    {"trainable": False}, {"ignore_loss": True}, {"loss_weight": 0.5}, {"train_on": "last"},
+]  # fmt: skip
+CHANGES_NOTHING: list[dict[str, Any]] = [
+    {"train": True}, {"weight": "1"}, {"weight": 1.0}, {"loss": "true"}, {"loss": "True"},
+    {"training": None}, {"weight": ""}, {"is_target": 1}, {"ignore_loss": "false"}, {"mask": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data_format", ROWS)
+def test_a_flag_of_a_whole_document_is_refused_if_it_changes_the_targets(
+    tokenizer: PreTrainedTokenizerFast, data_format: str
+) -> None:
+    chat, row = chat_tokenizer(tokenizer, CHATML), ROWS[data_format]
+    right = marked(chat, row, data_format)
+    for flag in CHANGES_TARGETS:
+        (name,) = flag
+        with pytest.raises(BadDocument, match=rf"'{name}' is not read.* \{{unused: {name}\}}"):
+            marked(chat, {**row, **flag}, data_format)
+        assert marked(chat, {**row, **flag}, data_format, fields={"unused": name}) == right
+    for flag in CHANGES_NOTHING:
+        assert marked(chat, {**row, **flag}, data_format) == right
+
+
+def test_a_flag_in_a_column_is_read_like_one_in_a_line(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    for weight, is_refused in (("1", False), ("0", True)):
+        rows = {
+            "a.csv": f"text,weight\nHere.,{weight}\n",
+            "a.tsv": f"text\tweight\nHere.\t{weight}\n",
+        }
+        parquet(tmp_path / "a.parquet", [{"text": "Here.", "weight": float(weight)}])
+        for name in ("a.csv", "a.tsv", "a.parquet"):
+            if name in rows:
+                (tmp_path / name).write_text(rows[name])
+            run = Data(train=str(tmp_path / name), format="text")
+            record = open_corpus(str(tmp_path / name), run)[0]
+            encoder = Encoder.of(tokenizer, run)
+            if is_refused:
+                with pytest.raises(BadDocument, match="'weight' is not read"):
+                    encoder.documents(record, SlotState())
+                continue
+            (document,) = encoder.documents(record, SlotState())
+            assert tokenizer.decode(document.tokens) == "Here.<eos>"
+
+
 def test_tools_that_data_tools_does_not_name(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -156,6 +215,6 @@ def test_tools_that_data_tools_does_not_name(
     chat = chat_tokenizer(tokenizer, WRITES_ALL)
     record = {"messages": MESSAGES, "tools": [WRAPPED], "offered": None}
     for named in (str(file), "offered"):
-        with pytest.raises(BadDocument, match="'tools' is not read"):
+        with pytest.raises(BadDocument, match=r"'tools' is not read; set data\.tools: tools, or"):
             marked(chat, record, tools=named)
         marked(chat, record, tools=named, fields={"unused": "tools"})

@@ -160,6 +160,18 @@ def test_an_older_call_is_written(
         (CALLS, [QUESTION, {**ANSWER, "learn": False}], r"'learn' .*\{unused: learn\}"),
         (CALLS, [QUESTION, {**ANSWER, "loss_weight": 0.5}], "'loss_weight' of message 2"),
         (CALLS, [QUESTION, {**ANSWER, "loss": "no"}], "'loss' of message 2 is not true or false"),
+        (CALLS, [QUESTION, {**ANSWER, "supervised": 0}], "'supervised' of message 2 is no flag"),
+        (CALLS, [QUESTION, {**ANSWER, "compute_loss": 0}], "'compute_loss' of message 2"),
+        (CALLS, [QUESTION, {**ANSWER, "trained": "no"}], "'trained' of message 2 is no flag"),
+        (CALLS, [QUESTION, {**ANSWER, "isTrainable": "no"}], "'isTrainable' of message 2"),
+        (CALLS, [QUESTION, {**ANSWER, "weights": [0]}], "'weights' of message 2 is no flag"),
+        (CALLS, [QUESTION, {**ANSWER, "content": [{"text": "a", "train": False}, "b"]}], "a part"),
+        (CALLS, [QUESTION, {**ANSWER, "content": ["b", {"text": "a", "weight": 0}]}], "a part"),
+        (
+            CALLS,
+            [QUESTION, {**ANSWER, "content": [{"text": "a", "loss_mask": 0}]}],
+            "message 2 has",
+        ),
     ],
 )
 def test_what_would_be_lost_of_a_message_is_refused(
@@ -188,6 +200,17 @@ def test_a_flag_that_the_template_reads_or_that_is_left_out_on_purpose(
     assert "«+Here.<|im_end|>»" in marked(chat_tokenizer(tokenizer, reading), record)
     unused = {"unused": "partial"}
     assert "«Here.<|im_end|>»" in marked(chat_tokenizer(tokenizer, CHATML), record, fields=unused)
+
+
+def test_fields_of_a_message_that_say_nothing_of_targets(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    part = {"type": "text", "text": "Here.", "train": True, "cache_control": {"type": "short"}}
+    more = {"name": "Ada", "id": 7, "timestamp": 1, "constraint": "none", "glossary": ["a"]}
+    record = {"messages": [{**QUESTION, **more}, {**ANSWER, **more, "content": [part]}]}
+    text = marked(chat_tokenizer(tokenizer, CHATML), record)
+    right = rendered(tokenizer, CHATML, [QUESTION, ANSWER])
+    assert text == right.replace("Here.<|im_end|>", "«Here.<|im_end|>»")
 
 
 def test_lists_and_objects_may_be_text_in_json(

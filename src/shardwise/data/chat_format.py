@@ -17,7 +17,6 @@ from shardwise.data.messages import (
     Message,
     bad_chat,
     check_flags,
-    check_no_flags,
     forms,
     from_json,
     is_trained,
@@ -123,7 +122,6 @@ class ChatFormat:
         for field in self.data.columns("messages"):
             read = [{**message, "train": False} for message in read]  # only the last field's are
             read += self._list(record, field, len(read) + 1)
-        check_no_flags(record, self.data.unused)
         known = names_in(self.template) | {*self.data.unused}
         for number, message in enumerate(read, 1):
             check_flags(message, number, known)
@@ -136,7 +134,7 @@ class ChatFormat:
                 f"rename it to one of {', '.join(roles)}; or {CORRECT_LINE}",
             )
         for name, value in columns.given(record, self._beside(True)).items():
-            system = read_message({"role": "system", "content": value}, 0)
+            system = read_message({"role": "system", "content": value}, f"field {name!r}")
             if read[0]["role"] not in ("system", "developer"):
                 read = [system, *read]
             elif read[0]["content"] != system["content"]:
@@ -158,12 +156,12 @@ class ChatFormat:
         if not is_list or not all(isinstance(message, dict) for message in messages):
             raise bad_chat(f"field {field!r} is not a list of objects, nor JSON text of one")
         return [
-            read_message(message, number) for number, message in enumerate(messages, first_number)
+            read_message(message, f"message {number}")
+            for number, message in enumerate(messages, first_number)
         ]
 
     def _beside(self, are_system: bool) -> list[str]:
         names = columns.fields_beside(self.data)
-        names = [name for name in names if name not in columns.FLAGS]
         return [name for name in names if (name in columns.SYSTEM) == are_system]
 
     def with_fields(self, record: Record) -> ChatFormat:

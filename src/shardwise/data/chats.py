@@ -78,8 +78,7 @@ def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[T
 
     The turn of a message without words is its end mark, unless the template writes it differently.
 
-    Undecidable if the template writes marked words differently, or repeats, drops or mixes
-    messages.
+    Undecidable if the template changes marked words, or repeats, drops or mixes messages.
     """
     if len(messages) > MOST_MESSAGES:
         raise Undecidable(f"it has more than {MOST_MESSAGES:,} messages")
@@ -199,7 +198,9 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
     """
     for number, message in enumerate(marked):
         name = f"message {number + 1}"
-        in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
+        in_text = Counter(
+            m[2] for m in _MARKED_WORD.finditer(traced) if ord(m[1]) == BEGIN + number
+        )
         thoughts, contents, calls = (
             Counter(m[2] for s in strings for m in _MARKED_WORD.finditer(s) if m[2])
             for strings in (
@@ -257,10 +258,6 @@ def _places(traced: str) -> dict[int, tuple[int, int]]:
         start, end = places.get(message, (position, position))
         places[message] = (start, max(end, position))
     return places
-
-
-def _is_of(word: re.Match[str], message: int) -> bool:
-    return ord(word[1]) == BEGIN + message
 
 
 # From marked words to turns.
@@ -364,7 +361,7 @@ def _ends_others(dialogue: _Dialogue, tag: str) -> bool:
 def _tail(dialogue: _Dialogue, marked: Sequence[Message], number: int) -> str | None:
     """Return the text after the last word of a message in another, marked dialogue."""
     traced = _try(dialogue.render, marked, False) or ""
-    marks = [m for m in _MARKED_WORD.finditer(traced) if _is_of(m, number)]
+    marks = [m for m in _MARKED_WORD.finditer(traced) if ord(m[1]) == BEGIN + number]
     return _MARK.split(traced[marks[-1].end() :])[0] if marks else None
 
 

@@ -21,6 +21,12 @@ TOOLS = ("tools", "functions")
 """The fields with tools. `functions` has what each of `tools` has under its key `function`."""
 FLAGS = ("train", "training", "loss", "weight")
 """The fields that say whether a message is a target: true or false, `weight` 1 or 0."""
+ROW_FLAGS = (
+    *FLAGS, "compute_loss", "ignore_loss", "is_target", "is_trained", "loss_mask", "loss_scale",
+    "loss_weight", "mask", "masked", "no_loss", "supervise", "supervised", "train_detail",
+    "train_mask", "train_on", "trainable", "trained", "training_detail",
+)  # fmt: skip
+"""The fields that say so of a whole document, here or in other programs."""
 VARIABLES = "chat_template_kwargs"
 """The field with variables of the chat template for one dialogue, as in TRL."""
 
@@ -48,17 +54,25 @@ def fields_of(data: Data) -> tuple[str, ...]:
 def fields_beside(data: Data) -> tuple[str, ...]:
     """Return the known fields that a run does not name, which are taken or refused."""
     fields, names = fields_of(data), () if data.format == "text" else BESIDE
+    names += ROW_FLAGS
     if data.format == "chat":
-        names += (VARIABLES, *FLAGS)
+        names += (VARIABLES,)
     elif {"instruction", "question"} & {*fields}:
         names += BESIDE_QUESTION
     return tuple(name for name in names if name not in (*fields, *data.unused))
 
 
 def given(record: Record, names: Sequence[str]) -> dict[str, Any]:
-    """Return those of these fields of a document that are not empty."""
-    values = {name: record.get(name) for name in names}
-    return {k: v for k, v in values.items() if (v.strip() if isinstance(v, str) else v)}
+    """Return those of these fields of a document that are not empty, and flags with an effect."""
+    values = {k: record.get(k) for k in names if k not in ROW_FLAGS or has_effect(k, record.get(k))}
+    return {k: v for k, v in values.items() if k in ROW_FLAGS or str(v or "").strip()}
+
+
+def has_effect(flag: str, value: Any) -> bool:
+    """Return whether a flag, which is text in CSV, may take away a target."""
+    is_negative, is_unclear = flag in ("ignore_loss", "masked", "no_loss"), flag == "mask"
+    harmless = () if is_unclear else ("false", "0", "0.0") if is_negative else ("true", "1", "1.0")
+    return str(value).strip().lower() not in ("none", "", "[]", *harmless)
 
 
 def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
@@ -69,6 +83,10 @@ def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
         way_out = f"set data.fields to {{prompt: [{', '.join(first)}], completion: ...}}"
         if name in MEDIA:
             way_out = "only text is trained on; remove the line"
+        elif name in ROW_FLAGS:
+            way_out = "only messages of a chat have flags; remove the line"
+        elif data.format == "chat" and name in TOOLS:
+            way_out = f"set data.tools: {name}"
         elif data.format == "chat":
             way_out = "write its turns into the messages"
         elif name == "history":

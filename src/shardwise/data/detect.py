@@ -67,8 +67,7 @@ def _first_fields(entry: str, key: str) -> frozenset[str] | None:
     dataset = DatasetEntry.of(entry)
     if dataset is None:
         file: Path = find_files(entry, key)[0]
-        is_table = suffix(file) in (".parquet", ".csv", ".tsv")
-        if is_table:
+        if suffix(file) in (".parquet", ".csv", ".tsv"):
             return frozenset(columns_of(file))
         index = index_files([file], most=1)
         if not len(index):

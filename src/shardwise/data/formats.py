@@ -132,10 +132,10 @@ class Encoder:
     def _encoded(self, record: Record) -> list[Encoded]:
         if self.chat is not None:
             return self.chat.encode(record)
+        check_all_read(record, fields_beside(self.data), self.data)
         if self.data.format == "completion":
             columns = [self.data.columns(name) for name in ("prompt", "completion")]
             prompt, completion = (joined_text(record, names) for names in columns)
-            check_all_read(record, fields_beside(self.data), self.data)
             return [encode_completion(self.tokenizer, prompt, completion)]
         text = text_of(record, self.data.text_field, "data.text_field")
         return [encode_text(self.tokenizer, text)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.data.columns import FLAGS, MEDIA, unread
+from shardwise.data.columns import FLAGS, MEDIA, has_effect
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 
 Message = dict[str, Any]
@@ -25,11 +26,10 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text", None)
 """Types of the parts of a content that hold text."""
 
-OTHER_FLAGS = (
-    "ignore_loss", "is_target", "is_trained", "loss_mask", "loss_scale", "loss_weight", "mask",
-    "masked", "no_loss", "supervise", "train_detail", "train_on", "trainable", "training_detail",
-)  # fmt: skip
-"""Fields by which other programs say what is a target, not all of them with true or false."""
+_FLAG = re.compile(
+    "(?<![a-z])(un|no|is|compute|ignore)?(train|loss|weight|mask|learn|target|supervis)", re.I
+)
+"""What is in the names by which programs say what is a target, with true or false or otherwise."""
 
 
 def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -79,16 +79,14 @@ def writes_text_in_quotes(form: Sequence[Message], text: str) -> bool:
 
     It wants objects, though it does not refuse the text.
     """
-    calls = [call for message in form for call in message.get("tool_calls", ())]
-    calls += [
-        {"function": message["function_call"]} for message in form if "function_call" in message
-    ]
-    given = [call["function"]["arguments"] for call in calls]
+    calls = [call["function"] for message in form for call in message.get("tool_calls", ())]
+    calls += [message["function_call"] for message in form if "function_call" in message]
+    given = [call["arguments"] for call in calls]
     texts = [arguments for arguments in given if _as_object(arguments) is not arguments]
     return any(json.dumps(t, ensure_ascii=ascii) in text for t in texts for ascii in (False, True))
 
 
-def read_message(message: Record, number: int) -> Message:
+def read_message(message: Record, where: str) -> Message:
     """Return a message whose content is a text, and whose calls are in `tool_calls`.
 
     A field that is null counts as missing.
@@ -98,36 +96,36 @@ def read_message(message: Record, number: int) -> Message:
         speaker, words = read.pop("from"), read.pop("value", None)
         read |= {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": words}
     if read.get("role") is None:
-        raise bad_chat(f"message {number} has no field 'role'")
-    string(read["role"], f"field 'role' of message {number}")
+        raise bad_chat(f"{where} has no field 'role'")
+    string(read["role"], f"field 'role' of {where}")
     calls = from_json(read.pop("tool_calls", None)) or []
     older = from_json(read.pop("function_call", None))
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise bad_chat(f"field 'tool_calls' of message {number} is not a list of objects")
+        raise bad_chat(f"field 'tool_calls' of {where} is not a list of objects")
     if older and calls and [call.get("function") for call in calls] != [older]:
-        raise bad_chat(f"message {number} has 'tool_calls' and another 'function_call'")
+        raise bad_chat(f"{where} has 'tool_calls' and another 'function_call'")
     calls = calls or ([{"type": "function", "function": older}] if older else [])
     if calls:
-        read["tool_calls"] = [_call(call, number) for call in calls]
+        read["tool_calls"] = [_call(call, where) for call in calls]
     content = read.get("content")
     if not content and read.get("refusal"):
-        raise bad_chat(f"field 'refusal' of message {number} is not read; write it as its content")
+        raise bad_chat(f"field 'refusal' of {where} is not read; write it as its content")
     if content is None:
         if not calls and not any(read.get(name) for name in REASONING):
-            raise bad_chat(f"message {number} has no field 'content'")
+            raise bad_chat(f"{where} has no field 'content'")
         content = ""
     if isinstance(content, list):
-        content = "".join(_part(part, number) for part in content)
-    read["content"] = string(content, f"field 'content' of message {number}")
+        content = "".join(_part(part, where) for part in content)
+    read["content"] = string(content, f"field 'content' of {where}")
     for name in REASONING:
         if name in read:
-            string(read[name], f"field {name!r} of message {number}")
+            string(read[name], f"field {name!r} of {where}")
     for name in FLAGS[:-1]:
         if not isinstance(read.get(name, True), bool):
-            raise bad_chat(f"field {name!r} of message {number} is not true or false")
+            raise bad_chat(f"field {name!r} of {where} is not true or false")
     if read.get("weight", 1) not in (0, 1):
-        raise bad_chat(f"field 'weight' of message {number} is not 0 or 1, all there is")
-    check_text_only(read, f"message {number}")
+        raise bad_chat(f"field 'weight' of {where} is not 0 or 1, all there is")
+    check_text_only(read, where)
     return read
 
 
@@ -140,28 +138,29 @@ def check_text_only(fields: Record, name: str) -> None:
             )
 
 
-def _part(part: Any, number: int) -> str:
+def _part(part: Any, where: str) -> str:
     """Return the text of one part of a content; BadDocument for an image or the like."""
     if isinstance(part, str):
         return part
     if isinstance(part, dict):
-        check_text_only(part, f"a part of message {number}")
+        check_text_only(part, f"a part of {where}")
+        if any(_FLAG.search(k) and has_effect(k, v) for k, v in part.items()):
+            raise bad_chat(f"a part of {where} has a flag; only a message as a whole can have one")
     is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
     if not is_text or not isinstance(part.get("text"), str):
         kind = part.get("type", "object") if isinstance(part, dict) else type(part).__name__
         raise BadDocument(
             "not text",
-            f"message {number} has a part of type {kind!r}, and only text is trained on; "
-            f"{CORRECT_LINE}",
+            f"{where} has a part of type {kind!r}, and only text is trained on; {CORRECT_LINE}",
         )
     return part["text"]
 
 
-def _call(call: Record, number: int) -> Message:
+def _call(call: Record, where: str) -> Message:
     """Return a tool call that has a name and arguments."""
     function = from_json(call.get("function"))
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_chat(f"a tool call of message {number} has no function with a name")
+        raise bad_chat(f"a tool call of {where} has no function with a name")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
@@ -218,18 +217,10 @@ def read_objects(value: Any, name: str, error: Callable[[str], Exception]) -> li
     return value or None
 
 
-def check_no_flags(record: Record, unused: Container[str]) -> None:
-    """Raise BadDocument where a dialogue has a flag, which only messages have."""
-    for name in FLAGS:
-        if name not in unused and record.get(name) not in (None, True, 1, ""):
-            way_out = "give it to the messages that are no targets, or remove the line"
-            raise unread(name, f"it is one of a dialogue; {way_out}")
-
-
 def check_flags(message: Message, number: int, known: Container[str]) -> None:
     """Raise BadDocument where a message has a flag that is not `known` and would do nothing."""
     for name, value in message.items():
-        is_flag = isinstance(value, bool) or name in OTHER_FLAGS
+        is_flag = isinstance(value, bool) or bool(_FLAG.search(name))
         if is_flag and name not in FLAGS and name not in known:
             raise BadDocument(
                 "unknown flag",

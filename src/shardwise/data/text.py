@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.config import UserError
 from shardwise.data.files import raise_unreadable, tell
-from shardwise.data.record import BadDocument, Record
+from shardwise.data.record import CORRECT_LINE, BadDocument, Record
 from shardwise.data.rows import check_text, is_blank, is_rows, rows_of
 
 STRIDE = 32
@@ -106,12 +106,10 @@ def read_object(line: str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        message = f"not JSON ({error}); correct or remove the line"
-        raise BadDocument("not JSON", message) from None
+        raise BadDocument("not JSON", f"not JSON ({error}); {CORRECT_LINE}") from None
     if not isinstance(record, dict):
         kind = type(record).__name__
-        message = f"a JSON {kind}, not an object; correct or remove the line"
-        raise BadDocument("not JSON", message)
+        raise BadDocument("not JSON", f"a JSON {kind}, not an object; {CORRECT_LINE}")
     return record
 
 
@@ -181,6 +179,5 @@ def _decode(raw: bytes) -> str:
         # "-sig" drops the byte order mark with which some editors begin a file.
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        way_out = "convert the file, for example with iconv"
-        message = f"not UTF-8 (byte {error.start + 1}); {way_out}"
+        message = f"not UTF-8 (byte {error.start + 1}); convert the file, for example with iconv"
         raise BadDocument("not UTF-8", message) from None
