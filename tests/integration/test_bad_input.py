@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,19 @@ def run_file(folder, tmp_path) -> Path:
     content["training"]["output_dir"] = str(tmp_path / "out")
     path.write_text(yaml.safe_dump(json.loads(json.dumps(content))))
     return path
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What transformers logs."""
+    logger, stream = logging.getLogger("transformers"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # a command of another test may have raised it
+    yield stream
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def refused(capfd, *arguments: object) -> str:
@@ -289,29 +304,42 @@ def test_json_lines_under_another_name(run_file, capfd, tmp_path, name):
 
 
 @pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"rope_parameters": {"rope_type": "nope"}}, "rope_type is 'nope'"),
+        ({"num_hidden_layers": True}, "cannot read config.json"),
+    ],
+    ids=str,
+)
+def test_a_wrong_config_beside_a_tokenizer_is_one_line_of_the_config(
+    run_file, folder, capfd, tmp_path, change, fragment, logged
+):
+    """Transformers reads it with the tokenizer too."""
+    tokenizer = Path(yaml.safe_load(run_file.read_text())["model"]["tokenizer"])
+    model = shutil.copytree(tokenizer, tmp_path / "model")
+    content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | change
+    (model / "config.json").write_text(json.dumps(content))
+    options = [f"--model.path={model}", "--model.tokenizer=null", "--model.init=random"]
+    assert fragment in refused(capfd, run_file, *options)
+    assert logged.getvalue() == ""
+
+
+@pytest.mark.parametrize(
     "change",
     [{"pad_token_id": 999}, {"rope_parameters": {"rope_type": "linear", "factor": 0}}],
     ids=str,
 )
-def test_beside_an_error_transformers_logs_nothing(run_file, capfd, tmp_path, change):
+def test_beside_an_error_transformers_logs_nothing(run_file, capfd, tmp_path, change, logged):
     content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(content))
-    logger, stream = logging.getLogger("transformers"), io.StringIO()
     other = 900 + len(str(change))  # a line is logged once in a process
-    handler = logging.StreamHandler(stream)
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # a command of another test may have raised it
-    try:
-        refused(capfd, run_file, f"--model.path={tmp_path}", "--model.init=random")
-        assert stream.getvalue() == ""
-        (tmp_path / "config.json").write_text(json.dumps(content | {"bos_token_id": other} | GOOD))
-        for _ in range(2):
-            read_config(Model(str(tmp_path)))
-        assert stream.getvalue().count(f"got {other}") == 1
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    refused(capfd, run_file, f"--model.path={tmp_path}", "--model.init=random")
+    assert logged.getvalue() == ""
+    (tmp_path / "config.json").write_text(json.dumps(content | {"bos_token_id": other} | GOOD))
+    for _ in range(2):
+        read_config(Model(str(tmp_path)))
+    assert logged.getvalue().count(f"got {other}") == 1
 
 
 GOOD = {"pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}

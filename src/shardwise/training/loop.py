@@ -12,6 +12,7 @@ from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.models import load
+from shardwise.models.notices import held_notices
 from shardwise.parallel.compile import uncompiled
 from shardwise.planner.recompute import chosen_of
 from shardwise.process.watchdog import paused
@@ -25,8 +26,10 @@ from shardwise.training.session import Session
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Run `cfg` on this rank, whose process group is up; on rank 0 return the record."""
     meter = Meter(cfg.measure.warmup_steps)
-    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    num_rows = load.check_vocabulary(load.read_config(cfg.model), tokenizer)
+    config = load.read_config(cfg.model)  # first: the tokenizer's folder has it too
+    with held_notices():
+        tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
+    num_rows = load.check_vocabulary(config, tokenizer)
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
         slots = mesh.slots(cfg.training.global_batch_size)
