@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardwise.batches import IGNORED
 from shardwise.config import Data, Model, UserError
@@ -936,3 +937,45 @@ def test_a_missing_field_names_the_key_that_fits(tokenizer: PreTrainedTokenizerF
         encoder = Encoder.of(tokenizer, Data("any", format=data_format, fields=fields))
         with pytest.raises(BadDocument, match=rf"^no field .*{way_out}"):
             encoder.documents(record, SlotState())
+
+
+@pytest.mark.parametrize("spoken", [["", "no"], ["no", ""], ["", ""], ["", " ", "no"], [""]])
+@pytest.mark.parametrize("end", ["", "<|end|>"])
+def test_a_turn_without_words_has_its_end_where_the_template_tests_for_words(
+    tokenizer: PreTrainedTokenizerFast, spoken: list[str], end: str
+) -> None:
+    # Right is what transformers marks in the template that says itself what is generated.
+    said = "{{ '\\n<think></think>' }}{% if m.content.strip() %}{{ '\\n' + m.content.strip() }}"
+    said += "{% endif %}"
+    loop = "<sop>{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+    rest = "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    if end:
+        generated = f"{{% generation %}}{said}{end}{{% endgeneration %}}"
+        by_marks = loop + generated + rest
+    else:  # the mark of the next speaker is the end
+        generated = f"{{% generation %}}{said}<|user|>{{% endgeneration %}}"
+        others = "{% else %}{{ '<|user|>' if loop.first }}{{ m.content }}{% endif %}{% endfor %}"
+        by_marks = loop + generated + others
+    messages = [
+        message
+        for content in spoken
+        for message in (
+            {"role": "user", "content": "so"},
+            {"role": "assistant", "content": content},
+        )
+    ]
+    (text,), (marks,) = render_jinja_template(
+        [messages], chat_template=by_marks, return_assistant_tokens_mask=True
+    )
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    chat = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        chat_template=loop + said + end + rest + prompt,
+    )
+    ours = marked(chat, {"messages": messages})
+    assert ours.translate({ord("«"): None, ord("»"): None}) == text
+    assert re.findall("«([^»]*)»", ours) == [text[start:stop] for start, stop in marks]

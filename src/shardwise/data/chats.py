@@ -16,7 +16,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.data.messages import CALLS, REASONING, Message, mapped, strings_of
@@ -77,7 +77,6 @@ def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[T
     """Render a dialogue, and find the characters of each message of the assistant.
 
     The turn of a message without words is its end mark, unless the template writes it differently.
-
     Undecidable if the template changes marked words, or repeats, drops or mixes messages.
     """
     if len(messages) > MOST_MESSAGES:
@@ -85,12 +84,12 @@ def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[T
     text = render(messages, False)
     if _MARK.search(text):
         raise Undecidable("it contains characters for private use, by which turns are found")
-    dialogue = _traced(render, messages, text)
-    return text, [
-        _turn(dialogue, number)
-        for number, message in enumerate(messages)
-        if message["role"] == "assistant" and number in dialogue.places
-    ]
+    dialogue = plain = _traced(render, messages, text)
+    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for number in spoken:
+        if number not in plain.places:
+            dialogue = _with_place(dialogue, plain, number)
+    return text, [_turn(dialogue, number) for number in spoken if number in dialogue.places]
 
 
 def check_written(render: Render, messages: Sequence[Message], text: str) -> None:
@@ -189,6 +188,21 @@ def _traced(render: Render, messages: Sequence[Message], text: str) -> _Dialogue
         if not problem:
             return _Dialogue(render, messages, marked, text, places)
     raise Undecidable(problem)
+
+
+def _with_place(dialogue: _Dialogue, plain: _Dialogue, number: int) -> _Dialogue:
+    """Place a message without words where a word would stand, if all else but space is the same."""
+    word = f"{chr(BEGIN + number)}x{chr(END + number)}"
+    message, after = plain.marked[number], plain.marked[number + 1 :]
+    probe = message | mapped({"content": message["content"]}, lambda _: word, True)
+    traced = _try(plain.render, [*plain.marked[:number], probe, *after], False) or ""
+    head, found, tail = (_MARK.sub("", part) for part in traced.partition(word))
+    start = len(plain.text) - len(tail)
+    is_same = plain.text.endswith(tail) and plain.text[:start].rstrip() == head.rstrip()
+    if not found or not is_same:
+        return dialogue
+    marked = [*dialogue.marked[:number], probe, *after]
+    return replace(dialogue, marked=marked, places={**dialogue.places, number: (start, start)})
 
 
 def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[int, int]]) -> str:
