@@ -96,7 +96,7 @@ class Letters:
 
     eos_token_id = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
 
     def decode(self, ids: list[int]) -> str:
