@@ -56,6 +56,26 @@ def test_a_link_stays_and_its_file_is_written(exists, absolute, tmp_path):
     assert os.listdir(tmp_path / "there") == ["file"]
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o755])
+def test_a_file_keeps_its_mode(mode, tmp_path):
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_text("before")
+    path.chmod(mode)
+    link.symlink_to(path)
+    write_output(link, "after")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("after", mode)
+
+
+def test_a_file_of_two_names_is_written_under_both(tmp_path):
+    path, other = tmp_path / "file", tmp_path / "other"
+    path.write_text("before, and longer")
+    path.chmod(0o600)
+    other.hardlink_to(path)
+    write_output(path, "after")
+    assert (other.read_text(), path.samefile(other)) == ("after", True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_a_pipe_gets_the_bytes_or_is_not_waited_for(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

@@ -95,13 +95,19 @@ def check_output(path: str | Path, option: str) -> None:
 def write_output(path: str | Path, content: str | bytes) -> None:
     """Write to a path that a user has named: a file all or nothing, a pipe or a device as it is.
 
-    A link stays, and the file that it leads to is written. UserError where that cannot be.
+    A link stays, and the file that it leads to is written, which keeps its mode. One that has other
+    names (hard links) is written in place. UserError where that cannot be.
     """
     content = content.encode() if isinstance(content, str) else content
     try:
         stream = _stream(Path(path))
         if stream is None:
-            write_atomically(os.path.realpath(path), content)
+            path = Path(os.path.realpath(path))
+            before = path.stat() if path.exists() else None
+            if before is not None and before.st_nlink > 1:
+                path.write_bytes(content)
+            else:
+                write_atomically(path, content, before and stat.S_IMODE(before.st_mode))
             return
         sys.stdout.flush()  # it may be the same
         if isinstance(stream, int):
@@ -141,18 +147,20 @@ def _cannot_write(what: str | Path, error: OSError | ValueError) -> UserError:
     return UserError(f"{what}: cannot write there ({reason}); give the path of a file")
 
 
-def write_atomically(path: str | Path, content: str | bytes) -> None:
+def write_atomically(path: str | Path, content: str | bytes, mode: int | None = None) -> None:
     """Write a file (text in UTF-8) so that a reader sees its old content or all of the new one.
 
     Several processes may write it at once: one of them is the last. A link of its name is replaced,
-    not followed: see `write_output` for a name that a user gives. Raises OSError where the file
-    cannot be written.
+    not followed: see `write_output` for a name that a user gives. `mode`: the file's permissions,
+    by default those of a new file. Raises OSError where the file cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+        with os.fdopen(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except BaseException:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
@@ -18,7 +18,7 @@ from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, require
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Position, SlotState
-from shardwise.interfaces import Mesh
+from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.models.own import OwnModel
 from shardwise.planner.recompute import chosen_of
@@ -91,9 +91,7 @@ class OwnLoop(Session):
 
     def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:
         """See Session; UserError for other rows than this rank's of the next step."""
-        _check("step", "microbatches", microbatches, Sequence)
-        for batch in microbatches:
-            _check("step", "a micro-batch", batch, Batch | TensorBatch)
+        _check_microbatches("step", microbatches)
         number, slots = self.done + 1, [slot for batch in microbatches for slot in batch.slots]
         require(
             slots == list(self.slots) and all(batch.step == number for batch in microbatches),
@@ -103,6 +101,11 @@ class OwnLoop(Session):
         )
         self._latest = microbatches
         return super().step(microbatches)
+
+    def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
+        """See Session; UserError for what are no global batches."""
+        _check("evaluate", "batches", batches, Iterable)
+        return super().evaluate(_checked(batches))
 
     def finish(self, tokenizer: PreTrainedTokenizerBase | None = None) -> RunRecord | None:
         """See Session; with `measure.memory` the latest rows run once more, to measure memory."""
@@ -203,6 +206,23 @@ def _check(method: str, name: str, value: object, kind: Any) -> None:
         isinstance(value, kind) and not isinstance(value, str),
         f"`{method}` was given {shown(value)} as {name}; give {wanted}",
     )
+
+
+def _check_microbatches(method: str, microbatches: Any) -> None:
+    _check(method, "microbatches", microbatches, Sequence)
+    for batch in microbatches:
+        _check(method, "a micro-batch", batch, Batch | TensorBatch)
+
+
+def _checked(batches: Iterable[Sequence[AnyBatch]]) -> Iterator[Sequence[AnyBatch]]:
+    for microbatches in batches:
+        _check_microbatches("evaluate", microbatches)
+        require(
+            len(microbatches) > 0,
+            "`evaluate` was given a global batch without micro-batches; make them with "
+            "microbatches(step, rows)",
+        )
+        yield microbatches
 
 
 def _tensor_batch(
