@@ -317,3 +317,24 @@ def test_reading_tables_without_datasets(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"datasets, .*; pip install datasets$"):
         open_corpus(str(path), data())
+
+
+def test_a_folder_of_many_tables_says_that_it_opens_them_and_asks_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **_: asked.append(args) or [])
+    monkeypatch.setattr("shardwise.data.corpus.MANY_TABLES", 4)
+    for index in range(2):
+        parquet(tmp_path / f"{index}[1].parquet", {"text": [f"p{index}"]})
+        write(tmp_path / f"{index}.csv", f"text\nc{index}\n")
+    found = open_corpus(str(tmp_path), data())
+    assert sorted(texts(found)) == ["c0", "c1", "p0", "p1"]
+    assert capsys.readouterr().out.startswith("opening 4 files of tables, one after the other")
+    assert not asked
+    open_corpus(str(tmp_path / "0.csv"), data())
+    assert not capsys.readouterr().out
+    parquet(tmp_path / "0[1].parquet", {"text": ["written again"]})
+    assert sorted(texts(open_corpus(str(tmp_path), data())))[2:] == ["p1", "written again"]

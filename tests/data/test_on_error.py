@@ -279,5 +279,6 @@ def test_prompts_longer_than_a_row_name_the_key_that_holds_them(
     row = json.dumps({"prompt": "x" * 50, "completion": "y"}) + "\n"
     path = str(write(tmp_path / "a.jsonl", row * 3))
     cfg = run_config(path, format="completion", sequence_length=20, global_batch_size=1)
-    with pytest.raises(UserError, match=r"longer than a row of data\.sequence_length"):
+    message = r"longer than a row of data\.sequence_length; raise data\.sequence_length"
+    with pytest.raises(UserError, match=message):
         next(build_loaders(cfg, tokenizer, range(1)).train)

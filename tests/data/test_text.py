@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Model, UserError
-from shardwise.data import text as text_files
+from shardwise.data import corpus as corpus_files
 from shardwise.data.corpus import open_corpus
 from shardwise.data.files import find_files
 from shardwise.data.record import BadDocument
@@ -465,7 +465,7 @@ def test_a_folder_of_many_files_resolves_each_folder_once_and_says_that_it_opens
     (tmp_path / "data" / "0" / "link.txt").symlink_to(tmp_path / "data" / "1" / "01.txt")
     opened, calls, resolve, opens = [], [], Path.resolve, Path.open
     monkeypatch.setattr(Path, "resolve", lambda path: calls.append(path) or resolve(path))
-    monkeypatch.setattr(text_files, "MANY_FILES", 60)
+    monkeypatch.setattr(corpus_files, "MANY_FILES", 60)
     monkeypatch.setattr(Path, "open", lambda path, mode: opened.append(path) or opens(path, mode))
     found = open_corpus(str(tmp_path / "data"), Data("unused"))
     assert len(found) == 60  # the link is one of them

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.columns import fields_of
-from shardwise.data.files import expanded, find_files, path_exists, resolved
+from shardwise.data.files import expanded, find_files, path_exists, resolved, tell
 from shardwise.data.record import Record
 from shardwise.data.rows import check_text, is_rows, suffix
 from shardwise.data.tables import DatasetEntry, Table, open_csv, open_dataset, open_parquet
@@ -19,6 +19,8 @@ from shardwise.data.text import TextFiles, index_files
 OPEN_TABLE = {".parquet": open_parquet, ".csv": open_csv, ".tsv": open_csv}
 """The function that opens a table, by the suffix of its file."""
 
+MANY_FILES, MANY_TABLES = 10_000, 200
+"""A run says that it opens so many files of text, or tables: that takes a second or more."""
 
 Source = TextFiles | Table
 """Documents by number, which are read when they are needed. A pickle of them holds no documents."""
@@ -93,6 +95,12 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
             f"{key}: {plain[0]} is plain text, which data.format {data.format} cannot use; give "
             f"JSONL, JSON, CSV, Parquet or datasets with the fields {', '.join(fields_of(data))}"
         )
+    for kind, found, many in (("text", text, MANY_FILES), ("tables", tables, MANY_TABLES)):
+        if len(found) >= many:
+            tell(
+                f"opening {len(found):,} files of {kind}, one after the other; the same documents "
+                "in one JSONL or Parquet file begin sooner"
+            )
     sources: list[Source] = [index_files(text, data.text_field)] if text else []
     sources += [OPEN_TABLE[suffix(file)](file, data) for file in tables]
     sources += [open_dataset(entry, data, key) for entry in datasets]

@@ -13,15 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.config import UserError
-from shardwise.data.files import raise_unreadable, tell
+from shardwise.data.files import raise_unreadable
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record
 from shardwise.data.rows import check_text, is_blank, is_rows, rows_of
 
 STRIDE = 32
 """The index has the place of every 32nd document: a small index, and little to read past."""
-
-MANY_FILES = 10_000
-"""A run says that it opens so many files, since that takes a second or more."""
 
 SAMPLES, BLOCK = 18, 4096
 """A fingerprint reads so many blocks of so many bytes of a file: all of it up to 72 KiB."""
@@ -124,11 +121,6 @@ def index_files(
     JSON lines under another name, which nobody wants to read as one text.
     """
     files, count = tuple(files), 0
-    if len(files) >= MANY_FILES:
-        tell(
-            f"opening {len(files):,} files of text, one after the other; the same documents in one "
-            "JSONL or Parquet file begin sooner"
-        )
     ends, offsets, sizes = array("q"), array("q"), array("q")
     for path in files:
         try:
