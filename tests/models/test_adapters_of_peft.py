@@ -411,6 +411,8 @@ def test_an_adapter_on_what_a_layer_reads_past_it_is_told_by_its_own_name(tmp_pa
     )
     with pytest.raises(UserError, match=r"lora.path .* adapts .*dt_proj, whose weight its layer"):
         section_of(Lora(path=str(tmp_path)), jamba, on_meta(jamba))
+    notes = merge_adapter(jamba, tmp_path, tmp_path / "merged")
+    assert any("not what PEFT computes" in note and "dt_proj" in note for note in notes)
 
 
 # ----------------------------------------------------------------------------- dtypes of the base

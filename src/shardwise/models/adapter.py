@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter_folder import PREFIX, as_in_file, without_adapter_name
-from shardwise.models.adapter_reading import Reading, read_on
+from shardwise.models.adapter_reading import Reading, bypassed, read_on, some
 from shardwise.models.adapter_targets import Seen
 from shardwise.models.families import family_of
 from shardwise.models.load import (
@@ -159,6 +159,11 @@ def merge_adapter(
     note = save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
     notes = [note] if note else []
+    if unread := bypassed(reading):
+        notes.append(
+            "merged adapters act on weights that their layer reads past the adapter, so the merged "
+            f"model is not what PEFT computes with it: {some(unread)}"
+        )
     if base.base != "none":
         again, moved = rounding_of_merge(build_meta(base, config), state, base, seed, base.base)
         notes.append(

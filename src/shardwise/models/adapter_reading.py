@@ -36,6 +36,7 @@ from shardwise.models.adapter_folder import (
     read_adapter,
     without_adapter_name,
 )
+from shardwise.models.families import family_of
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import adapter_layers
 from shardwise.models.multimodal import Multimodal, multimodal_of
@@ -212,6 +213,12 @@ def reading_of(
         *_endless(adapted),
     ]
     return Reading(adapter, text, multimodal, holder, adapted, sources, tuple(faults))
+
+
+def bypassed(reading: Reading) -> list[str]:
+    """Return the modules whose layer reads the weight past the adapter, which then does nothing."""
+    ends = family_of(reading.text).bypassed
+    return [name for name in reading.folder.factors if ends and name.endswith(ends)]
 
 
 def some(names: Iterable[str]) -> str:

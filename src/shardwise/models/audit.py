@@ -11,8 +11,8 @@ from rich.table import Table
 
 from shardwise.config import Model
 from shardwise.models.adapter_folder import PREFIX
-from shardwise.models.adapter_reading import Reading, read_on, some
-from shardwise.models.families import family_of, spec_of
+from shardwise.models.adapter_reading import Reading, bypassed, read_on, some
+from shardwise.models.families import spec_of
 from shardwise.models.lora import CoverageRow, coverage
 
 
@@ -128,9 +128,7 @@ def _useless(reading: Reading) -> Iterator[str]:
 
 
 def _bypassed(reading: Reading) -> Iterator[str]:
-    bypassed = family_of(reading.text).bypassed
-    unread = [name for name in reading.folder.factors if name.endswith(bypassed)]
-    if bypassed and unread:
+    if unread := bypassed(reading):
         yield f"adapters on weights that their layer reads past the adapter: {some(unread)}"
 
 
