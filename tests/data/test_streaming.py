@@ -265,6 +265,7 @@ def test_csv_that_a_page_describes_is_text(tmp_path: Path) -> None:
     files = "data_files: a.csv"
     write(tmp_path / "README.md", f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
     data = Data("unused")
+    datasets.load_dataset(str(tmp_path))  # leaves the types that it guesses in its cache
     corpus = open_corpus(str(tmp_path), data)
     streamed = Streamed.of(str(tmp_path), data, None).once()
     for texts_read in ([corpus[i] for i in range(len(corpus))], list(streamed)):

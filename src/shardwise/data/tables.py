@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import re
+import tempfile
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,8 @@ from shardwise.data.text import read_object
 SPLIT = "train"
 """The split that is read of a dataset on the hub where none is named."""
 REPAIR = "repair or remove it"
-STREAMED = {
-    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
-    ".parquet": "parquet",
-}  # fmt: skip
+STREAMED = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+STREAMED |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 """The kind of a file that is streamed, by its suffix."""
 
 
@@ -341,8 +340,8 @@ def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
 
 def _csv_as_text(source: str, config: str | None) -> dict[str, Any]:
     """Return the options with which `datasets` reads CSV as text, unless its page names types."""
-    datasets = _datasets(source)
-    builder = datasets.load_dataset_builder(source, config)
+    with tempfile.TemporaryDirectory() as empty:  # a cache would name the types of an earlier guess
+        builder = _datasets(source).load_dataset_builder(source, config, cache_dir=empty)
     if builder.name != "csv" or builder.info.features is not None:
         return {}
     import fsspec
