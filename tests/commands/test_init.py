@@ -134,7 +134,7 @@ FILES = {
         (["run-file.schema.json"], "run-file.schema.json is written too"),
         (["tiny-qwen3_5"], "tiny-qwen3_5 is written too"),
         (["none/run.yaml"], "no folder none; make it first"),
-        (["a\0.yaml"], "give another FILE"),
+        (["a\0.yaml"], "an argument has a NUL; take it out"),
         (["new.yaml", "--recipe", "lfm2-1.2b-ppp"], "did you mean lfm2-1.2b-pp?"),
         (["new.yaml", "--model", "tiny_lfm2"], "did you mean tiny-lfm2?"),
         (["new.yaml", "--model", "/none/at/all"], "no such folder or preset"),
