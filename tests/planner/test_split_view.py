@@ -220,7 +220,7 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
             ["tiny.yaml", "--profile", "-o", "tiny.yaml/cut"],
             "--out tiny.yaml/cut: cannot write there (Not a directory)",
         ),
-        (["tiny.yaml", "--profil"], "unknown argument --profil; see shardwise --help"),
+        (["tiny.yaml", "--profil"], "unknown argument --profil; did you mean --profile?"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, told, folder, capsys):
