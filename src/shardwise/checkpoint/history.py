@@ -1,4 +1,4 @@
-"""What the lines of `metrics.jsonl` tell of the steps that are done. Needs no torch."""
+"""Read what the lines of `metrics.jsonl` say of the steps that are done. Needs no torch."""
 
 from __future__ import annotations
 

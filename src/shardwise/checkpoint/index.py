@@ -34,7 +34,7 @@ class Strict:
 
 @dataclass(frozen=True)
 class File(Strict):
-    """By which a file of a checkpoint is known to be unchanged."""
+    """A mark by which a file of a checkpoint is known to be unchanged."""
 
     num_bytes: int
     sha256: str

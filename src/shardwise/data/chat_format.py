@@ -55,7 +55,7 @@ class ChatFormat:
     tool_template: str
     """The template of dialogues with tools, where the tokenizer has one of its own for them."""
     given: dict[str, Any]
-    """What a template gets beside the messages: variables, tools and documents."""
+    """Variables, tools and documents, which a template gets beside the messages."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> ChatFormat:

@@ -29,7 +29,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", None)
 _FLAG = re.compile(
     "(?<![a-z])(un|no|is|compute|ignore)?(train|loss|weight|mask|learn|target|supervis)", re.I
 )
-"""What is in the names by which programs say what is a target, with true or false or otherwise."""
+"""Parts of the names by which programs say what is a target, with true or false or otherwise."""
 
 
 def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:

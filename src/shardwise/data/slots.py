@@ -234,7 +234,7 @@ class Marks(IterableDataset):
 
     stream: TrainStream
     num_rows: Mapping[int, int | None]
-    """By slot: how many rows are read; None: all."""
+    """The number of rows that each slot reads; None: all."""
 
     def __iter__(self) -> Iterator[tuple[int, list[Mark]] | UserError]:
         try:

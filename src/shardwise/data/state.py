@@ -131,7 +131,7 @@ class Position:
     step: int
     slots: dict[int, SlotState]
     filled: dict[int, int]
-    """By slot: the positions of its rows so far that held a token."""
+    """The positions of each slot's rows so far that held a token."""
     rest: Rest | None = None
 
     def to_dict(self, read_from: dict[str, Any]) -> LoaderState:

@@ -1,4 +1,4 @@
-"""What the text of a chat template says of itself."""
+"""Read what the text of a chat template says of itself."""
 
 from __future__ import annotations
 
