@@ -40,7 +40,7 @@ def save_result(
 ) -> Path | None:
     """Write the adapter (LoRA) or the model (full) from any layout, with the run's tokenizer.
 
-    With a model goes all else that the base's files have; `note` is told of that.
+    With a model goes all else that the base's files have; `note` gets a line on that.
 
     Return the folder on rank 0, None elsewhere. Tensors are gathered one by one, and only rank 0
     keeps them: all of an adapter's, or up to one file's worth of a model's. The folder gets its

@@ -56,7 +56,7 @@ class Slot(Strict):
     long: int
     skipped: dict[str, int]
     continued: int
-    is_begun: bool = False  # earlier versions did not save it
+    is_begun: bool
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Reading:
     sources: Mapping[str, str | None]
     """The file's key by PEFT's name of each tensor that PEFT reads; None: made of several."""
     faults: tuple[str, ...]
-    """What PEFT would not read, would miss or could not load, each in a line."""
+    """A line for each thing that PEFT would not read, would miss or could not load."""
 
     @property
     def config(self) -> LoraConfig:

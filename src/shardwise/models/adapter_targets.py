@@ -1,4 +1,4 @@
-"""What PEFT's config must say so that it adapts the same weights, with the same ranks."""
+"""Targets and patterns with which PEFT's config adapts the same weights, with the same ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Seen:
     """The class that PEFT will see, without adapters."""
 
     names: frozenset[str]
-    """Of its parameters."""
+    """The names of its parameters."""
     model_type: str
     layers: str
-    """Its path to the layers."""
+    """The path to its layers."""
 
     @property
     def _modules(self) -> set[str]:

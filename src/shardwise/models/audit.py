@@ -26,7 +26,7 @@ class Audit:
     findings: tuple[str, ...]
     """What would do nothing, or does not load; empty for a sound adapter."""
     notes: tuple[str, ...]
-    """What PEFT reads in one way, though another may be meant."""
+    """A line for each thing that PEFT reads in one way, though another may be meant."""
 
     @property
     def num_matched(self) -> int:
