@@ -287,7 +287,7 @@ def test_a_resume_needs_no_folder(change, source, in_two_parts) -> None:
         cfg = resumed(whole, f"again-{source}-{change.__name__}")
         with pytest.raises(UserError, match=r"lora\.path|no adapter_config"):
             describe(cfg, 1)
-        local._prepare(cfg, 1, None)
+        local._prepare(cfg, 1, None, check_signals=lambda: None)
         run_on(1, cfg)
         last = resumed(cfg, f"last-{source}-{change.__name__}", step=4)
         run_on(1, last)  # from a checkpoint of the resumed run: no step is left
