@@ -20,7 +20,7 @@ from shardwise.drawing.svg import drawing
 from shardwise.planner.peak import memory_of_run
 from shardwise.records.cell import Axis, CellPlan
 from shardwise.records.record import RunRecord
-from shardwise.report.folder import Bench
+from shardwise.report.folder import Bench, read_bench
 from shardwise.report.tables import Row, make_rows
 from shardwise.run_file import parse_config
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
@@ -96,7 +96,8 @@ def test_the_tables_and_figures_of_a_study_go_into_its_page(
     arguments = ["--results", str(results), "--pages", str(page), "--runs", str(runs)]
     tool.main(arguments)  # a cell has no record, so nothing is copied
     assert page.read_text().count("was not run yet") == len(names)
-    write(results / "study-cpu", replace(sweep, cells=cells), records)
+    bench = write(tmp_path / "bench", replace(sweep, cells=cells), records)
+    tool.write(tool.pack(bench), results / "study" / "cpu.json")
     tool.main(arguments)
     parts = re.findall(r"table.py ([\w -]+) -->\n\n(.*?)\n\n<!-- end", page.read_text(), re.DOTALL)
     found = dict(parts)
@@ -121,32 +122,70 @@ def test_the_tables_and_figures_of_a_study_go_into_its_page(
     assert drawn == {"strategies", "memory", "losses", "sent"}
     assert "since it was changed" in found["figure lengths"]
     assert "was not run yet" in found["speed models"]
-    assert {path.stem for path in (results / "study").iterdir()} == drawn | {"norms"}
+    assert {path.stem for path in (results / "study").glob("*.svg")} == drawn | {"norms"}
+
+
+def rounds_of(folder: Path, name: str, one: RunRecord) -> None:
+    """Write three rounds of a cell, whose bubbles are 1, 3 and 0.5 times the record's."""
+    assert one.pipeline is not None
+    measured = one.pipeline["measured"]
+    run = {entry.name: getattr(one, entry.name) for entry in fields(RunRecord)}
+    for place, times in enumerate((1.0, 3.0, 0.5), start=1):
+        bubble = {"measured": measured | {"bubble": times * measured["bubble"]}}
+        (folder / name / f"round-{place}").mkdir(parents=True)
+        round_record = RunRecord(**run | {"pipeline": one.pipeline | bubble})
+        round_record.write(folder / name / f"round-{place}" / "record.json")
 
 
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)
-def test_the_records_of_a_finished_study_are_kept(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_summary_of_a_finished_study_has_all_that_its_bench_shows(
+    tool: ModuleType, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tool, "write_report", lambda folder: (folder / "report.html").touch())
     runs, results = tmp_path / "runs", tmp_path / "results"
-    folder = write(runs / "study-experts", *mixtures())
-    (folder / "single" / "round-1").mkdir()
-    for name in ("record.json", "log.txt"):
-        (folder / "single" / "round-1" / name).write_text("{}")
+    sweep, records = pipelines()
+    folder = write(runs / "study-microbatches", sweep, records)
+    for name, one in records.items():
+        rounds_of(folder, name, one)
+    write(runs / "demo" / "bench", *mixtures())
     (runs / tool.CALIBRATION).write_text("{}")
-    tool.copy_runs(runs, results)
-    copied = {
-        path.relative_to(results).as_posix() for path in results.rglob("*.*") if path.is_file()
-    }
-    assert {
+    tool.keep_runs(runs, results)
+    assert {path.relative_to(results).as_posix() for path in results.rglob("*.*")} == {
         "study/calibration.json",
-        "study-experts/sweep.json",
-        "study-experts/single/run.yaml",
-        "study-experts/single/round-1/record.json",
-        "study-experts/report.html",
-    } <= copied
-    assert not any("log.txt" in name for name in copied)
+        "study/demo.json",
+        "study/microbatches.json",
+    }
+    summary = json.loads((results / "study" / "microbatches.json").read_text())
+    assert [*summary["pipelines"]] == [*records]
+    assert {len(rounds) for rounds in summary["pipelines"].values()} == {3}
+    tool.unpack(summary, tmp_path / "again")
+    before, after = read_bench(folder), read_bench(tmp_path / "again")
+    assert (before.sweep, before.records) == (after.sweep, after.records)
+    assert tool.read_studies(results)["demo"].bench.records == mixtures()[1]
+
+
+def test_what_all_cells_have_stands_once_and_only_if_it_is_of_one_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    tool = importlib.import_module("study_summary")
+    records = [
+        {"same": [1], "type": 1, "part": {"a": 1, "b": 2}, "own": 1, "whole": {"a": 1}},
+        {"same": [1], "type": 1.0, "part": {"a": 1, "b": 3}, "part-of": 1, "whole": {"a": 1}},
+    ]
+    shared = tool.in_common(records)
+    assert shared == {"same": [1], "part": {"a": 1}, "whole": {"a": 1}}
+    left = [tool.without(one, shared) for one in records]
+    assert left[0] == {"type": 1, "part": {"b": 2}, "own": 1}
+    for whole, rest in zip(records, left, strict=True):
+        assert tool.merged(shared, rest) == whole
+
+
+def test_the_results_are_small() -> None:
+    """A summary of each study and the figures that pages show: the rest can be made again."""
+    files = [path for path in (TOOLS.parent / "results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 12_000_000
+    kinds = {path.suffix for path in files}
+    assert kinds <= {".json", ".md", ".svg"}, "pages and bitmaps can be made again"
 
 
 @pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
@@ -154,24 +193,17 @@ def test_the_figure_of_bubbles_has_the_medians_of_the_rounds_and_the_simulated_o
     tool: ModuleType, tmp_path: Path
 ) -> None:
     sweep, records = pipelines()
+    rounds = {}
+    summary = importlib.import_module("study_summary")
     for name, one in records.items():
         one.config["training"] = {
             "global_batch_size": 32,
             "micro_batch_size": 1 + int(name[0] == "4"),
         }
-        for place, times in enumerate((1.0, 3.0, 0.5), start=1):
-            assert one.pipeline is not None
-            measured = one.pipeline["measured"]
-            pipeline = one.pipeline | {
-                "measured": measured | {"bubble": times * measured["bubble"]}
-            }
-            (tmp_path / name / f"round-{place}").mkdir(parents=True)
-            run = {entry.name: getattr(one, entry.name) for entry in fields(RunRecord)}
-            RunRecord(**run | {"pipeline": pipeline}).write(
-                tmp_path / name / f"round-{place}" / "record.json"
-            )
+        rounds_of(tmp_path, name, one)
+        rounds[name] = summary.rounds_of(tmp_path / name)
     rows = make_rows(Bench(sweep, records))
-    study = tool.Study(tmp_path, Bench(sweep, records), rows, {})
+    study = tool.Study(Bench(sweep, records), rows, {}, rounds)
     points = tool.bubbles(study)
     assert {(point.microbatches, round(point.formula, 4)) for point in points} == {
         (32, round(1 / 33, 4)),
@@ -199,7 +231,7 @@ def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(
     }
     bench = Bench(sweep_of((axis,), [*plans.values()]), records)
     with drawing():
-        drawn = tool.processes(tool.Study(Path(), bench, make_rows(bench), {}))
+        drawn = tool.processes(tool.Study(bench, make_rows(bench), {}, {}))
         upper, lower = drawn.figure.axes
         ddp, tp = upper.lines
         assert [*ddp.get_xdata()] == [1, 2, 4]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.report.folder import Bench
@@ -24,11 +23,12 @@ DEMO = "demo"
 class Study:
     """A bench and its rows."""
 
-    folder: Path
     bench: Bench
     rows: list[Row]
     planned: Mapping[str, Mapping[str, Any]]
     """The run of each cell that the sweep has now, by id; without controls."""
+    pipelines: Mapping[str, Sequence[Mapping[str, Any]]]
+    """Figures of the good rounds of each pipeline, by id: see study_summary.py."""
 
     @property
     def is_current(self) -> bool:

@@ -7,8 +7,6 @@ from statistics import median
 
 from study import Study
 
-from shardwise.records.cell import RECORD
-from shardwise.records.record import RunRecord
 from shardwise.report.tables import Row
 
 
@@ -43,7 +41,10 @@ def bubbles(study: Study) -> list[Bubble]:
         number = training["global_batch_size"] // training["micro_batch_size"]
         ranks = parallel["pp"]
         chunks = len(pipeline["layers"]) // ranks
-        shares, errors = over_rounds(study, row)
+        rounds = study.pipelines[row.plan.id]
+        shares = [one["bubble"] for one in rounds]
+        errors = [one["simulator_error_percent"] for one in rounds]
+        errors = [error for error in errors if error is not None]
         found.append(
             Bubble(
                 row,
@@ -57,15 +58,3 @@ def bubbles(study: Study) -> list[Bubble]:
             )
         )
     return sorted(found, key=lambda bubble: (bubble.schedule, bubble.microbatches))
-
-
-def over_rounds(study: Study, row: Row) -> tuple[list[float], list[float]]:
-    """Return the bubble of each good round, and how far the simulated step is off, in percent."""
-    files = sorted((study.folder / row.plan.id).glob(f"round-*/{RECORD}"))
-    records = [record for record in map(RunRecord.read, files) if record.status == "ok"]
-    found = [record.pipeline for record in records if record.pipeline]
-    errors = [pipeline["simulator_error_percent"] for pipeline in found]
-    return (
-        [pipeline["measured"]["bubble"] for pipeline in found],
-        [error for error in errors if error is not None],
-    )

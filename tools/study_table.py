@@ -4,16 +4,18 @@
 
 Each page says between two comments what belongs there, as in `<!-- tools/study_table.py speed cpu
 -->`: a table of TABLES and a study, or `figure` and a name of `study_figures.FIGURES`. The studies
-are the folders `results/study-NAME`; `--runs` first copies the records of those that have been run
-to their end into them, and draws their reports again. What has not been measured is named as such.
+are the files `results/study/NAME.json`; `--runs` first writes those again whose benches have been
+run to their end (study_summary.py). What has not been measured is named as such.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +23,12 @@ from pathlib import Path
 from study import DEMO, Studies, Study, in_groups
 from study_bubbles import bubbles
 from study_figures import ALTS, FIGURES
+from study_summary import pack, unpack, write
 
 from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.drawing.svg import drawing, svg_file
-from shardwise.records.cell import RECORD, RUN_FILE, SWEEP
 from shardwise.report.folder import read_bench
-from shardwise.report.page import write_report
 from shardwise.report.panels import Drawn
 from shardwise.report.tables import Row, interleaved, make_rows
 from shardwise.safety import write_atomically
@@ -43,37 +44,41 @@ Figures = dict[str, tuple[Path, Drawn]]
 
 
 def read_studies(results: Path) -> Studies:
-    """Return the studies that have a folder, by name."""
+    """Return the studies that have a summary, by name."""
     studies = {}
-    for study in STUDIES:
-        if (folder := results / study).is_dir():
+    for study in (*STUDIES, DEMO):
+        if not (path := summary_of(results, study)).is_file():
+            continue
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        with tempfile.TemporaryDirectory() as folder:
+            unpack(summary, Path(folder))
             bench = read_bench(folder)
+        planned = {}
+        if study != DEMO:
             cells = read_sweep(ROOT / "configs" / f"{study}.yaml", ROOT).cells
             planned = {cell.plan.id: cell.run for cell in cells if not cell.plan.control}
-            studies[study.removeprefix("study-")] = Study(folder, bench, make_rows(bench), planned)
-    if (folder := results / DEMO).is_dir():
-        bench = read_bench(folder)
-        studies[DEMO] = Study(folder, bench, make_rows(bench), {})
+        studies[path.stem] = Study(bench, make_rows(bench), planned, summary["pipelines"])
     return studies
 
 
-def copy_runs(runs: Path, results: Path) -> None:
-    """Copy the records of the studies in which every cell has one, and write their reports."""
-    for study in STUDIES:
-        source, target = runs / study, results / study
+def summary_of(results: Path, study: str) -> Path:
+    """Return the file with what a study measured."""
+    return results / "study" / f"{study.removeprefix('study-')}.json"
+
+
+def keep_runs(runs: Path, results: Path) -> None:
+    """Write the summaries of the studies in which every cell has a record."""
+    for study in (*STUDIES, DEMO):
+        source, target = runs / study, summary_of(results, study)
+        if study == DEMO:
+            source /= "bench"
         if not source.is_dir():
             continue
         bench = read_bench(source)
         if missing := [plan.id for plan in bench.sweep.cells if plan.id not in bench.records]:
             print(f"{source}: not finished ({listed(missing)}); {target} stays as it is")
             continue
-        shutil.rmtree(target, ignore_errors=True)
-        for path in [source / SWEEP, *source.glob("*/*"), *source.glob("*/round-*/*")]:
-            if path.name in (SWEEP, RECORD, RUN_FILE) and path.is_file():
-                copy = target / path.relative_to(source)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
-        write_report(target)
+        write(pack(source), target)
     if (calibration := runs / CALIBRATION).is_file():
         (results / "study").mkdir(exist_ok=True)
         shutil.copyfile(calibration, results / "study" / "calibration.json")
@@ -317,8 +322,8 @@ def content(
     if kind != "figure":
         table = TABLES[kind](studies[name]) if name in studies else ""
         if table and kind == "ran":
-            report = results.absolute() / f"study-{name}" / "report.html"
-            table += f" [All cells]({os.path.relpath(report, page.absolute().parent)})"
+            summary = summary_of(results.absolute(), name)
+            table += f" [All cells]({os.path.relpath(summary, page.absolute().parent)})"
         return table or not_measured(name, "table", studies)
     if name not in figures:
         return not_measured(FIGURES[name][0], "figure", studies)
@@ -368,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--pages", type=Path, nargs="*", default=PAGES)
     options = parser.parse_args(arguments)
     if options.runs:
-        copy_runs(options.runs, options.results)
+        keep_runs(options.runs, options.results)
     studies = read_studies(options.results)
     figures = draw_figures(studies, options.results.absolute() / "study")
     for page in options.pages:

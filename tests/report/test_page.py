@@ -20,6 +20,7 @@ from shardwise.report.page import page_templates, write_report
 from tests.report.conftest import (
     HOSTILE,
     hostile,
+    large,
     pipelines,
     processes,
     record,
@@ -29,8 +30,6 @@ from tests.report.conftest import (
     write,
 )
 
-RESULTS = Path(__file__).parents[2] / "results"
-COMMITTED = sorted(path.parent.name for path in RESULTS.glob("*/report.html"))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -60,6 +59,12 @@ def page_file(tmp_path_factory) -> Path:
 def hostile_page(tmp_path_factory) -> Path:
     """A page of which every text tries to be more."""
     return write_report(hostile(tmp_path_factory.mktemp("hostile") / "bench"))
+
+
+@pytest.fixture(scope="module")
+def large_page(tmp_path_factory) -> Path:
+    """A page with many groups of cells."""
+    return write_report(write(tmp_path_factory.mktemp("large") / "bench", *large()))
 
 
 @pytest.fixture
@@ -220,15 +225,15 @@ def test_a_phone_scrolls_tables_and_figures_but_not_the_page(browser, page_file)
         assert page.evaluate("document.querySelector('figure .scroll').scrollWidth") > 390
 
 
-@pytest.mark.parametrize("name", COMMITTED)
-def test_the_committed_pages_are_as_wide_as_a_phone(browser, name):
-    small = {"width": 390, "height": 800}
-    with open_page(browser, RESULTS / name / "report.html", viewport=small) as page:
+@pytest.mark.slow  # a page of few groups does
+def test_a_page_of_many_groups_is_as_wide_as_a_phone(browser, large_page):
+    with open_page(browser, large_page, viewport={"width": 390, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_on_paper_tables_are_unfolded_and_figures_of_many_panels_are_wide(browser):
-    with open_page(browser, RESULTS / "study-models" / "report.html") as page:
+@pytest.mark.slow
+def test_on_paper_tables_are_unfolded_and_figures_of_many_panels_are_wide(browser, large_page):
+    with open_page(browser, large_page) as page:
         page.emulate_media(media="print")
         folded = page.locator(".fold:not([open]) table")
         assert folded.count()
