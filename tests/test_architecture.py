@@ -98,7 +98,7 @@ EVERYONE = {
     "safety",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety": 4_380,
+    "config keys run_file ranges batches interfaces layouts rules words safety": 4_405,
     "cli commands library __main__ __init__": 1_980,
     "presets": 260,
     "assembly training checkpoint process launch": 8_940,

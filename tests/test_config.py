@@ -194,6 +194,17 @@ def test_steps_are_a_hundred_unless_epochs_say_how_many():
     assert (overridden.training.num_steps, overridden.training.epochs) == (None, 0.5)
 
 
+def test_epoch_is_a_word_in_place_of_steps(tmp_path):
+    (tmp_path / "run.yaml").write_text(SECTIONS)
+    overrides = ["--training.epochs=2", "--training.eval_every=epoch", "--data.validation=0.1"]
+    training = load_config(tmp_path / "run.yaml", overrides).training
+    assert (training.eval_every, training.save_every) == ("epoch", 0)
+    with pytest.raises(
+        UserError, match=r"training\.eval_every is epoch, and training\.epochs is n"
+    ):
+        load_config(tmp_path / "run.yaml", overrides[1:])
+
+
 RECOMPUTATION = [
     ({"budget_gib": 0}, "budget_gib is 0.0; give a positive number of GiB"),
     ({"budget_gib": -1}, "budget_gib is -1.0; give a positive number of GiB"),

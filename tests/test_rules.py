@@ -176,6 +176,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         1,
     ),
     "steps with epochs": ("llama", {"training": {"steps": 3, "epochs": 1.0}}, 1),
+    "a key by epoch without epochs": ("llama", {"training": {"save_every": "epoch"}}, 1),
     "epochs of a stream": (
         "llama",
         {"data": {"streaming": True}, "training": {"steps": None, "epochs": 1.0}},
@@ -775,7 +776,7 @@ def choices() -> dict[str, list[Any]]:
 
 LEFT_OUT = {
     *("model.init", "model.trust_remote_code", "model.slow_cores"),
-    *("data.on_error", "optimizer.name"),
+    *("data.on_error", "optimizer.name", "training.eval_every", "training.save_every"),
     *(
         "training.device",
         "training.overwrite",

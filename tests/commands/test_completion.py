@@ -37,7 +37,7 @@ def answers(folder: Path, *lines: str) -> list[str]:
 
 def test_bash_completes_commands_options_and_keys(tmp_path):
     (tmp_path / "mine.yaml").touch()
-    command, option, file, key, word, switch = answers(
+    command, option, file, key, word, switch, by_epoch = answers(
         tmp_path,
         "shardwise expo",
         "shardwise report --comp",
@@ -45,8 +45,10 @@ def test_bash_completes_commands_options_and_keys(tmp_path):
         "shardwise train mine.yaml --training.sav",
         "shardwise train mine.yaml --parallel.data=fs",
         "shardwise split mine.yaml --lora.rslora=",
+        "shardwise train mine.yaml --training.eval_every=",
     )
     assert (command, option, file) == ("export", "--compare", "mine.yaml")
     assert key == "--training.save_every="
     assert word == "fsdp1 fsdp2"
     assert switch == "true false"
+    assert by_epoch == "epoch"

@@ -16,7 +16,7 @@ from shardwise.assembly.build import build
 from shardwise.batches import IGNORED
 from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.resume import Start, find_start
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, Training
 from shardwise.data.packing import PADDING
 from shardwise.data.state import Rest
 from shardwise.parallel.mesh import build_mesh
@@ -86,6 +86,44 @@ def test_a_resume_takes_the_steps_that_are_left(folder, single):
     cfg = over_epochs(folder, "single", save_every=2, resume=str(step_2(folder)))
     resumed = run_on(1, cfg)
     assert (resumed.losses, resumed.data) == (single.losses, single.data)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "epochs", "due"),
+    [
+        (9, 3.0, [3, 6, 9]),
+        (10, 3.0, [3, 7, 10]),  # 3.33, 6.67
+        (20, 2.5, [8, 16]),
+        (2, 5.0, [1, 2]),  # 0.4, 0.8, 1.2, 1.6, 2
+        (1, 2.7, [1]),  # 0.37, 0.74
+        (7, 0.5, []),
+    ],
+)
+def test_an_epoch_ends_after_the_step_nearest_to_its_share_of_all(num_steps, epochs, due):
+    training = Training("out", epochs=epochs)
+    steps = range(1, num_steps + 1)
+    assert [step for step in steps if training.is_due("epoch", step, num_steps)] == due
+    assert [step for step in steps if training.is_due(4, step, num_steps)] == [*steps[3::4]]
+    assert not any(training.is_due(0, step, num_steps) for step in steps)
+
+
+def test_a_run_evaluates_and_saves_by_epoch_under_every_layout_and_after_a_resume(folder):
+    def by_epoch(name: str, layout: str = "single", **training: Any) -> RunConfig:
+        words = {"epochs": 2.5, "eval_every": "epoch", "save_every": "epoch"}
+        cfg = over_epochs(folder, name, layout, **words, micro_batch_size=1, **training)
+        return replace(cfg, data=replace(cfg.data, validation=0.25))
+
+    alone = run_on(1, by_epoch("alone"))
+    num_steps = len(alone.losses)
+    ends = [round(num_steps / 2.5), round(num_steps * 2 / 2.5), num_steps]
+    assert ends == sorted({*ends})
+    assert [e["step"] for e in alone.eval] == [0, *ends]
+    saved = {path.name: path for path in (folder / "alone" / "checkpoints").iterdir()}
+    assert saved.keys() == {f"step-{step}" for step in ends}
+    both = run_on(2, by_epoch("both", "ddp"))
+    assert [e["step"] for e in both.eval] == [0, *ends]
+    resumed = run_on(1, by_epoch("alone", resume=str(saved[f"step-{ends[0]}"])))
+    assert (resumed.eval, resumed.losses) == (alone.eval, alone.losses)
 
 
 def step_2(folder: Path) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,12 @@ def prepared_twice(cfg: RunConfig, mesh: Any) -> None:
         with_module(own_module.Classifier)(cfg, mesh)
 
 
+def over_epochs(cfg: RunConfig, mesh: Any) -> None:
+    training = replace(cfg.training, steps=None, epochs=2.0)
+    data = replace(cfg.data, train="corpus.jsonl")  # a rule refuses it without
+    with_module(own_module.Classifier)(replace(cfg, training=training, data=data), mesh)
+
+
 class NoList(Unnamed):
     def layer_names(self):
         return None
@@ -388,6 +395,7 @@ WRONG = {
     "a batch norm": (with_module(BatchNormed), "batch norm"),
     "no summed loss": (with_module(NoSum), r"float32 of \[4, 2\]"),
     "on meta": (with_module(lambda: own_module.Classifier().to("meta")), "on meta"),
+    "epochs": (over_epochs, "set training.steps instead"),
     "no module": (lambda cfg, mesh: shardwise.prepare(cfg, mesh), "there is no model"),
     "no target": (with_steps(no_targets), "has no target"),
     "no number of targets": (with_steps(no_count), "number of targets is not known"),

@@ -131,7 +131,7 @@ class Checkpointer:
             if best is None or is_other or new.loss < best.loss:
                 self._best, self._best_folder = new, folder_of(self._output_dir, step)
         is_best = self._best is not None and self._best.step == step
-        is_due = training.save_every > 0 and step % training.save_every == 0
+        is_due = training.is_due(training.save_every, step, self.job.num_steps)
         if (is_due or is_best or is_asked_for) and self._saved != step:
             self.save(step)
         every = training.memory_checkpoint_every
@@ -143,7 +143,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Save the run after its last step, if it saves at all; wait until that is written."""
-        if self._cfg.training.save_every > 0:
+        if self._cfg.training.save_every != 0:
             self.stop(self._step)
         self.wait()
 

@@ -60,7 +60,8 @@ def _words(types: dict[str, Any]) -> list[str] | None:
     words: list[str] = []
     for kind in types.get("anyOf", [types]):
         name = kind.get("type")  # a mapping has a reference in place of it
-        if name == "string" and "enum" not in kind:
+        fixed = kind.get("enum", [kind["const"]] if "const" in kind else [])
+        if name == "string" and not fixed:
             return None
-        words += kind.get("enum", {"boolean": ["true", "false"], "null": ["null"]}.get(name, []))
+        words += fixed or {"boolean": ["true", "false"], "null": ["null"]}.get(name, [])
     return words

@@ -10,6 +10,8 @@ from shardwise.config.section import Section, require
 Way = Literal["none", "operators", "full"]
 """What a backward computes again of one layer."""
 MOST_GIB = 1_000_000
+Every = int | Literal["epoch"]
+"""The steps between two of something that recurs (0: it does not), or the end of each epoch."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,18 @@ class Training(Section):
     `chunked`. `plain`: all logits, then torch's cross entropy."""
     seed: int = 0
     """Seed of random weights, the order of documents, and dropout."""
-    eval_every: int = 0
-    """Steps between evaluations (0: only before step 1 and after the last)."""
+    eval_every: int | Literal["epoch"] = 0
+    """Steps between evaluations (0: only before step 1 and after the last). `epoch`: one at the end
+    of each of `epochs`. Slots read their documents at their own pace, so that end is a step and not
+    a document: of N steps over E epochs, epoch k ends after step N k / E, rounded."""
     eval_batches: int = 0
     """Global batches in an evaluation (0: the whole validation set)."""
     patience: int = 0
     """Stop after so many evaluations in a row whose loss is not below the lowest before (0: never).
     The evaluation before step 1 does not count."""
-    save_every: int = 0
-    """Steps between checkpoints, and one after the last step (0: none)."""
+    save_every: int | Literal["epoch"] = 0
+    """Steps between checkpoints, and one after the last step (0: none). `epoch`: at the steps of
+    `eval_every: epoch`."""
     keep_last: int = 2
     """The number of latest checkpoints that are kept."""
     keep_best: bool = False
@@ -196,6 +201,14 @@ class Training(Section):
             self.checkpointing != [],
             "training.checkpointing is an empty list; name kinds of layers, or give none",
         )
+
+    def is_due(self, every: Every, step: int, num_steps: int) -> bool:
+        """Return whether what recurs `every` so often is due after a step of so many."""
+        if every != "epoch":
+            return every > 0 and step % every == 0
+        assert self.epochs is not None, "a rule refuses it"
+        epoch = min(round(step * self.epochs / num_steps), int(self.epochs))  # the nearest end
+        return epoch > 0 and step == round(num_steps * epoch / self.epochs)
 
     @property
     def budget_bytes(self) -> int | None:

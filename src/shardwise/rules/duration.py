@@ -18,6 +18,12 @@ def _of_evaluations(case: Case) -> str | None:
     return next((key for key in keys if getattr(case.training, key)), None)
 
 
+def _by_epoch(case: Case) -> str | None:
+    """Return a key that counts in epochs."""
+    keys = ("eval_every", "save_every")
+    return next((key for key in keys if getattr(case.training, key) == "epoch"), None)
+
+
 def _not_of_a_callers_loop(case: Case) -> str | None:
     """Return the first key that is set although the rows and the evaluations are the caller's."""
     data, training = case.cfg.data, case.training
@@ -50,6 +56,13 @@ RULES = (
         problem="training.steps and training.epochs are both set, and each says when a run ends",
         way_out="leave one of them out, or set it to null",
         why="they would contradict each other",
+    ),
+    Rule(
+        "a key by epoch without epochs",
+        applies=lambda case: _by_epoch(case) is not None and case.training.epochs is None,
+        problem=lambda case: f"training.{_by_epoch(case)} is epoch, and training.epochs is not set",
+        way_out="give a number of steps, or set training.epochs in place of training.steps",
+        why="without epochs nobody says how many steps one has",
     ),
     Rule(
         "epochs of a stream",
@@ -87,7 +100,7 @@ RULES = (
             and case.cfg.data.train != CALLERS
         ),
         problem="training.patience counts evaluations, and training.eval_every is 0",
-        way_out="set training.eval_every to a number of steps",
+        way_out="set training.eval_every to a number of steps, or to epoch",
         why="the only evaluation after a step is that of the last one",
     ),
     Rule(

@@ -38,15 +38,15 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     state = start.state()
     job = build(cfg, mesh, state, steps, chosen=chosen_of(cfg, mesh, state.lora))
     prompt = encode_prompt(cfg, tokenizer, job.positions, num_rows)
-    eval_every, validation = cfg.training.eval_every, loaders.validation
+    training, validation = cfg.training, loaders.validation
     with closing(loaders.train), Session(cfg, mesh, job, start, loaders, meter) as session:
         del job  # the session's alone, which makes another one when layers move
         if validation is not None and session.done == 0:
             session.evaluate(validation)
         for step in session.steps():
             session.step(next(loaders.train))
-            is_evaluated = step == steps or (eval_every and step % eval_every == 0)
-            if validation is not None and is_evaluated:
+            is_due = step == steps or training.is_due(training.eval_every, step, steps)
+            if validation is not None and is_due:
                 session.evaluate(validation)
         session.reporter.end(documents_read(loaders))
         record = session.finish(tokenizer)

@@ -56,6 +56,11 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
         "there is no model; name its folder in model.path, or give `prepare` a module",
     )
     require(
+        cfg.training.num_steps is not None,
+        "training.epochs counts documents, which a loop of the caller reads itself; set "
+        "training.steps instead",
+    )
+    require(
         id(mesh) not in _prepared,
         "`prepare` was called twice in a run, which has one record; start another run for it",
     )
