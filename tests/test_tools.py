@@ -7,7 +7,7 @@ import json
 import re
 import runpy
 import statistics
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -96,6 +96,9 @@ def test_the_tables_and_figures_of_a_study_go_into_its_page(
     arguments = ["--results", str(results), "--pages", str(page), "--runs", str(runs)]
     tool.main(arguments)  # a cell has no record, so nothing is copied
     assert page.read_text().count("was not run yet") == len(names)
+    for plan in cells:
+        if plan.id in records:
+            records[plan.id] = replace(records[plan.id], cell=asdict(plan))
     bench = write(tmp_path / "bench", replace(sweep, cells=cells), records)
     tool.write(tool.pack(bench), results / "study" / "cpu.json")
     tool.main(arguments)
