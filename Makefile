@@ -69,18 +69,18 @@ study: export SHARDWISE_CACHE := $(CURDIR)/runs/study-cache
 study: setup  ## compare every strategy fairly, in rounds: tables and figures of docs/study.md (about seven hours); resumable
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	test -f runs/study-calibration.json || $(BIN)/shardwise calibrate --nproc 2 -o runs/study-calibration.json
-	$(BIN)/python tools/pipeline_split.py --costs $(STUDIES:%=configs/study-%.yaml)
+	$(BIN)/python -m tools.pipeline_split --costs $(STUDIES:%=configs/study-%.yaml)
 	set -e; for study in $(STUDIES); do $(BIN)/shardwise bench configs/study-$$study.yaml --out runs/study-$$study; done
-	$(BIN)/python tools/study_table.py --runs runs
-	$(BIN)/python tools/diagrams.py
+	$(BIN)/python -m tools.study_table --runs runs
+	$(BIN)/python -m tools.diagrams
 
 pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, a table (about 15 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
-	$(BIN)/python tools/pipeline_split.py
+	$(BIN)/python -m tools.pipeline_split
 
 plan-times: setup  ## predicted step times beside measured ones, on this machine as calibrated (about 85 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
-	OMP_NUM_THREADS=1 $(BIN)/python tools/plan_times.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.plan_times
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
@@ -96,7 +96,7 @@ pins: setup  ## tests of what libraries do, which `make test` runs when a librar
 
 package: setup  ## build a wheel, install it into a fresh environment and train with it; checks the recipes' page
 	.ci/package $(BIN)/python
-	$(BIN)/python tools/recipes.py --check
+	$(BIN)/python -m tools.recipes --check
 
 check: setup  ## lint, format, types, architecture
 	$(BIN)/ruff check .
@@ -115,12 +115,12 @@ budget-grid: setup  ## what budgets of memory choose to compute again, measured 
 	$(BIN)/python -m tools.budget_grid
 
 plan-pages: setup  ## what elementwise operators move, and the tables of "What do I need?" and "Published layouts" (15 minutes)
-	$(BIN)/python tools/elementwise_traffic.py
-	$(BIN)/python tools/plan_pages.py
+	$(BIN)/python -m tools.elementwise_traffic
+	$(BIN)/python -m tools.plan_pages
 
 parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json and its page
 	$(BIN)/python -m tests.parity
-	$(BIN)/python tools/compatibility.py
+	$(BIN)/python -m tools.compatibility
 	$(PYTEST) -m slow
 	$(BIN)/python -m tests.left_out
 
@@ -162,7 +162,7 @@ sbom: setup $(AUDIT)/.ok  ## a software bill of materials of .venv, as CycloneDX
 		--output-format JSON --output-reproducible --output-file build/sbom.cdx.json $(BIN)/python
 
 audit: $(AUDIT)/.ok  ## known vulnerabilities of the pinned versions, from the package index
-	$(AUDIT)/bin/python tools/audit.py
+	$(AUDIT)/bin/python -m tools.audit
 
 soak: setup  ## 10,000 steps with 200 checkpoints under random kills, under two layouts; resumable; writes results/soak.json
 	$(BIN)/python -m tests.integration.soak

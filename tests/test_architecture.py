@@ -192,7 +192,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 8_530
+    assert lines <= 10_160
 
 
 def every_source() -> list[Path]:
@@ -266,7 +266,7 @@ def test_strategies_and_patches_hang_nothing_on_others():
 def test_config_page_is_what_the_code_says():
     tool = runpy.run_path(str(ROOT / "tools" / "config_reference.py"))
     committed = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
-    assert committed == tool["page"](), "run python tools/config_reference.py"
+    assert committed == tool["page"](), "run python -m tools.config_reference"
     keys = [
         f"{cls.__name__.lower()}.{f.name}" for cls in sections() for f in dataclasses.fields(cls)
     ]
@@ -276,7 +276,7 @@ def test_config_page_is_what_the_code_says():
 def test_compatibility_page_is_what_the_code_and_the_results_say():
     tool = runpy.run_path(str(ROOT / "tools" / "compatibility.py"))
     committed = (ROOT / "docs" / "reference" / "compatibility.md").read_text(encoding="utf-8")
-    assert committed == tool["page"](), "run python tools/compatibility.py"
+    assert committed == tool["page"](), "run python -m tools.compatibility"
 
 
 def test_every_strategy_has_code_a_test_and_a_page():
@@ -296,7 +296,7 @@ def test_every_strategy_has_code_a_test_and_a_page():
 
 def test_every_test_file_mirrors_a_module():
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    others = {"parity", "integration", "gpu", "fuzz", "clusters", "faults"}
+    others = {"parity", "integration", "gpu", "fuzz", "clusters", "faults", "tools"}
     assert folders <= {package(path) for path in MODULES} | others
 
 

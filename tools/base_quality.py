@@ -1,4 +1,4 @@
-"""What forms of `model.base` cost in quality: `python tools/base_quality.py`.
+"""What forms of `model.base` cost in quality: `python -m tools.base_quality`.
 
     shardwise train configs/demo/base.yaml --nproc=2 --training.steps=60
     shardwise bench configs/bases-cpu.yaml --out runs/bases
@@ -15,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwise.benchmark.paired import write_json
+from tools.paired import write_json
+
 from shardwise.drawing.svg import colour, drawing, svg_file
 
 ROOT = Path(__file__).parents[1]

@@ -22,10 +22,10 @@ from typing import Any
 
 from tests.distributed import run_ranks
 from tests.planner.grid import Cell, config_of, measure_runs
+from tools.paired import Results, command_line, table, write_json
 
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.recomputation import Chosen
-from shardwise.benchmark.paired import Results, command_line, table, write_json
 from shardwise.config import Recomputation, RunConfig
 from shardwise.metrics.flops import hardware_flops_per_token
 from shardwise.metrics.hardware import environment

@@ -3,7 +3,7 @@
 TRL's package has copies of published templates:
 
     pip download --no-deps trl && unzip trl-*.whl
-    python tools/chat_templates.py trl/chat_templates
+    python -m tools.chat_templates trl/chat_templates
 """
 
 from __future__ import annotations

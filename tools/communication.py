@@ -1,6 +1,6 @@
 """Compute what a training step sends under each layout, for results/communication.json and .md.
 
-    python tools/communication.py
+    python -m tools.communication
 
 The numbers are those of shardwise.planner.communication: no process is started.
 tests/parallel/test_communication.py counts the collectives of real steps, and finds the same calls
@@ -16,10 +16,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tools.between_nodes import bytes_between_nodes
+
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import Data, Lora, Model, RunConfig, Training
 from shardwise.layouts import AXES, num_microbatches, parallel_of
-from shardwise.planner.between_nodes import bytes_between_nodes
 from shardwise.planner.communication import bytes_leaving, messages_of_step
 from shardwise.planner.messages import sizes_of
 from shardwise.planner.share import Share, boundaries_of, share_of

@@ -1,4 +1,4 @@
-"""Write docs/reference/compatibility.md from the rulebook: `python tools/compatibility.py`."""
+"""Write docs/reference/compatibility.md from the rulebook: `python -m tools.compatibility`."""
 
 from __future__ import annotations
 

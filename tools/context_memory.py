@@ -1,6 +1,6 @@
 """What context parallelism leaves a rank to hold, for rows of 4,096 to 65,536 tokens.
 
-    python tools/context_memory.py [--ranks 1 2 4 8] [--out results/context/memory.json]
+    python -m tools.context_memory [--ranks 1 2 4 8] [--out results/context/memory.json]
 
 `shardwise train` takes one step of one row of a small hybrid model (three layers of Gated DeltaNet,
 one of attention) on each number of ranks along `parallel.cp`, and its record says what each rank
@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 import yaml
+from tools.paired import Results, command_line
 
-from shardwise.benchmark.paired import Results, command_line
 from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment
 from shardwise.presets import STARTER

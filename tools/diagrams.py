@@ -1,9 +1,9 @@
 """Draw the diagrams of docs/diagrams: what each rank holds and sends, pipelines, the code.
 
-    python tools/diagrams.py
+    python -m tools.diagrams
 
 Bytes are those of shardwise.planner, timelines those of shardwise.schedule, packages and order
-those of the code: nothing here is a number by hand. tests/drawing/test_diagrams.py draws them all
+those of the code: nothing here is a number by hand. tests/tools/test_diagrams.py draws them all
 again and compares.
 """
 
@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tools.pictures.canvas import Canvas
+from tools.pictures.house import draw_house, draw_stages
+from tools.pictures.placed import Placed, holding_of
+from tools.pictures.ranks import Move, Ranks, draw
+from tools.pictures.steps import Chart, Way, draw_attention, draw_pipelines, draw_ring, draw_scan
 
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.order import AFTER_LOADING, BEFORE_LOADING, ON_THE_WHOLE
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
-from shardwise.drawing.canvas import Canvas
-from shardwise.drawing.house import draw_house, draw_stages
-from shardwise.drawing.ranks import Move, Ranks, draw
-from shardwise.drawing.steps import Chart, Way, draw_attention, draw_pipelines, draw_ring, draw_scan
 from shardwise.models.facts import context_facts
 from shardwise.models.patches import PATCHES
 from shardwise.planner.communication import bytes_leaving
 from shardwise.planner.context import Mixer, sent_by_layers
 from shardwise.planner.messages import sizes_of
-from shardwise.planner.pictures import Placed, holding_of
 from shardwise.training.step import forward_backward, training_step
 from shardwise.words import seconds, size
 

@@ -1,6 +1,6 @@
 """Count how often a layer's elementwise operators move the numbers of its products.
 
-`python tools/elementwise_traffic.py` writes src/shardwise/planner/traffic.yaml: for each family,
+`python -m tools.elementwise_traffic` writes src/shardwise/planner/traffic.yaml: for each family,
 kind of layer (and the embedding, and head and loss) and way to train, the bytes that norms, gates,
 convolutions, rotations and copies between dtypes read and write for a token in a forward and in a
 backward, over the bytes of what enters and leaves the layer's products. Steps are simulated:

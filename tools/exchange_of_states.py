@@ -1,6 +1,6 @@
 """Two ways in which ranks of `parallel.cp` can get the state before their tokens.
 
-    python tools/exchange_of_states.py [--ranks 2 4 8] [--rounds 9]
+    python -m tools.exchange_of_states [--ranks 2 4 8] [--rounds 9]
 
 Each rank has the affine map of its tokens, as wide as in one layer of a published model. With
 `gather` all ranks gather all maps, and each applies those before its own. `scan` is what a run does
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tools.paired import Results, command_line, ratios, spread, take_turns, timed
 from torch import multiprocessing
 
-from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
 from shardwise.kernels import (
     gated_delta_rule,
     kimi_delta_attention,

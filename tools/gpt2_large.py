@@ -1,6 +1,6 @@
 """Bytes per rank of GPT-2 Large under single, DDP, ZeRO-3 and ZeRO-3 x TP, beside published peaks.
 
-    python tools/gpt2_large.py [--out results/gpt2-large]
+    python -m tools.gpt2_large [--out results/gpt2-large]
 
 States and peaks are those of `shardwise.planner` for rank 0 of each of configs/gpt2-large/*.yaml,
 on a GPU. The peak was not measured at this size. What CUDA's context and NCCL take is not in it,
@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.paired import command_line, table, write_json
+
 from shardwise.assembly.describe import describe
-from shardwise.benchmark.paired import command_line, table, write_json
 from shardwise.config import RunConfig
 from shardwise.layouts import AXES
 from shardwise.metrics.hardware import environment

@@ -1,6 +1,6 @@
 """What a recurrent layer costs a token, and what it keeps, in rows of 512 to 32,768 tokens.
 
-    python tools/lengths_of_cores.py [--rounds 5] [--out results/cores/lengths.json]
+    python -m tools.lengths_of_cores [--rounds 5] [--out results/cores/lengths.json]
 
 One layer of each kind, of the widths of `speed_of_cores.py` and with frozen weights, in one process
 of one thread: forward and backward of one row after the other, of 32,768 tokens in all. The lengths
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed_of_cores import COMMON, MODELS
+from tools.paired import Results, command_line, ratios, spread, take_turns, timed
+from tools.speed_of_cores import COMMON, MODELS
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
 from shardwise.drawing.svg import drawing, svg_file
 from shardwise.kernels.recurrence import Tokens
 from shardwise.metrics.hardware import environment

@@ -1,6 +1,6 @@
 """What a split by measured cost gains over equal numbers of layers: measured, and possible at most.
 
-    python tools/pipeline_split.py [--sweep configs/pipeline-split.yaml]
+    python -m tools.pipeline_split [--sweep configs/pipeline-split.yaml]
         [--runs runs/pipeline-split] [--out results/pipeline-split]
 
 For each case of the sweep the costs of its model's units are measured (`shardwise split
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.paired import command_line, ratios, spread, table, write_json
 
-from shardwise.benchmark.paired import command_line, ratios, spread, table, write_json
 from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig

@@ -26,8 +26,8 @@ from typing import Any
 
 from tests.distributed import run_ranks
 from tests.planner.grid import Cell, cells, config_of, measure_each, predict
+from tools.paired import Results, command_line, table, write_json
 
-from shardwise.benchmark.paired import Results, command_line, table, write_json
 from shardwise.config import UserError
 from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment

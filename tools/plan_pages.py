@@ -1,4 +1,4 @@
-"""Write the tables of the planner's guides: `python tools/plan_pages.py [--check]`.
+"""Write the tables of the planner's guides: `python -m tools.plan_pages [--check]`.
 
 docs/guides/what-do-i-need.md has the best layout of models on devices, and what states and
 activations take; docs/guides/published-layouts.md has the arithmetic of published layouts.

@@ -1,6 +1,6 @@
 """What a search of layouts misses: its best beside that of one that looks at ten times as many.
 
-    python tools/plan_search.py [--out results/plan/search.json]
+    python -m tools.plan_search [--out results/plan/search.json]
 
 Each question is the arguments of `shardwise plan`. `seconds` is the CPU time of each search, and
 `regret` how much longer a step of the first search's best layout is, both as predicted.
@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.paired import command_line, write_json
 from transformers.utils import logging
 
-from shardwise.benchmark.paired import command_line, write_json
 from shardwise.cli import parse
 from shardwise.commands.plan_request import question_of, sections_of, with_published
 from shardwise.metrics.hardware import environment

@@ -1,7 +1,7 @@
 """How far the predicted step times are from measured ones, on a machine that was calibrated.
 
-    python tools/plan_times.py [--rounds 2] [--runs runs/plan-times] [--out results/plan]
-    python tools/plan_times.py --keep-measured
+    python -m tools.plan_times [--rounds 2] [--runs runs/plan-times] [--out results/plan]
+    python -m tools.plan_times --keep-measured
 
 The machine is calibrated with two processes. Each round trains every case, then calibrates again. A
 case's measured seconds are the median of its steps in a round, and the median over rounds. So are
@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tools.paired import command_line, turns, write_json
 
 from shardwise.assembly.describe import describe
-from shardwise.benchmark.paired import command_line, turns, write_json
 from shardwise.config import RunConfig
 from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.launch.local import launch, start_processes

@@ -1,4 +1,4 @@
-"""Write docs/guides/recipes.md from the recipes: `python tools/recipes.py`; `--check` compares."""
+"""Write docs/guides/recipes.md from the recipes: `python -m tools.recipes`; `--check` compares."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def main() -> None:
         PAGE.write_text(page(), encoding="utf-8")
         print(PAGE)
     elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE} is out of date; run python tools/recipes.py")
+        sys.exit(f"{PAGE} is out of date; run python -m tools.recipes")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What layers that move between the ranks of a running pipeline gain, on two processes.
 
-    OMP_NUM_THREADS=1 python tools/resplit_gain.py [--rounds 2] [--out results/resplit/gain.json]
+    OMP_NUM_THREADS=1 python -m tools.resplit_gain [--rounds 2] [--out results/resplit/gain.json]
 
 Each case runs with equal numbers of layers, cut by costs, and `dynamic`, by turns. `flops`: the
 costs are FLOPs, of a hybrid model whose head counts as many layers. `wrong`: the costs of the lower
@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tools.paired import Results, command_line, ratios, spread, take_turns
 from torch.distributed.pipelining import PipelineStage
 
 from shardwise.assembly import build
-from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import Mesh
 from shardwise.launch.local import launch

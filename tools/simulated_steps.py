@@ -1,6 +1,6 @@
 """Simulate steps of published models on 64 ranks, beside the planned peaks.
 
-    python tools/simulated_steps.py [--out results/plan]
+    python -m tools.simulated_steps [--out results/plan]
 
 Each is a command that a reader can give, and takes up to some minutes on one core. `simulated.json`
 has what came out, and docs/concepts/simulation.md its table.
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plan_pages import with_table
+from tools.paired import command_line, write_json
+from tools.plan_pages import with_table
 
-from shardwise.benchmark.paired import command_line, write_json
 from shardwise.metrics.hardware import environment
 from shardwise.words import size
 

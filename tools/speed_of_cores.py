@@ -1,6 +1,6 @@
 """What a training step of hybrid models costs here and in Hugging Face Trainer with PEFT.
 
-    python tools/speed_of_cores.py [--rounds 15] [--models NAME ...] [--out results/cores/cpu.json]
+    python -m tools.speed_of_cores [--rounds 15] [--models NAME ...] [--out results/cores/cpu.json]
 
 Each model has 8 layers, of which 2 are attention, and random weights. One process of one thread
 trains it with LoRA (r = 8 on all linears of the layers) on 2 rows of 512 tokens: by Trainer, by
@@ -27,12 +27,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from tools.paired import Results, command_line, ratios, spread, take_turns, timed
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from shardwise.assembly.build import build
 from shardwise.batches import IGNORED, Batch
-from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory, state_bytes

@@ -1,6 +1,6 @@
 """What LoRA on 32 routed experts costs here and in PEFT, on one thread of a CPU.
 
-    python tools/speed_of_experts.py [--rounds 15] [--out results/experts/cpu.json]
+    python -m tools.speed_of_experts [--rounds 15] [--out results/experts/cpu.json]
 
 One layer's experts of Qwen3-MoE (512 wide, 256 inside, 4 of 32 for a token) have adapters of rank 8
 and take a forward and a backward in turns: `peft` adds B A to a copy of the stacks, `shardwise`
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from tools.paired import Results, command_line, ratios, spread, take_turns, timed
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.patches.experts import use_routed_experts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from study import Study
+from tools.study import Study
 
 from shardwise.report.tables import Row
 

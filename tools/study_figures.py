@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups, title_of
-from study_bubbles import bubbles
-from study_lengths import lengths
+from tools.study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups, title_of
+from tools.study_bubbles import bubbles
+from tools.study_lengths import lengths
 
 from shardwise.drawing.svg import colour
 from shardwise.report import figures as report

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from study import LENGTH, WIDTH, Study, title_of
+from tools.study import LENGTH, WIDTH, Study, title_of
 
 from shardwise.assembly.describe import describe
 from shardwise.drawing.svg import colour

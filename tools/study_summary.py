@@ -1,6 +1,6 @@
 """One file for a study: all that its bench measured, without what can be made again from that.
 
-    python tools/study_summary.py results/study/cpu.json runs/cpu-again
+    python -m tools.study_summary results/study/cpu.json runs/cpu-again
     shardwise report runs/cpu-again
 
 writes the folder of the bench again, for the page with every cell, curve and picture. The file has

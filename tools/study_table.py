@@ -1,6 +1,6 @@
 """Write what a study measured into the pages that quote it.
 
-    python tools/study_table.py [--runs runs]
+    python -m tools.study_table [--runs runs]
 
 Each page says between two comments what belongs there, as in `<!-- tools/study_table.py speed cpu
 -->`: a table of TABLES and a study, or `figure` and a name of `study_figures.FIGURES`. The studies
@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from study import DEMO, Studies, Study, in_groups
-from study_bubbles import bubbles
-from study_figures import ALTS, FIGURES
-from study_summary import pack, unpack, write
+from tools.paired import table as markdown
+from tools.study import DEMO, Studies, Study, in_groups
+from tools.study_bubbles import bubbles
+from tools.study_figures import ALTS, FIGURES
+from tools.study_summary import pack, unpack, write
 
-from shardwise.benchmark.paired import table as markdown
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.drawing.svg import drawing, svg_file
 from shardwise.report.folder import read_bench

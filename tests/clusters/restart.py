@@ -18,7 +18,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from shardwise.benchmark.paired import write_json
+from tools.paired import write_json
+
 from shardwise.metrics.hardware import environment
 from tests.clusters.agents import Node, is_open, start
 from tests.clusters.runs import losses, prepare, wait_for, wait_for_step

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tools.between_nodes import bytes_between_nodes
 
 from shardwise.assembly.describe import describe
-from shardwise.planner.between_nodes import bytes_between_nodes
 from shardwise.planner.share import boundaries_of
 from shardwise.run_file import load_config
 from tests.clusters.cable import MTU, PREAMBLE_BYTES

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.paired import write_json
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.benchmark.paired import write_json
 from shardwise.metrics.flops import CONVENTION, model_flops_per_token
 from shardwise.metrics.hardware import environment, measured_flops, peak_flops, version
 from shardwise.models import load, lora

@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from shardwise.benchmark.paired import table
+from tools.paired import table
+
 from tests.gpu.timing import in_words
 
 LORA_COLUMNS = (

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from tools.paired import Results
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.benchmark.paired import Results
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear import Linear, load_backend, lora_linear, naive
 from tests.gpu.draw import machine

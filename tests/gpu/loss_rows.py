@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.paired import Results
 from torch.nn import functional as F
 
 from shardwise.batches import IGNORED
-from shardwise.benchmark.paired import Results
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.kernels.triton_support import why_not
-from shardwise.metrics.memory import PeakMemory
-from shardwise.metrics.rounds import free_cache
+from shardwise.metrics.memory import PeakMemory, free_cache
 from tests.gpu.measure import Clock
 from tests.gpu.shapes import Head, sizes_of
 

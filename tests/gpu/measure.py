@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tools.paired import spread
 
-from shardwise.benchmark.paired import spread
 from tests.gpu.shapes import Setting
 
 METHOD = {

@@ -19,9 +19,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
+from tools.paired import table, write_json  # noqa: E402
+
 from shardwise.assembly.describe import describe  # noqa: E402
-from shardwise.benchmark.paired import table, write_json  # noqa: E402
-from shardwise.benchmark.worker import run_limited  # noqa: E402
 from shardwise.config import RunConfig, UserError  # noqa: E402
 from shardwise.planner.calibration import default_path  # noqa: E402
 from shardwise.planner.cluster import Cluster, cluster_of, preset_of  # noqa: E402
@@ -30,6 +30,7 @@ from shardwise.planner.step_time import time_of_step  # noqa: E402
 from shardwise.run_file import load_config  # noqa: E402
 from tests.gpu import suite  # noqa: E402
 from tests.gpu.draw import machine  # noqa: E402
+from tests.gpu.processes import run_limited  # noqa: E402
 from tests.gpu.runs import CORPUS, RUN_SECONDS, Runner  # noqa: E402
 from tests.gpu.suite import Suite, python  # noqa: E402
 

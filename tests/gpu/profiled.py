@@ -28,9 +28,9 @@ def main(gdn: str, folder: str, device_type: str, name: str, out: str) -> None:
     kernels.choose(gdn)  # before transformers is imported
     import torch
     import torch.distributed as dist
+    from tools.paired import write_json
 
-    from shardwise.benchmark.paired import write_json
-    from shardwise.metrics.rounds import free_cache
+    from shardwise.metrics.memory import free_cache
     from tests.gpu.workload import workload_of
 
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")

@@ -21,12 +21,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
-from shardwise.benchmark.paired import table, write_json  # noqa: E402
-from shardwise.benchmark.worker import Deadline, Worker, WorkerError, run_limited  # noqa: E402
+from tools.paired import table, write_json  # noqa: E402
+
 from shardwise.layouts import torch_version  # noqa: E402
 from shardwise.rules.run_file import COMPILE_TORCH  # noqa: E402
 from tests.gpu import suite  # noqa: E402
 from tests.gpu.draw import machine  # noqa: E402
+from tests.gpu.processes import Deadline, Worker, WorkerError, run_limited  # noqa: E402
 from tests.gpu.suite import fla_or_torch, processes, python  # noqa: E402
 from tests.gpu.workload import FLA_SHAPES, preset  # noqa: E402
 

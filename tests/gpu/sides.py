@@ -24,13 +24,13 @@ from shardwise.assembly.build import Job, build
 from shardwise.batches import IGNORED, Batch
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.interfaces import Mesh
-from shardwise.metrics.rounds import Rounds
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.gpu import kernels
+from tests.gpu.rounds import Rounds
 from tests.gpu.workload import Workload
 
 Checkpointing = Literal["none", "full"]

@@ -19,8 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardwise.benchmark.paired import write_json
-from shardwise.benchmark.worker import Deadline, Worker, run_limited
+from tools.paired import write_json
+
+from tests.gpu.processes import Deadline, Worker, run_limited
 from tests.gpu.timing import CHECKPOINTING, time_sides
 from tests.gpu.workload import Workload, workload_of
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.benchmark.worker import Deadline, Worker
 from tests.gpu import __main__ as lora_step
+from tests.gpu.processes import Deadline, Worker
 from tests.gpu.suite import python
 from tests.gpu.timing import comparisons, time_sides, with_figures
 from tests.gpu.workload import REHEARSAL

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwise.benchmark.paired import ratios, spread, turns
-from shardwise.benchmark.worker import Deadline, Worker, WorkerError
+from tools.paired import ratios, spread, turns
+
+from tests.gpu.processes import Deadline, Worker, WorkerError
 from tests.gpu.workload import Workload
 
 TRAINER = "transformers"

@@ -16,7 +16,8 @@ def main(gdn: str) -> None:
     import torch
 
     import shardwise
-    from shardwise.metrics.rounds import Channel, free_cache
+    from shardwise.metrics.memory import free_cache
+    from tests.gpu.rounds import Channel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     channel = Channel()

@@ -11,13 +11,14 @@ from tests.gpu import kernels
 
 
 def main(side: str, gdn: str, folder: str, device_type: str, name: str) -> None:
-    """Answer requests (see metrics/rounds.py) until one says stop; `folder` has the weights."""
+    """Answer requests (see rounds.py) until one says stop; `folder` has the weights."""
     kernels.choose(gdn)  # before transformers is imported
     import torch
     import torch.distributed as dist
 
-    from shardwise.metrics.rounds import Channel, Rounds, free_cache
+    from shardwise.metrics.memory import free_cache
     from tests.gpu import sides
+    from tests.gpu.rounds import Channel, Rounds
     from tests.gpu.workload import workload_of
 
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")

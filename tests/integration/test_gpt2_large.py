@@ -134,7 +134,7 @@ def measure(cfg: RunConfig) -> int:
 def test_the_page_has_what_is_planned_now():
     rows = [TOOL["row_of"](layout, rows) for layout in LAYOUTS for rows in (8, 32)]
     page = (ROOT / "results" / "gpt2-large" / "memory.md").read_text(encoding="utf-8")
-    assert page == TOOL["page_of"](rows), "run python tools/gpt2_large.py"
+    assert page == TOOL["page_of"](rows), "run python -m tools.gpt2_large"
     guide = (ROOT / "docs" / "guides" / "gpt2-large.md").read_text(encoding="utf-8")
     names = {"single": "single", "ddp": "DDP", "zero3": "ZeRO-3", "fsdp2-tp": "ZeRO-3 x TP"}
     for line in page.splitlines():

@@ -90,7 +90,7 @@ def page() -> str:
 
 @pytest.mark.slow
 def test_the_page_of_recipes_is_what_the_formulas_say():
-    assert page() == tool()["page"](), "run python tools/recipes.py"
+    assert page() == tool()["page"](), "run python -m tools.recipes"
 
 
 def test_one_tokenizer_suits_every_preset():

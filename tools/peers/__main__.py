@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from tools.paired import Results, command_line, turns
 from tools.peers import torchtitan_fsdp
 from tools.peers.page import write_page
 from tools.peers.sides import LEARNING_RATE, MODES, ROOT, SIDES, TIMED, WARM_UP, Side, definition
@@ -31,7 +32,6 @@ from tools.peers.work import Watch, Work, batch, packed, uneven
 from torch.multiprocessing.spawn import ProcessException, start_processes
 from transformers import DataCollatorWithFlattening
 
-from shardwise.benchmark.paired import Results, command_line, turns
 from shardwise.config import Model
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import tensor_bytes

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.benchmark.paired import table
+from tools.paired import table
+
 from shardwise.drawing.svg import colour, drawing, svg_file
 
 RIGHT = {"losses": 1e-6, "norms": 1e-4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
@@ -164,3 +165,10 @@ class PeakMemory:
         marks = iter(self._marks)
         timeline = [event or next(marks) for event in recorded.events]
         self.parts = parts_at_peak(timeline, recorded.entry_bytes, recorded.peak_bytes)
+
+
+def free_cache(device: torch.device) -> None:
+    """Collect garbage, and give the cached memory of a GPU back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -40,7 +40,7 @@ from shardwise.config import (
 )
 from shardwise.interfaces import Mesh
 from shardwise.metrics.hardware import environment
-from shardwise.metrics.rounds import free_cache
+from shardwise.metrics.memory import free_cache
 from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.neighbours import NoNeighbours
 from shardwise.parallel.reduce import of_every_rank

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwise.drawing.canvas import WIDTH, Canvas
+from tools.pictures.canvas import WIDTH, Canvas
+
 from shardwise.words import size
 
 GUTTER = 92.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.metrics.rounds import Rounds
+from tests.gpu.rounds import Rounds
 
 
 class Script:

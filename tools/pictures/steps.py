@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwise.drawing.canvas import WIDTH, Canvas
+from tools.pictures.canvas import WIDTH, Canvas
+
 from shardwise.drawing.gantt import COLOURS, IDLE
 from shardwise.schedule.context import Cut
 from shardwise.schedule.orders import KIND_NAMES

@@ -10,11 +10,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tools.pictures.canvas import DARK, SIZES, WIDTH, Canvas, text_width
+from tools.pictures.house import draw_house
+from tools.pictures.ranks import PARTS
+from tools.pictures.steps import ring_steps, scan_rounds
 
-from shardwise.drawing.canvas import DARK, SIZES, WIDTH, Canvas, text_width
-from shardwise.drawing.house import draw_house
-from shardwise.drawing.ranks import PARTS
-from shardwise.drawing.steps import ring_steps, scan_rounds
 from shardwise.drawing.svg import PALETTE
 from shardwise.report.figures import PARTS as PARTS_OF_A_REPORT
 
@@ -30,7 +30,7 @@ def test_every_diagram_is_what_the_code_says() -> None:
     drawn = dict(tool["diagrams"]())
     assert drawn.keys() == committed.keys()
     stale = [name for name, svg in drawn.items() if svg != committed[name]]
-    assert stale == [], "run python tools/diagrams.py, and look at what changed"
+    assert stale == [], "run python -m tools.diagrams, and look at what changed"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

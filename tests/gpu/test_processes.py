@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shardwise.benchmark.worker import Deadline, Worker, WorkerError, run_limited
+from tests.gpu.processes import Deadline, Worker, WorkerError, run_limited
 
 
 def test_a_dead_worker_says_so_every_time(tmp_path):

@@ -1,4 +1,4 @@
-"""A training loop that runs in rounds which another process asks for (benchmark/worker.py).
+"""A training loop that runs in rounds which another process asks for (processes.py).
 
 So two programs can be timed by turns. Requests and replies are JSON objects, one per line, on stdin
 and on what was stdout when the process started: `{"do": "build", "checkpointing": "none"}`,
@@ -7,7 +7,6 @@ and on what was stdout when the process started: `{"do": "build", "checkpointing
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.metrics.memory import PeakMemory
+from shardwise.metrics.memory import PeakMemory, free_cache
 
 
 class Channel:
@@ -101,10 +100,3 @@ class Rounds:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def free_cache(device: torch.device) -> None:
-    """Collect garbage, and give the cached memory of a GPU back to the device."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

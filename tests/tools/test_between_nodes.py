@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from tools.between_nodes import _groups, bytes_between_nodes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.assembly.describe import describe
@@ -14,7 +15,6 @@ from shardwise.config import Data, Lora, Model, RunConfig, Training
 from shardwise.interfaces import Mesh
 from shardwise.layouts import EXPERT_AXES, parallel_of
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.between_nodes import _groups, bytes_between_nodes
 from shardwise.planner.share import boundaries_of, share_of
 from tests.distributed import run_ranks
 from tests.models.tiny import CONFIGS

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.pictures.placed import Placed, holding_of
+from tools.pictures.ranks import Held
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.drawing.ranks import Held
 from shardwise.layouts import parallel_of
 from shardwise.planner.memory import most_state_bytes
-from shardwise.planner.pictures import Placed, holding_of
 
 MODELS = Path(__file__).parents[2] / "src" / "shardwise" / "presets" / "models"
 

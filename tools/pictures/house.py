@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from shardwise.drawing.canvas import WIDTH, Canvas, text_width
+from tools.pictures.canvas import WIDTH, Canvas, text_width
 
 _BOX, _HIGH, _FLOOR = 80.0, 22.0, 48.0
 Arrows = Mapping[str, frozenset[str]]

@@ -26,19 +26,18 @@ from shardwise.run_file import parse_config
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
 from tests.report.conftest import mixtures, pipelines, record, strategies, sweep_of, write
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    return importlib.import_module(request.param)
+def tool(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(f"tools.{request.param}")
 
 
 @pytest.mark.parametrize("tool", ["communication"], indirect=True)
 def test_the_page_of_communication_is_what_the_formulas_say(tool: ModuleType) -> None:
     result = json.loads(tool.RESULTS.read_text(encoding="utf-8"))
-    assert result == tool.compute(), "run python tools/communication.py"
+    assert result == tool.compute(), "run python -m tools.communication"
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result)
     layouts = {row["layout"] for row in result["rows"]}
     assert layouts - {*CONTEXT, *EXPERTS} == set(PROVEN) - {"single"}
@@ -74,7 +73,7 @@ def test_the_page_of_the_study_says_what_was_measured(tool: ModuleType) -> None:
     assert len(tables) > 10
     for kind, name, text in tables:
         expected = tool.content(kind, name, studies, {}, page, results)
-        assert text.strip() == expected.strip(), "run python tools/study_table.py"
+        assert text.strip() == expected.strip(), "run python -m tools.study_table"
 
 
 PLACES = ("ran cpu", "speed cpu", "gradients cpu", "sent cpu", "losses cpu", "speed models")
@@ -166,11 +165,8 @@ def test_the_summary_of_a_finished_study_has_all_that_its_bench_shows(
     assert tool.read_studies(results)["demo"].bench.records == mixtures()[1]
 
 
-def test_what_all_cells_have_stands_once_and_only_if_it_is_of_one_type(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    tool = importlib.import_module("study_summary")
+@pytest.mark.parametrize("tool", ["study_summary"], indirect=True)
+def test_what_all_cells_have_stands_once_and_only_if_it_is_of_one_type(tool: ModuleType) -> None:
     records = [
         {"same": [1], "type": 1, "part": {"a": 1, "b": 2}, "own": 1, "whole": {"a": 1}},
         {"same": [1], "type": 1.0, "part": {"a": 1, "b": 3}, "part-of": 1, "whole": {"a": 1}},
@@ -197,7 +193,7 @@ def test_the_figure_of_bubbles_has_the_medians_of_the_rounds_and_the_simulated_o
 ) -> None:
     sweep, records = pipelines()
     rounds = {}
-    summary = importlib.import_module("study_summary")
+    summary = importlib.import_module("tools.study_summary")
     for name, one in records.items():
         one.config["training"] = {
             "global_batch_size": 32,
@@ -272,8 +268,8 @@ def test_the_ring_has_the_times_of_the_largest_messages(tool: ModuleType, tmp_pa
 
 
 def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):
-    """The smallest rows of each; `python tools/plan_pages.py --check` computes all of them."""
-    tool = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "plan_pages.py"))
+    """The smallest rows of each; `python -m tools.plan_pages --check` computes all of them."""
+    tool = runpy.run_path(str(TOOLS / "plan_pages.py"))
     needs = tool["needs"]
     monkeypatch.setitem(needs.__globals__, "CASES", needs.__globals__["CASES"][:1])
     pages = {name: (tool["DOCS"] / name).read_text(encoding="utf-8") for name in tool["TABLES"]}

@@ -1,6 +1,6 @@
-"""What each rank of a layout holds and sends, as data for a diagram: `drawing/ranks.py` draws it.
+"""What each rank of a layout holds and sends, as data for a diagram: `ranks.py` draws it.
 
-Bytes are those of `memory.py`, `peak.py` and `communication.py`.
+Bytes are those of `memory.py`, `peak.py` and `communication.py` of `shardwise.planner`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
+from tools.pictures.ranks import Held, Holding
+
 from shardwise import rules
 from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
-from shardwise.drawing.ranks import Held, Holding
 from shardwise.layouts import AXES, Facts, axis_sizes, context_joins_of, num_strategy_ranks
 from shardwise.models.activations import UnitMemory
 from shardwise.models.facts import context_facts

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from shardwise.benchmark.paired import Results, outside, ratios, spread, table, take_turns, turns
+from tools.paired import Results, outside, ratios, spread, table, take_turns, turns
 
 
 def test_every_second_round_is_reversed():
