@@ -78,7 +78,6 @@ ARROWS = {
         "metrics",
         "records",
     },
-    "simulation": {"training", "assembly", "parallel", "metrics", "records"},
     "benchmark": {"launch", "process", "records"},
     "report": {"records", "schedule", "drawing"},
     "interfaces": {"batches", "kernels", "schedule"},
@@ -108,7 +107,6 @@ MOST_LINES = {
     "kernels": 6_140,
     "planner schedule metrics": 11_710,
     "proof": 1_120,
-    "simulation": 520,
     "benchmark report drawing records": 7_550,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
@@ -296,7 +294,7 @@ def test_every_strategy_has_code_a_test_and_a_page():
 
 def test_every_test_file_mirrors_a_module():
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    others = {"parity", "integration", "gpu", "fuzz", "clusters", "faults", "tools"}
+    others = {"parity", "integration", "gpu", "fuzz", "clusters", "faults", "tools", "oracles"}
     assert folders <= {package(path) for path in MODULES} | others
 
 

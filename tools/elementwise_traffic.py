@@ -28,6 +28,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import yaml
+from tests.oracles.allocations import StorageRecorder
+from tests.oracles.moments import Moments
+from tests.oracles.simulate import AfterOneStep, full_batches
+from tests.oracles.tensors import SimulatedTensors
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,10 +54,6 @@ from shardwise.models.dtypes import product_dtype
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.traffic import PATH
 from shardwise.planner.unit_work import work_of_units
-from shardwise.simulation.allocations import StorageRecorder
-from shardwise.simulation.moments import Moments
-from shardwise.simulation.simulate import AfterOneStep, full_batches
-from shardwise.simulation.tensors import SimulatedTensors
 from shardwise.training.step import forward_backward
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"

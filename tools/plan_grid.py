@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed import run_ranks
+from tests.oracles.simulate import simulate
 from tests.planner.grid import Cell, cells, config_of, measure_each, predict
 from tools.paired import Results, command_line, table, write_json
 
 from shardwise.config import UserError
 from shardwise.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment
-from shardwise.simulation.simulate import simulate
 
 TOGETHER = 4
 """Cells that share processes: their start takes as long as a cell."""

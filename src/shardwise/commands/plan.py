@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +57,6 @@ def plan(args: Namespace) -> int:
     for option in ("write", "html"):
         check_can_write(option, getattr(args, option))
     cluster = cluster_of(args.devices, args.nodes, args.link)
-    last = cluster.num_devices - 1
-    require(0 <= args.rank <= last, f"--rank is {args.rank}; give one from 0 to {last}")
-    require(args.simulate or not args.rank, "--rank is for --simulate; give both")
     sections, fixed = sections_of(args)
     logging.set_verbosity_error()
     question = question_of(sections, fixed, cluster, args.run)
@@ -71,7 +67,6 @@ def plan(args: Namespace) -> int:
     answer = search(question, args.top)
     # With --json nothing else goes to standard output.
     console = Console(stderr=args.json)
-    refused: UserError | None = None
     if args.explain is not None:
         fixed |= {f"parallel.{key}" for key in sections.get("parallel") or {}}
     if Path(args.run).is_file() and (keys := not_taken(sections, fixed)):
@@ -87,13 +82,7 @@ def plan(args: Namespace) -> int:
     if args.json:
         from shardwise.records.record import dumps
 
-        more = {}
-        if args.simulate and answer.choices:
-            try:
-                more = {"simulated": second_opinion(answer, args.rank)}
-            except UserError as error:  # what else was asked for is written first
-                refused = error
-        print(dumps(plan_page.as_data(answer) | more, indent=1))
+        print(dumps(plan_page.as_data(answer), indent=1))
     elif args.explain is None:
         show(console, answer)
     elif answer.computed:
@@ -125,10 +114,6 @@ def plan(args: Namespace) -> int:
     if args.write is not None:
         for path in write_run_file(Path(args.write), args.run, sections, answer):
             lines(console, [f"wrote {path}"])
-    if args.simulate and not args.json:
-        lines(console, [in_words(second_opinion(answer, args.rank))])
-    if refused is not None:
-        raise refused
     return 0
 
 
@@ -154,45 +139,6 @@ def show_one(console: Console, choice: Choice, question: Question, subject: Subj
     console.print(plan_page.memory_table(choice))
     console.print(plan_page.time_table(choice))
     lines(console, plan_page.arithmetic(choice, question, subject))
-
-
-def second_opinion(answer: Answer, rank: int) -> dict[str, Any]:
-    """Return the peak of a rank of the best layout by simulation, beside that by formulas.
-
-    A simulated step runs a CPU's kernels and knows no runtime. So both numbers are of a CPU.
-    """
-    from shardwise.assembly.describe import describe
-    from shardwise.planner.peak import boundaries_of, memory_of_rank
-    from shardwise.simulation.simulate import simulate
-
-    cfg, num_ranks = answer.best.applied, answer.question.num_ranks
-    run = describe(cfg, num_ranks)
-    cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
-    simulated = simulate(cfg, num_ranks, rank)
-    coordinates = list(product(*map(range, run.sizes.values())))[rank]
-    place = dict(zip(run.sizes, coordinates, strict=True))
-    memory = memory_of_rank(cfg, run, place, boundaries_of(cfg, run))
-    return {
-        "rank": rank,
-        "simulated_bytes": simulated.peak_bytes,
-        "parts": simulated.parts,
-        "moment": simulated.moment,
-        "seconds": simulated.seconds,
-        "planned_bytes": memory.total,
-        "planned_moment": memory.moment,
-    }
-
-
-def in_words(opinion: dict[str, Any]) -> str:
-    """Return a second opinion as a line."""
-    from shardwise.words import size
-
-    simulated, planned = opinion["simulated_bytes"], opinion["planned_bytes"]
-    return (
-        f"rank {opinion['rank']} with a CPU's kernels: simulated {size(simulated)} at "
-        f"{opinion['moment'] or 'the start'}, in {opinion['seconds']:.0f} s; by formulas "
-        f"{size(planned)} at {opinion['planned_moment']} ({planned / simulated - 1:+.1%})"
-    )
 
 
 def lines(console: Console, texts: Any) -> None:
@@ -238,10 +184,6 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="dtype of products")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts shown (default 5)")
     parser.add_argument("--explain", metavar="LAYOUT", help="only this layout, e.g. fsdp2-tp:8-sp")
-    parser.add_argument("--simulate", action="store_true", help="check the memory by simulation")
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="the rank to simulate (default 0)"
-    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--write", metavar="FILE", help="write the best layout as a run file")
     parser.add_argument("--html", metavar="FILE", help="draw everything on one page")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from shardwise.config import UserError
-from shardwise.simulation.allocations import StorageRecorder
+from tests.oracles.allocations import StorageRecorder
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 WAY_OUT = "go by the formulas, or measure a run with measure.memory"

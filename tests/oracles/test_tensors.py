@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.config import UserError
-from shardwise.simulation.allocations import StorageRecorder
-from shardwise.simulation.tensors import MOST_VALUES, SimulatedTensors
+from tests.oracles.allocations import StorageRecorder
+from tests.oracles.tensors import MOST_VALUES, SimulatedTensors
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.simulation.allocations import StorageRecorder
+from tests.oracles.allocations import StorageRecorder
 
 
 def test_views_count_once_and_a_storage_until_its_last_view_ends():

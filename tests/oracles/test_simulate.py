@@ -14,12 +14,12 @@ from shardwise.config import RunConfig, UserError
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.peak import memory_of_run
-from shardwise.simulation import simulate as module
-from shardwise.simulation.simulate import full_batches, simulate
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
+from tests.oracles import simulate as module
+from tests.oracles.simulate import full_batches, simulate
 from tests.parity.harness import Cell, run_config
 
 

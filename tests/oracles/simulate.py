@@ -29,11 +29,11 @@ from shardwise.config import Lora, RunConfig, UserError, require
 from shardwise.interfaces import Mesh
 from shardwise.layouts import num_data_ranks, num_microbatches
 from shardwise.parallel.mesh import build_mesh
-from shardwise.simulation.allocations import StorageRecorder
-from shardwise.simulation.moments import Moments
-from shardwise.simulation.tensors import WAY_OUT, SimulatedTensors
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import forward_backward
+from tests.oracles.allocations import StorageRecorder
+from tests.oracles.moments import Moments
+from tests.oracles.tensors import WAY_OUT, SimulatedTensors
 
 UNLIKE = 3
 """Micro-batches whose memory differs: the first finds no gradients, the last sums them over ranks,
