@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 
+from shardwise.kernels import published
 from shardwise.kernels.gated_delta_rule import chunked, naive
 from shardwise.kernels.gated_delta_rule.naive import State
-from shardwise.kernels.packed import packed
+from shardwise.kernels.published import backend_of
 from shardwise.kernels.recurrence import Recurrence, by_matrix, by_transposed_matrix
+
+backend = backend_of("fla", only_16_bits=True)
+FLA = ("gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 
 
 def gated_delta_rule(
@@ -42,45 +42,9 @@ def gated_delta_rule(
     On a GPU with `fla` installed its kernels compute it if v has 16 bits: they take no other dtype.
     """
     if backend(v.device, v.dtype) == "fla":
-        return _by_fla(q, k, v, g, beta, state, documents)
+        return published.delta_rule(FLA, q, k, v, g, beta, state, documents)
     rule = naive if v.shape[1] == 1 else chunked
     return rule.gated_delta_rule(q, k, v, g, beta, state, documents)
-
-
-def backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what computes the rule for values of a dtype on a device: `fla` or `torch`."""
-    has_kernels = device.type == "cuda" and dtype.itemsize == 2 and find_spec("fla")
-    return "fla" if has_kernels else "torch"
-
-
-def _by_fla(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: State,
-    documents: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    fla: Any = import_module("fla.ops.gated_delta_rule")
-    # The recurrent kernel has no backward.
-    one_step = v.shape[1] == 1 and not torch.is_grad_enabled()
-    rule = fla.fused_recurrent_gated_delta_rule if one_step else fla.chunk_gated_delta_rule
-    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
-    inputs = [x.to(v.dtype) for x in (q, k, v)] + [g, beta.to(v.dtype)]
-    state = None if state is None else state.float()
-    flags: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    if documents is None:
-        q, k, v, g, beta = inputs
-        return rule(q, k, v, g=g, beta=beta, initial_state=state, **flags)
-    ends = packed(documents)
-    q, k, v, g, beta = (x.flatten(0, 1)[None] for x in inputs)
-    state = ends.states_of(state)
-    flags["cu_seqlens"] = ends.cu_seqlens
-    if not one_step:
-        flags["cu_seqlens_cpu"] = ends.cu_seqlens_on_host
-    out, last = rule(q, k, v, g=g, beta=beta, initial_state=state, **flags)
-    return out.view(documents.shape + out.shape[2:]), last.index_select(0, ends.lasts)
 
 
 RECURRENCE = Recurrence(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 
+from shardwise.kernels import published
+from shardwise.kernels.published import backend_of
 from shardwise.kernels.recurrence import Recurrence, by_factor
 from shardwise.kernels.selective_scan import chunked
+
+backend = backend_of("mamba_ssm", only_16_bits=False)
 
 
 def selective_scan(
@@ -45,43 +45,8 @@ def selective_scan(
     """
     is_plain = state is None and documents is None
     if is_plain and backend(x.device, x.dtype) == "mamba_ssm":
-        return _by_mamba_ssm(x, dt, a, b, c, d, z, bias)
+        return published.selective_scan(x, dt, a, b, c, d, z, bias)
     return chunked.selective_scan(x, dt, a, b, c, d, z, bias, state, documents)
-
-
-def backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what computes the scan for x of a dtype on a device: `mamba_ssm` or `torch`."""
-    has_kernel = device.type == "cuda" and dtype != torch.float64 and find_spec("mamba_ssm")
-    return "mamba_ssm" if has_kernel else "torch"
-
-
-def _by_mamba_ssm(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    z: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mamba_ssm: Any = import_module("mamba_ssm.ops.selective_scan_interface")
-    # The kernel has tokens last, one dtype for all that differs between tokens, and float32 for
-    # what does not.
-    x, dt, b, c, z = (y.to(x.dtype).transpose(1, 2) for y in (x, dt, b, c, z))
-    out, last = mamba_ssm.selective_scan_fn(
-        x,
-        dt,
-        a.float(),
-        b,
-        c,
-        D=d.float(),
-        z=z,
-        delta_bias=bias.float(),
-        delta_softplus=True,
-        return_last_state=True,
-    )
-    return out.transpose(1, 2), last.detach()
 
 
 RECURRENCE = Recurrence(

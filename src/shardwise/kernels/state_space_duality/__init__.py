@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 
-from shardwise.kernels.gated_delta_rule.naive import begins
+from shardwise.kernels import published
+from shardwise.kernels.published import backend_of
 from shardwise.kernels.recurrence import Recurrence, by_factor
 from shardwise.kernels.state_space_duality import chunked
+
+backend = backend_of("mamba_ssm", only_16_bits=True)
 
 
 def mamba2_scan(
@@ -42,41 +41,8 @@ def mamba2_scan(
     products have 10 bits after the point.
     """
     if backend(x.device, x.dtype) == "mamba_ssm":
-        return _by_mamba_ssm(x, dt, a, b, c, d, state, documents)
+        return published.mamba2_scan(x, dt, a, b, c, d, state, documents)
     return chunked.mamba2_scan(x, dt, a, b, c, d, state, documents)
-
-
-def backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what computes the scan for x of a dtype on a device: `mamba_ssm` or `torch`."""
-    has_kernels = device.type == "cuda" and dtype.itemsize == 2 and find_spec("mamba_ssm")
-    return "mamba_ssm" if has_kernels else "torch"
-
-
-def _by_mamba_ssm(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    state: torch.Tensor | None,
-    documents: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mamba_ssm: Any = import_module("mamba_ssm.ops.triton.ssd_combined")
-    # The kernels give `initial_states` to document 0.
-    numbers = None if documents is None else begins(documents).cumsum(1).to(torch.int32)
-    return mamba_ssm.mamba_chunk_scan_combined(
-        x,
-        dt,
-        a,
-        b.to(x.dtype),
-        c.to(x.dtype),
-        chunk_size=256,
-        D=d,
-        initial_states=state,
-        seq_idx=numbers,
-        return_final_states=True,
-    )
 
 
 RECURRENCE = Recurrence(
