@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. Twice as many as two cores: ranks that wait leave a core idle.
 TESTERS ?= 4
 
-.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-plan gpu-jet-nemotron clean
+.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-plan gpu-jet-nemotron cuda-lora clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -181,6 +181,10 @@ gpu-plan:  ## a CUDA device calibrated, and memory and time of runs beside the p
 
 gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA device; PYTHON= as for `make gpu`
 	$(PYTHON) -m tests.gpu.jet_nemotron
+
+cuda-lora:  ## the LoRA kernel of examples/cuda_lora, in CUDA C++; needs nvcc
+	mkdir -p build
+	nvcc -std=c++17 -O2 -arch=sm_80 -o build/cuda_lora examples/cuda_lora/lora_linear.cu
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) $(PEERS) $(AUDIT) runs build .pytest_cache .ruff_cache .hypothesis
