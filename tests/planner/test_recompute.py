@@ -7,22 +7,26 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.profiles import Measured, Profile, path_of, unit_keys, write
 from shardwise.config import Recomputation, RunConfig, UserError
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.metrics.hardware import PeakFlops
+from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import split_view
 from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.exact import explain
 from shardwise.planner.memory import USABLE
 from shardwise.planner.peak import memory_of_run
-from shardwise.planner.recompute import WAYS, as_way, within_budget
+from shardwise.planner.recompute import MANY_TOKENS, WAYS, as_way, chosen_of, within_budget
 from shardwise.planner.share import counts_of
 from shardwise.planner.split_view import plan
 from tests.distributed import run_ranks
@@ -202,3 +206,23 @@ def test_the_committed_grid_says_what_the_page_does():
         assert cell["peak"] <= cell["budget"]
         least = cell["best_of_three"]
         assert least is None or cell["recomputed_flops"] <= least
+
+
+def _chosen(cfg: RunConfig) -> None:
+    chosen_of(cfg, build_mesh(cfg, torch.device("cpu")))
+
+
+def test_a_micro_batch_that_no_memory_holds_is_refused_before_weights_are_loaded(
+    tmp_path, monkeypatch
+):
+    cfg, _ = run_of("single", 1, "full", tmp_path)
+    cfg = replace(cfg, data=replace(cfg.data, sequence_length=MANY_TOKENS // 2))
+    assert cfg.training.micro_batch_size == 2
+    needed = memory_of_run(cfg, describe(cfg, 1)).total
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=needed))
+    run_ranks(1, _chosen, cfg)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=needed - 1))
+    with pytest.raises(RuntimeError, match=r"2 rows of 131,072 tokens .*; lower data\.sequence_l"):
+        run_ranks(1, _chosen, cfg)
+    # A row less is not looked at: a run of usual size spends no time on it.
+    run_ranks(1, _chosen, replace(cfg, training=replace(cfg.training, micro_batch_size=1)))

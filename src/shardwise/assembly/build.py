@@ -29,6 +29,7 @@ from shardwise.assembly.own import describe_own, own_costs, own_parts
 from shardwise.assembly.recomputation import Chosen
 from shardwise.assembly.routing import Routing
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
+from shardwise.assembly.step_time import check_step_time
 from shardwise.batches import AnyBatch
 from shardwise.config import Checkpointing, Lora, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, State
@@ -150,7 +151,11 @@ def build(
     selected = selected_by(cfg.optimizer.name, hf, spec, facts.family)
     state.check(hf, cfg, selected)
     parameters = _sizes(hf)
-    counts = count_model(hf, spec) if _can_count_flops(cfg, spec) else None
+    counts = count_model(hf, spec) if spec.family in FAMILIES and not own else None
+    if counts is not None:
+        check_step_time(cfg, counts, num_ranks, mesh.device)
+    if cfg.data.keeps_documents_apart:  # attention's FLOPs depend on where documents end
+        counts = None
     cut = None
     if facts.pipeline is not None:
         costs = own_costs(cfg, own) if own else _costs(cfg, mesh, facts, counts)
@@ -222,11 +227,6 @@ def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> Cut:
     # A few numbers per layer go from every rank to all: a node may have another profile, or none.
     units, source = of_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
-
-
-def _can_count_flops(cfg: RunConfig, spec: ModelSpec) -> bool:
-    # Attention's FLOPs in isolated rows depend on where the documents end.
-    return spec.family in FAMILIES and not spec.is_own and not cfg.data.keeps_documents_apart
 
 
 def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> tuple[str, ...]:

@@ -14,27 +14,33 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+import psutil
+
 from shardwise import rules
 from shardwise.assembly.costs import costs_of, with_gradients
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.recomputation import Chosen
-from shardwise.config import Checkpointing, RunConfig, UserError, Way
+from shardwise.config import Checkpointing, RunConfig, UserError, Way, require
 from shardwise.interfaces import Mesh
 from shardwise.layouts import Facts
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models import adapter_start
 from shardwise.models.activations import UnitMemory
+from shardwise.models.families import FAMILIES
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.planner.memory import USABLE, Memory
 from shardwise.planner.passes import FORWARD, Moment
-from shardwise.planner.peak import Rank
+from shardwise.planner.peak import Rank, memory_of_run
 from shardwise.planner.share import boundaries_of, counts_of
 from shardwise.planner.shares import Shares
 from shardwise.planner.unit_work import work_of_units
 from shardwise.schedule.knapsack import Bounds, Chunk, Option, choose
+from shardwise.words import size
 
 WAYS: tuple[Way, ...] = ("none", "operators", "full")
 UNBOUNDED = 2**62
+MANY_TOKENS = 2**18
+"""The tokens of a micro-batch from which on it is asked whether a CPU's memory holds a step."""
 Boundaries = tuple[int, ...] | None
 Prices = Mapping[Way, Sequence[int]]
 """What it costs to compute each unit again, by way."""
@@ -44,14 +50,38 @@ def chosen_of(cfg: RunConfig, mesh: Mesh, adapter: Any = None) -> Chosen | None:
     """Return what a run's budget chooses, the same on every rank; None where it has no budget.
 
     `adapter`: the section `lora` of the checkpoint that the run resumes. A collective of all ranks.
-    UserError where nothing is within the budget.
+    UserError where nothing is within the budget, or a CPU's memory is far too small.
     """
-    if cfg.training.budget_bytes is None:
+    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    is_huge = mesh.device.type == "cpu" and tokens >= MANY_TOKENS
+    if cfg.training.budget_bytes is None and not is_huge:
         return None
     cfg = adapter_start.resumed(cfg, adapter)
     run = describe(cfg, mesh.dense.size(), mesh.device)
+    if cfg.training.budget_bytes is None:
+        _check_room(cfg, run)
+        return None
     # Some words per layer from every rank to all: a node may have another profile, or none.
     return of_every_rank(within_budget(cfg, run, mesh.device.type))[0]
+
+
+def _check_room(cfg: RunConfig, run: Description) -> None:
+    """Raise UserError, on every rank alike, for a run of which one rank needs more than a node has.
+
+    Linux ends a process without a word where there is no more memory; a GPU's runtime has an error.
+    """
+    if run.spec.family not in FAMILIES or cfg.parallel.offload == "disk":
+        return  # no formula is about their memory
+    needed = memory_of_run(_on(cfg, "cpu"), run).total
+    # A number from every rank to all: nodes may differ.
+    most = max(of_every_rank(psutil.virtual_memory().total))
+    length = cfg.data.sequence_length
+    require(
+        needed <= most,
+        f"{cfg.training.micro_batch_size} rows of {length:,} tokens in a micro-batch take "
+        f"{size(needed)} of a process, and this machine has {size(most)}; lower "
+        "data.sequence_length or training.micro_batch_size",
+    )
 
 
 class TooSmallError(UserError):
@@ -83,8 +113,7 @@ def within_budget(
     prices, source = _measured(cfg, run, ways) if is_here else ({}, "")
     if not prices:
         prices, source = _counted(cfg, run, ways), "FLOPs"
-    on_device = replace(cfg, training=replace(cfg.training, device=device))
-    plans = [_Stages(on_device, run, split, ways, prices, memories) for split in splits]
+    plans = [_Stages(_on(cfg, device), run, split, ways, prices, memories) for split in splits]
     found = [plan.choice(int(USABLE * budget)) for plan in plans]
     chosen = [replace(one, source=source, budget_bytes=budget) for one in found if one is not None]
     if not chosen and not tells_least:
@@ -97,6 +126,10 @@ def within_budget(
             "training.micro_batch_size or data.sequence_length, or share the model over more ranks"
         )
     return min(chosen, key=lambda one: one.price)
+
+
+def _on(cfg: RunConfig, device: Any) -> RunConfig:
+    return replace(cfg, training=replace(cfg.training, device=device))
 
 
 def as_way(cfg: RunConfig, way: Checkpointing) -> RunConfig:

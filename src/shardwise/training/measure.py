@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.assembly.build import Job
+from shardwise.assembly.step_time import peak_of
 from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
@@ -27,7 +27,7 @@ from shardwise.metrics.flops import (
     model_flops_per_token,
     utilization,
 )
-from shardwise.metrics.hardware import environment, peak_flops
+from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory, StateTensors, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
 from shardwise.models.counts import ModelCounts
@@ -197,8 +197,7 @@ def _flops(
     length = cfg.data.sequence_length
     model = model_flops_per_token(counts, length)
     hardware = hardware_flops_per_token(counts, length, job.checkpointing)
-    in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
-    peak = peak_flops(mesh.device, torch.bfloat16 if in_16_bits else torch.float32)
+    peak = peak_of(cfg, mesh.device)
     # All positions of a row count, not only targets: the device computes padding too.
     positions = cfg.training.global_batch_size * length
 
