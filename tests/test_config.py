@@ -124,7 +124,7 @@ def test_a_value_beyond_its_range_is_refused_with_the_bound_that_it_misses(key):
 
 def test_every_number_of_a_run_file_has_a_range():
     elsewhere = {  # open at an end or lists: checked where they are
-        *("lora.dropout", "lora.targets", "data.weights", "data.validation", "parallel.split"),
+        *("lora.dropout", "lora.targets", "data.validation", "parallel.split"),
         *("launch.slurm", "launch.torchrun", "launch.ray", "launch.resources"),
         *("parallel.memory_limit_gib", "parallel.speeds"),
         *("optimizer.betas", "optimizer.max_grad_norm"),

@@ -24,7 +24,7 @@ from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.assembly.own import describe_own, own_facts
 from shardwise.benchmark import sweep
-from shardwise.config import CALLERS, Lora, Model, Recomputation, RunConfig, UserError
+from shardwise.config import CALLERS, Entry, Lora, Model, Recomputation, RunConfig, UserError
 from shardwise.keys import known_keys
 from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of, shortened
 from shardwise.models import load, lora
@@ -79,11 +79,17 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
             "template_arguments": {"enable_thinking": False},
             "tools": "tools",
             "train_on": "last",
+            "train_on_thinking": "none",
             "turns": "separate",
             "fields": {"prompt": "question"},
             "long": "split",
         }.items()
     },
+    "a key of an entry without its format": (
+        "llama",
+        {"data": {"train": [Entry("a", format="text", tools="tools")]}},
+        1,
+    ),
     "separate turns of which every token is trained on": (
         "llama",
         {"data": {"format": "chat", "turns": "separate", "train_on": "all"}},

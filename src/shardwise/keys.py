@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from shardwise.config import RunConfig
@@ -31,9 +31,20 @@ def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
 
 
 def known_keys(*section: str) -> list[str]:
-    """Return the keys of a section of the run file; without an argument the sections."""
+    """Return the keys of a section of the run file; without an argument the sections.
+
+    A place within a list may be named by its index, and by names of types.
+    """
     cls: Any = RunConfig
     for part in section:
-        hint = get_type_hints(cls)[part]
-        cls = next((arg for arg in get_args(hint) if dataclasses.is_dataclass(arg)), hint)
+        hint = get_type_hints(cls).get(part)
+        cls = cls if hint is None else next(_sections_in(hint), hint)
     return [f.name for f in dataclasses.fields(cls)]
+
+
+def _sections_in(hint: Any) -> Iterator[Any]:
+    """Yield the classes of sections that a type names."""
+    if dataclasses.is_dataclass(hint):
+        yield hint
+    for part in get_args(hint):
+        yield from _sections_in(part)

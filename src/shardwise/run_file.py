@@ -42,15 +42,19 @@ def read_config(data: dict[str, Any], source: str) -> RunConfig:
         raise UserError(f"{source}: {_first_problem(error, data)}") from None
     for section, keys in data.items():
         for key, value in (keys or {}).items():
-            parsed = getattr(getattr(cfg, section), key)
-            values = [value]
-            if isinstance(parsed, Section) and isinstance(value, dict):
-                lists = (v if isinstance(v, list) else [v] for v in value.values())
-                values = [*itertools.chain.from_iterable(lists)]
-            is_switch = isinstance(parsed, bool) or not any(isinstance(v, bool) for v in values)
-            # pydantic takes true for 1.
-            require(is_switch, f"{source}: {section}.{key} is not a switch; give a number")
+            is_number = _is_switch_for_number(value, getattr(getattr(cfg, section), key))
+            require(not is_number, f"{source}: {section}.{key} is not a switch; give a number")
     return cfg
+
+
+def _is_switch_for_number(value: Any, parsed: Any) -> bool:
+    """Return whether a value has a switch where a number is read: pydantic takes true for 1."""
+    if isinstance(value, Mapping):
+        get = functools.partial(getattr, parsed) if isinstance(parsed, Section) else parsed.get
+        return any(_is_switch_for_number(part, get(name, None)) for name, part in value.items())
+    if isinstance(value, list) and isinstance(parsed, list | tuple):
+        return any(map(_is_switch_for_number, value, parsed))
+    return isinstance(value, bool) and not isinstance(parsed, bool)
 
 
 def without_removed(data: dict[str, Any]) -> dict[str, Any]:
@@ -192,40 +196,44 @@ def apply_override(data: dict[str, Any], override: str) -> None:
 def _first_problem(error: Any, data: Any) -> str:
     """Return the message for one of pydantic's errors of this data."""
     # Unknown keys come first: a misspelt required key is also missing, and the spelling helps.
-    problem = min(
-        error.errors(),
-        key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"),
+    # Where a key may have several types, each has an error: the one that leads deepest into the
+    # data is of the type that was meant.
+    problems = [(error["type"], [*_keys_of(error["loc"], data)], error) for error in error.errors()]
+    kind, keys, problem = min(
+        problems,
+        key=lambda p: (
+            p[0] not in ("unexpected_keyword_argument", "value_error"),
+            -len(p[1]),
+            p[0] not in ("missing", "missing_argument"),
+        ),
     )
-    # A key that may have several types names the one that a mistake is within.
-    path, last = problem["loc"][:-1], problem["loc"][-1:]
-    location = [str(part)[:80] for part in (*(p for p in path if p != "Recomputation"), *last)]
-    if problem["type"] == "unexpected_keyword_argument":
+    location = [*_keys_of(problem["loc"][:-1], data), *(str(p)[:80] for p in problem["loc"][-1:])]
+    if kind == "unexpected_keyword_argument":
         key = ".".join(location)
         if key in MOVED:
             return f"{key} is called {MOVED[key]}; rename it"
         if key in REMOVED:
             return f"{key} was removed; leave it out"
         return f"unknown key {key}; {nearest(location[-1], known_keys(*location[:-1]))}"
-    if problem["type"] in ("missing", "missing_argument"):
+    if kind in ("missing", "missing_argument"):
         return f"{'.'.join(location)} is missing; add it"
-    if problem["type"] == "value_error":
+    if kind == "value_error":
         return str(problem["ctx"]["error"])
-    key = problem["loc"][:2]  # a key that may have several types has an error for each
-    wanted = dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][:2] == key)
+    wanted = dict.fromkeys(error["msg"] for _, place, error in problems if place == keys)
     first, *others = (message[:1].lower() + message[1:] for message in wanted)
     message = " or ".join([first, *(m.removeprefix("input should be ") for m in others)])
     message = re.sub("a dictionary or an instance of [A-Za-z]+", "a mapping", message)
     value = problem["input"]
     if message.endswith("a valid string") and isinstance(value, int | float):
         message += "; write it in quotes"
-    name = ".".join(max([*_keys_of(problem["loc"], data)], location[:2], key=len))
+    name = ".".join(max(keys, location[:2], key=len))
     return f"{name} is {'null' if value is None else shown(value)}: {message}"
 
 
 def _keys_of(place: Sequence[str | int], data: Any) -> Iterator[str]:
-    """Yield the keys that lead to a place in data, which pydantic may follow by names of types."""
+    """Yield the keys that lead to a place in data, without the names of types among them."""
     for part in place:
-        if not (isinstance(data, Mapping) and part in data):
-            return
-        yield str(part)[:80]
-        data = data[part]
+        is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if is_index or (isinstance(data, Mapping) and part in data):
+            yield str(part)[:80]
+            data = data[part]

@@ -145,7 +145,6 @@ FILES = {
         (["new.yaml", "--data", "empty.jsonl"], "--data: no document in empty.jsonl"),
         (["new.yaml", "--data", "broken.jsonl"], "broken.jsonl:1: not JSON"),
         (["new.yaml", "--data", "words.jsonl"], "the fields of its first document are words,"),
-        (["new.yaml", "--data", "text.jsonl", "chat.jsonl"], "give data of one form"),
         (["new.yaml", "--data", "broken.parquet"], "broken.parquet: cannot be read as PARQUET"),
         (["new.yaml", "--data", "splits"], "splits has the splits train, test"),
     ],

@@ -102,11 +102,13 @@ def test_a_wrong_run_file_does_not_fit(section, keys):
 
 def test_every_key_has_a_description_and_every_number_its_range():
     schema = json_schema()["$defs"]
-    # Beside the sections there is the mapping that `training.checkpointing` may be.
-    assert {name.lower() for name in schema} == {*known_keys(), "recomputation"}
+    # Beside the sections there are the mappings that keys may be.
+    assert {name.lower() for name in schema} == {*known_keys(), "recomputation", "entry"}
     layers = schema.pop("Recomputation")["properties"]
     assert list(layers) == known_keys("training", "checkpointing")
-    assert all(types["description"] for types in layers.values())
+    entry = schema.pop("Entry")["properties"]
+    assert list(entry) == known_keys("data", "train")
+    assert all(types["description"] for types in (*layers.values(), *entry.values()))
     for section in known_keys():
         properties = schema[section.capitalize()]["properties"]
         assert list(properties) == known_keys(section)

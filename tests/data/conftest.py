@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.config import Data, Model, RunConfig, Training
+from shardwise.config import Data, Entry, Model, RunConfig, Training
 
 
 @pytest.fixture(scope="session")
@@ -61,11 +61,13 @@ def write_corpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence
 
 @pytest.fixture(scope="session")
 def run_config() -> Callable[..., RunConfig]:
-    """A function that makes a RunConfig from keys of the sections data and training."""
+    """A function that makes a RunConfig from keys of data and training, and weights of entries."""
 
     def make(train: str | list[str], **keys: Any) -> RunConfig:
         names = {"global_batch_size", "micro_batch_size", "seed", "eval_batches", "steps", "epochs"}
         training = names & keys.keys()
+        if weights := keys.pop("weights", None):
+            train = [Entry(path, weight=weight) for path, weight in zip(train, weights)]
         data = {key: value for key, value in keys.items() if key not in training}
         return RunConfig(
             model=Model(path="unused"),

@@ -17,8 +17,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, RunConfig, UserError
-from shardwise.data.corpus import Corpus, join, open_corpus
-from shardwise.data.loader import build_loaders
+from shardwise.data.corpus import Corpus, open_corpus, open_groups
+from shardwise.data.loader import build_loaders, open_data
 from tests.data.test_formats import dialogue
 from tests.data.test_loader import predicted, rows_of
 from tests.data.test_text import write
@@ -123,15 +123,17 @@ def test_the_first_documents_of_all_sources_or_of_each_weighted_entry(
     rows = str(parquet(tmp_path / "c.parquet", {"text": ["c0", "c1"]}, row_group_size=1))
     entries = [second, rows, first]
     for most, expected in ((2, ["a0", "a1"]), (4, ["a0", "a1", "a2", "b0"]), (9, None)):
-        corpus = open_corpus(entries, data(max_documents=most))
+        corpus, *_ = open_data(run_config(entries, max_documents=most))
         everything = texts(open_corpus(entries, data()))
         assert texts(corpus) == (expected or everything)
-    weighted = [open_corpus(entry, data(max_documents=1)) for entry in entries]
-    joined = join(weighted)
+    weighted = run_config(entries, max_documents=1, weights=[1, 1, 1])
+    joined, *_ = open_data(weighted)
     assert texts(joined) == ["b0", "c0", "a0"]
     assert joined.where(2) == f"{first}:1"
     # What is for validation files is not limited, and a share is one of the first documents.
-    assert len(open_corpus(first, data(max_documents=1), "data.validation")) == 3
+    held_out = run_config([second], max_documents=1, validation=[first])
+    (validation,) = open_groups(held_out.data, "validation")
+    assert len(validation) == 3
     cfg = run_config(entries, max_documents=4, validation=0.5, global_batch_size=1)
     loaders = build_loaders(cfg, tokenizer, range(1))
     assert loaders.validation is not None

@@ -358,10 +358,8 @@ def test_a_resume_encodes_a_record_once_for_all_its_waiting_parts(
     (slot,) = state["slots"].values()
     waiting = {place for place, *_ in slot["waiting"]}
     assert len(slot["waiting"]) > 3 * len(waiting)
-    encoded, documents = [], Encoder.documents
-    monkeypatch.setattr(
-        Encoder, "documents", lambda *args: encoded.append(args[2].place) or documents(*args)
-    )
+    encoded, cut = [], Encoder.cut
+    monkeypatch.setattr(Encoder, "cut", lambda *args: encoded.append(args[2].place) or cut(*args))
     resumed = build_loaders(cfg, tokenizer, range(1), state)
     assert rows_of(next(resumed.train)) == steps[-1]
     assert max(Counter(encoded).values()) == 1

@@ -96,7 +96,7 @@ def test_weights_that_cannot_be_kept(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     one, two = write_corpus(["ab"]), write_corpus(["cd", "ef", "gh"])
-    with pytest.raises(UserError, match=rf"^data\.weights: {one} is in two entries of data\.train"):
+    with pytest.raises(UserError, match=rf"^data\.train: {one} is in two entries; keep it in one"):
         build_loaders(run_config([one, two, one], weights=[1, 1, 1]), tokenizer, range(8))
     with pytest.raises(UserError, match=r"^data\.validation: .* 0\.75 .* one document"):
         build_loaders(run_config([one, two], weights=[1, 1], validation=0.75), tokenizer, range(8))
@@ -115,7 +115,7 @@ def test_a_run_says_which_documents_its_weights_never_read(
     read = counts(loaders.state())
     # Of 110 draws 55 are of each.
     assert (read.epochs, read.epochs_by_entry) == (1.0, (0.55, 5.5))
-    assert "1.00 epochs; by data.weights 0.55, 5.50 epochs of the entries" in str(read)
+    assert "1.00 epochs; by their weights 0.55, 5.50 epochs of the entries" in str(read)
     assert read.to_dict()["epochs_by_entry"] == [0.55, 5.5]
     more = build_loaders(run_config([large, small], epochs=2.0, **keys), tokenizer, range(2))
     assert more.notes == ()
@@ -124,5 +124,5 @@ def test_a_run_says_which_documents_its_weights_never_read(
 @pytest.mark.parametrize("weight", [0.0, -1.0, 5e-324, math.inf, math.nan])
 def test_what_is_no_weight(run_config: MakeConfig, weight: float) -> None:
     # 5e-324 is 0 where denormal numbers are flushed to 0, as in the processes of a run.
-    with pytest.raises(UserError, match=r"^data\.weights is .*; give numbers of 1e-9 to 1e9$"):
+    with pytest.raises(UserError, match=r"^data\.train: the weights of .* of 1e-9 to 1e9$"):
         run_config(["unused"], weights=[weight])

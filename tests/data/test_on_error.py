@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -256,11 +257,13 @@ def test_a_template_without_end_in_a_later_dialogue_names_its_place(
         loop = "{% for i in range(999999) %}{% endfor %}"
     monkeypatch.setattr(chat_format, "LATER_CPU_SECONDS", 0.3)
     template = "{% if messages[0].role == 'system' %}" + loop + "{% endif %}" + CHATML
-    path = chat_file(tmp_path / "a.jsonl", "user assistant", "system assistant")
-    cfg = run_config(path, format="chat", global_batch_size=1, on_error="skip", workers=workers)
+    roles = ["user assistant"] * 3 + ["system assistant"]
+    path = chat_file(tmp_path / "a.jsonl", *roles)
+    keys = {"format": "chat", "packing": "none", "on_error": "skip", "workers": workers}
+    cfg = run_config(path, global_batch_size=1, **keys)
     loaders = build_loaders(cfg, chat_tokenizer(tokenizer, template), range(1))
-    with pytest.raises(UserError, match=rf"^{path}:2: the chat template needs too much \("):
-        next(loaders.train)
+    with pytest.raises(UserError, match=rf"^{path}:4: the chat template needs too much \("):
+        list(islice(loaders.train, 4))
     loaders.train.close()
 
 

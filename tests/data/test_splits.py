@@ -35,8 +35,8 @@ def texts(entry: str) -> list[str]:
     """The documents of an entry; as a stream it must have the same."""
     corpus = open_corpus(entry, Data(entry))
     documents = sorted(corpus[i]["text"] for i in range(len(corpus)))
-    stream = Streamed.of(entry, Data(entry, streaming=True), 0)
-    assert sorted(record["text"] for record in stream.once()) == documents
+    stream = Streamed.of(Data(entry, streaming=True), 0)
+    assert sorted(record["text"] for record, _ in stream.once()) == documents
     assert stream.origins == corpus.origins
     return documents
 
@@ -44,7 +44,7 @@ def texts(entry: str) -> list[str]:
 def both_refuse(entry: str, fragment: str) -> None:
     for read in (
         lambda: open_corpus(entry, Data(entry)),
-        lambda: next(Streamed.of(entry, Data(entry, streaming=True), 0).once()),
+        lambda: next(Streamed.of(Data(entry, streaming=True), 0).once()),
     ):
         with pytest.raises(UserError, match=rf"^data\.train: .*{fragment}"):
             read()
@@ -84,7 +84,7 @@ def test_a_stream_reads_one_kind_of_file(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", '{"text": "a"}\n'), write(tmp_path / "b.txt", "b")
     entry = str(tmp_path)
     with pytest.raises(UserError, match=r"b\.txt is of another kind; leave data\.streaming out"):
-        next(Streamed.of(entry, Data(entry, streaming=True), 0).once())
+        next(Streamed.of(Data(entry, streaming=True), 0).once())
 
 
 def resolved(patterns: list[str], folder: Path) -> set[Path]:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.config import Data, RunConfig, UserError
+from shardwise.config import Data, Entry, RunConfig, UserError
 from shardwise.data import streaming
 from shardwise.data.corpus import open_corpus
 from shardwise.data.loader import Loaders, build_loaders
@@ -104,7 +104,7 @@ def test_workers_do_not_change_the_rows(
 
 
 def texts(stream: Streamed, count: int) -> list[str]:
-    return [record["text"] for record in islice(stream.endless(), count)]
+    return [record["text"] for record, _ in islice(stream.endless(), count)]
 
 
 def test_each_pass_has_each_record_once_in_an_order_of_its_own(
@@ -112,14 +112,14 @@ def test_each_pass_has_each_record_once_in_an_order_of_its_own(
 ) -> None:
     monkeypatch.setattr(streaming, "BUFFER", 10)
     data = Data(folder, streaming=True)
-    read_texts = texts(Streamed.of(folder, data, 3), 2 * NUM)
+    read_texts = texts(Streamed.of(data, 3), 2 * NUM)
     first, second = read_texts[:NUM], read_texts[NUM:]
-    stored = [record["text"] for record in Streamed.of(folder, data, 3).first(NUM)]
+    stored = [record["text"] for record, _ in Streamed.of(data, 3).first(NUM)]
     assert len({tuple(order) for order in (first, second, stored)}) == 3
     assert Counter(first) == Counter(second) == Counter(stored)
     assert len(set(stored)) == NUM
-    assert texts(Streamed.of(folder, data, 4), NUM) != first
-    assert texts(Streamed.of(folder, data, -3), 1)  # numpy takes no negative seed
+    assert texts(Streamed.of(data, 4), NUM) != first
+    assert texts(Streamed.of(data, -3), 1)  # numpy takes no negative seed
 
 
 def test_the_end_of_a_shuffled_pass_over_parquet_is_not_waited_for(
@@ -131,7 +131,7 @@ def test_the_end_of_a_shuffled_pass_over_parquet_is_not_waited_for(
         pq.write_table(table, tmp_path / f"{index}.parquet")
     slept: list[float] = []
     monkeypatch.setattr(datasets.iterable_dataset.time, "sleep", slept.append)
-    stream = Streamed.of(str(tmp_path), Data("unused", streaming=True), 0)
+    stream = Streamed.of(Data(str(tmp_path), streaming=True), 0)
     read_texts = texts(stream, 30)
     assert Counter(Counter(read_texts[:24]).values()) == {2: 12}
     assert sum(slept) <= 5  # of the pass that was given up
@@ -148,11 +148,12 @@ def test_several_data_sets_the_first_documents_and_weights(tmp_path: Path) -> No
         rows = {"text": [f"{name}{i}" for i in range(40)]}
         pq.write_table(pa.table(rows), tmp_path / name / "rows.parquet")
         names.append(str(tmp_path / name))
-    joined = Streamed.of(names, Data(names, streaming=True, max_documents=45), 0)
-    once = [record["text"] for record in joined.once()]
+    joined = Streamed.of(Data(names, streaming=True, max_documents=45), 0)
+    once = [record["text"] for record, _ in joined.once()]
     assert Counter(text[0] for text in once) == {"a": 40, "b": 5}
-    data = Data(names, streaming=True, max_documents=20, weights=[3.0, 1.0])
-    drawn = [record["text"] for record in Streamed.of(names, data, 0).once()]
+    entries = [Entry(name, weight=weight) for name, weight in zip(names, (3.0, 1.0))]
+    data = Data(entries, streaming=True, max_documents=20)
+    drawn = [record["text"] for record, _ in Streamed.of(data, 0).once()]
     assert set(drawn) == {f"{name}{i}" for name in "ab" for i in range(20)}
     by_name = Counter(text[0] for text in drawn)
     assert by_name["b"] == 20
@@ -205,7 +206,7 @@ def test_a_resume_on_another_stream_is_refused(
     ("lines", "problem"),
     [
         ('{"text": "a"}\n{"text": 1\n', r"^data\.train: .*cannot"),
-        ('{"words": "a"}\n', r"record 0 of the shuffled stream: no field 'text'"),
+        ('{"words": "a"}\n', r"record 0: no field 'text'"),
     ],
 )
 def test_a_stream_that_cannot_be_read(
@@ -248,14 +249,14 @@ def test_a_stream_has_the_rows_that_are_read_in_place(tmp_path: Path, name: str)
     else:
         lines = json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows))
         write(path, lines)
-    data = Data("unused", streaming=True)
-    streamed = list(Streamed.of(str(path.parent), data, None).once())
+    data = Data(str(path.parent), streaming=True)
+    streamed = [record for record, _ in Streamed.of(data, None).once()]
     corpus = open_corpus(str(path.parent), data)
     assert streamed == [corpus[i] for i in range(len(corpus))]
     if "json" in name:
         assert streamed == rows
     both = [str(path.parent), str(write(tmp_path / "b" / "b.jsonl", json.dumps(rows[0])).parent)]
-    joined = list(Streamed.of(both, data, None).once())
+    joined = [record for record, _ in Streamed.of(Data(both, streaming=True), None).once()]
     assert joined[3] == rows[0]
     assert [row["text"] for row in joined[:3]] == ["007", "NA", ""]
 
@@ -264,10 +265,10 @@ def test_csv_that_a_page_describes_is_text(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", "id,text\n1,007\n2,None\n3,\n")
     files = "data_files: a.csv"
     write(tmp_path / "README.md", f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
-    data = Data("unused")
+    data = Data(str(tmp_path))
     datasets.load_dataset(str(tmp_path))  # leaves the types that it guesses in its cache
     corpus = open_corpus(str(tmp_path), data)
-    streamed = Streamed.of(str(tmp_path), data, None).once()
+    streamed = [record for record, _ in Streamed.of(data, None).once()]
     for texts_read in ([corpus[i] for i in range(len(corpus))], list(streamed)):
         assert [row["text"] for row in texts_read] == ["007", "None", ""]
 
@@ -276,12 +277,12 @@ def test_csv_that_a_page_describes_is_text(tmp_path: Path) -> None:
 def test_what_cannot_be_streamed(tmp_path: Path, entry: str) -> None:
     write(tmp_path / "a.jsonl", '{"text": "a"}')
     with pytest.raises(UserError, match=r"^data\.train: .*; give one, or leave data\.streaming"):
-        Streamed.of(str(tmp_path / entry), Data("unused", streaming=True), 0)
+        Streamed.of(Data(str(tmp_path / entry), streaming=True), 0)
 
 
 def test_without_datasets(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    stream = Streamed.of(folder, Data(folder, streaming=True), 0)
+    stream = Streamed.of(Data(folder, streaming=True), 0)
     with pytest.raises(UserError, match=r"pip install datasets"):
         stream.first(1)
 
@@ -291,5 +292,5 @@ def test_a_saved_dataset_is_streamed(tmp_path: Path) -> None:
     rows: Sequence[str] = ["a", "b", "c"]
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "saved"))
     datasets.enable_progress_bar()
-    stream = Streamed.of(str(tmp_path / "saved"), Data("unused", streaming=True), None)
-    assert [record["text"] for record in stream.once()] == rows
+    stream = Streamed.of(Data(str(tmp_path / "saved"), streaming=True), None)
+    assert [record["text"] for record, _ in stream.once()] == rows

@@ -38,9 +38,10 @@ _NOT_TIMED_BECAUSE: Mapping[str, str] = {
     ),
     "it is in the units' keys": ("model.dtype lora.r lora.targets lora.modules_to_save lora.dtype"),
     "a profile runs random tokens": (
-        "model.tokenizer data.train data.weights data.validation data.format data.text_field "
+        "model.tokenizer data.train data.validation data.format data.text_field "
         "data.on_error data.workers data.chat_template data.template_arguments data.tools "
-        "data.train_on data.turns data.fields data.long data.max_documents data.streaming"
+        "data.train_on data.train_on_thinking data.turns data.fields data.long "
+        "data.max_documents data.streaming"
     ),
     "a unit is measured whole, in one process; the schedule's part is in its key": "parallel",
     "one micro-batch is measured": "training.global_batch_size",

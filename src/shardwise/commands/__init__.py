@@ -7,6 +7,7 @@ from shardwise.commands import (
     calibrate,
     check,
     completion,
+    data,
     export,
     init,
     launch,
@@ -20,7 +21,7 @@ from shardwise.commands import (
 )
 
 _MODULES = (
-    *(init, plan, train, launch, prove, bench, split, calibrate),
+    *(init, data, plan, train, launch, prove, bench, split, calibrate),
     *(models, report, check, export, schema, completion),
 )
 COMMANDS = tuple(module.COMMAND for module in _MODULES)

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.config.data import Data
+from shardwise.config.data import Data, Entry
 from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import Parallel
@@ -32,6 +32,7 @@ __all__ = [
     "Checkpointing",
     "DType",
     "Data",
+    "Entry",
     "Launch",
     "Lora",
     "Measure",
@@ -49,11 +50,13 @@ __all__ = [
 ]
 
 MOVED = {
+    "data.weights": "weight, a key of each entry of data.train: [{path: FILE, weight: 3}, ...]",
     "training.max_restarts": "launch.restarts",
     "training.timeout_seconds": "launch.timeout_seconds",
 }
 """Keys of an earlier version's run files, and what they are called now."""
 REMOVED: dict[str, Any] = {
+    "data.weights": None,
     "lora.merged": False,
     "training.max_restarts": 0,
     "training.timeout_seconds": 600.0,

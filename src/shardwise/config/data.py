@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.config.section import Section, require
 from shardwise.ranges import shown
+
+Format = Literal["text", "completion", "chat"]
+"""What the fields of a document are."""
+
+Fields = dict[str, str | list[str]]
+"""The names in the data of `prompt`, `completion`, `messages` and `unused`."""
+
+
+@dataclass(frozen=True)
+class Entry(Section):
+    """An entry of `data.train` or `data.validation` that has a format or a weight of its own."""
+
+    path: str
+    """A file, folder, glob pattern or dataset, as in an entry that is a text."""
+    format: Format | None = None
+    """null: the entry is read by `data.format`, `data.text_field`, `data.fields` and `data.tools`,
+    except for what it gives itself. An entry with a format takes none of these four."""
+    text_field: str | None = None
+    """As `data.text_field`, for this entry."""
+    fields: Fields | None = None
+    """As `data.fields`, for this entry."""
+    tools: str | None = None
+    """As `data.tools`, for this entry."""
+    weight: float | None = None
+    """How often an entry of `train` is read, relative to the others; null: by its documents."""
+
+
+Group = tuple[tuple[str, ...], "Data"]
+"""Entries that are read alike, and the section `data` by which they are read."""
 
 
 @dataclass(frozen=True)
 class Data(Section):
     """The data that it is trained on."""
 
-    train: str | list[str]
+    train: str | list[str | Entry]
     """Files, folders or glob patterns: JSON, CSV, Parquet or plain text (one document per file); or
-    the name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits."""
-    weights: list[float] | None = None
-    """How often each entry of `train` is read, relative to the others; null: by its number of
-    documents."""
+    the name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits. An
+    entry of the list may be a mapping: `path`, and `format`, `text_field`, `fields` or `tools` of
+    its own, or a `weight`, by which it is read more or less often than the others."""
     max_documents: int | None = None
-    """Use the first documents of `train` alone, so many at most; with `weights`, of each entry.
+    """Use the first documents of `train` alone, so many at most; of entries with weights, of each.
     The share for validation is taken of these."""
     streaming: bool = False
     """Read data sets of `datasets` from first to last, without a download or an index, in a buffer
     that shuffles. Each process reads the whole stream; a resume reads it again up to its place."""
-    validation: float | str | list[str] = 0.0
-    """The share of the documents that is held out, or separate files."""
-    format: Literal["text", "completion", "chat"] = "text"
+    validation: float | str | list[str | Entry] = 0.0
+    """The share of the documents that is held out, or separate files, as in `train`."""
+    format: Format = "text"
     """`text`: every token is a target, also the end-of-text token behind it. `completion`: fields
     `prompt` and `completion`; the tokens of the completion are targets. `chat`: field `messages`,
     written by a chat template; `train_on` says which tokens are targets."""
@@ -42,12 +70,15 @@ class Data(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Chat: the targets are all turns of the assistant, its last one, or every token. A message
     of the assistant with false for `train`, `training` or `loss`, or `"weight": 0`, is none."""
+    train_on_thinking: Literal["all", "filled", "none"] = "all"
+    """Chat: whether a block of thinking at the beginning of a turn is a target: always; only where
+    it has words, and not the empty `<think></think>` that a template writes; or never."""
     turns: Literal["together", "separate"] = "together"
     """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
     written as they are at inference. It is meant for templates that leave out earlier thinking."""
     text_field: str = "text"
     """The field that holds the document (format `text`)."""
-    fields: dict[str, str | list[str]] | None = None
+    fields: Fields | None = None
     """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
     `{prompt: [instruction, input], completion: output}`: the texts of a list that are not empty
     are joined by an empty line, and messages follow each other, the last field's alone as targets.
@@ -61,7 +92,7 @@ class Data(Section):
     are joined by the end-of-text token and cut into full rows; a document sees the one before it
     in its row. `isolated`: rows as with `concat`, but no layer of any kind carries anything from
     one document into the next. `documents`: a row holds whole documents, isolated in the same way.
-    `auto`: `concat` for texts, else `documents`."""
+    `auto`: `concat` where all is text, else `documents`."""
     long: Literal["cut", "split", "skip"] = "cut"
     """Packing `documents`: a document longer than a row is cut to its beginning, split into several
     documents, or skipped. The record counts these documents."""
@@ -78,11 +109,52 @@ class Data(Section):
         """The fields of the data, or flags of its messages, that are left out on purpose."""
         return self.columns("unused") if "unused" in (self.fields or {}) else ()
 
+    def entries(self, key: Literal["train", "validation"]) -> list[str | Entry]:
+        """Return the entries of `train` or `validation`; none where a share is held out."""
+        entries = getattr(self, key)
+        if isinstance(entries, int | float):
+            return []
+        return [entries] if isinstance(entries, str) else entries
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """How often each entry of `train` is read, relative to the others; None: by its size."""
+        entries = self.entries("train")
+        weights = (e.weight for e in entries if isinstance(e, Entry) and e.weight is not None)
+        return tuple(weights) or None
+
+    def groups(self, key: Literal["train", "validation"]) -> list[Group]:
+        """Return the entries of `train` or `validation` in groups that are read alike.
+
+        A mapping is a group by itself. Entries that are texts are one group, whose files are read
+        in the order of their names.
+        """
+        entries = self.entries(key)
+        texts = tuple(entry for entry in entries if isinstance(entry, str))
+        groups = [(texts, self._read_by(Entry("")))] if texts else []
+        mappings = [entry for entry in entries if isinstance(entry, Entry)]
+        return [*groups, *(((entry.path,), self._read_by(entry)) for entry in mappings)]
+
+    def _read_by(self, entry: Entry) -> Data:
+        """Return the section by which an entry is read: with its own keys in place of others."""
+        names = ("text_field", "fields", "tools")
+        own = {name: getattr(entry, name) for name in names if getattr(entry, name) is not None}
+        if entry.format is not None:
+            plain = Data("all", format=entry.format)
+            own = {name: getattr(plain, name) for name in names} | own | {"format": entry.format}
+        return replace(self, train="all", validation=0.0, packing=self.packed, **own)
+
+    @property
+    def formats(self) -> frozenset[Format]:
+        """The formats of the documents that are trained on."""
+        entries = self.entries("train")
+        return frozenset((isinstance(e, Entry) and e.format) or self.format for e in entries)
+
     @property
     def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
         """How rows are packed: `packing`, where `auto` goes by the format."""
         if self.packing == "auto":
-            return "concat" if self.format == "text" else "documents"
+            return "concat" if self.formats == {"text"} else "documents"
         return self.packing
 
     @property
@@ -92,32 +164,17 @@ class Data(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, entries in (("train", self.train), ("validation", self.validation)):
-            texts = [entries] if isinstance(entries, str) else entries
+        for key in ("train", "validation"):
+            entries = self.entries(key)
+            paths = [entry if isinstance(entry, str) else entry.path for entry in entries]
             # An empty path is the folder in which the command runs.
-            is_empty = isinstance(texts, list) and not all(text.strip() for text in texts)
+            is_empty = any(not path.strip() for path in paths)
             require(not is_empty, f"data.{key} has an empty name; give files, or . for this folder")
-        if self.weights is not None:
-            num_entries = 1 if isinstance(self.train, str) else len(self.train)
-            require(
-                len(self.weights) == num_entries,
-                f"data.weights has {len(self.weights)} numbers; give one for each of the "
-                f"{num_entries} entries of data.train",
-            )
-            are_shares = all(1e-9 <= weight <= 1e9 for weight in self.weights)
-            require(
-                are_shares, f"data.weights is {shown(self.weights)}; give numbers of 1e-9 to 1e9"
-            )
-        unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages", "unused"})
-        require(
-            not unknown,
-            f"data.fields names {', '.join(unknown)}; give names for prompt, completion, messages "
-            "or unused, and for a text data.text_field",
-        )
-        require(
-            all(self.columns(name) for name in self.fields or {}),
-            "data.fields has an empty list; name the fields of the data",
-        )
+            for entry in entries:
+                if isinstance(entry, Entry):
+                    _check_fields(f"data.{key}: {entry.path}: fields", entry.fields)
+            self._check_weights(key)
+        _check_fields("data.fields", self.fields)
         arguments = self.template_arguments
         try:
             is_plain = json.loads(json.dumps(arguments)) == arguments
@@ -131,3 +188,31 @@ class Data(Section):
         if isinstance(self.validation, int | float):
             in_range = 0.0 <= self.validation < 1.0
             require(in_range, f"data.validation is {self.validation}; give a share in [0, 1)")
+
+    def _check_weights(self, key: Literal["train", "validation"]) -> None:
+        """Raise UserError unless all entries of `train` have a weight, or none has one."""
+        entries = self.entries(key)
+        weights = [getattr(entry, "weight", None) for entry in entries]
+        given = [weight for weight in weights if weight is not None]
+        if not given:
+            return
+        is_read = key == "train"
+        require(is_read, "data.validation has a weight, but is read whole; leave it out")
+        are_all = len(given) == len(entries)
+        some = f"data.train: {len(given)} of {len(entries)} entries have a weight"
+        require(are_all, f"{some}; give each of them one, as in {{path: FILE, weight: 1}}")
+        are_shares = all(1e-9 <= weight <= 1e9 for weight in given)
+        what = f"data.train: the weights of its entries are {shown(given)}"
+        require(are_shares, f"{what}; give numbers of 1e-9 to 1e9")
+
+
+def _check_fields(name: str, fields: Fields | None) -> None:
+    """Raise UserError where the fields of the section or of an entry name what no format reads."""
+    unknown = sorted(set(fields or {}) - {"prompt", "completion", "messages", "unused"})
+    require(
+        not unknown,
+        f"{name} names {', '.join(unknown)}; give names for prompt, completion, messages or "
+        "unused, and for a text its text_field",
+    )
+    is_empty = not all((fields or {}).values())
+    require(not is_empty, f"{name} has an empty list; name the fields of the data")

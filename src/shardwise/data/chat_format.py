@@ -26,6 +26,7 @@ from shardwise.data.messages import (
 )
 from shardwise.data.record import CORRECT_LINE, BadDocument, OutOfBounds, Record
 from shardwise.data.templates import known_roles, marks_turns, names_in, template_tokens
+from shardwise.data.thinking import thinking_blocks, without, writes_thinking
 from shardwise.data.tokenizer import tokens_and_places
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ class ChatFormat:
         if data.tools is not None and "tools" not in names_in(tool_template):
             raise UserError(
                 "data.tools is set, but the chat template does not write tools; leave it out"
+            )
+        if data.train_on_thinking != "all" and not writes_thinking(template):
+            raise UserError(
+                f"data.train_on_thinking is {data.train_on_thinking}, but the chat template writes "
+                "no <think>; leave it out"
             )
         given = dict(data.template_arguments or {})
         for name in sorted(reserved_of(tokenizer) & given.keys()):
@@ -209,6 +215,9 @@ class ChatFormat:
             starts = [0, *(turn.end for turn in left_out)]
             ends = [*(turn.start for turn in left_out), len(text.rstrip())]
             spans = list(zip(starts, ends))
+        if self.data.train_on_thinking != "all":
+            blocks = thinking_blocks(text, turns, self.data.train_on_thinking == "filled")
+            spans = without(spans, blocks)
         tokens, places = tokens_and_places(self.tokenizer, text, add_special_tokens=False)
         targets = [
             any(start < span_end and span_start < end for span_start, span_end in spans)

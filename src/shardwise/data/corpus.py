@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.columns import fields_of
-from shardwise.data.files import expanded, find_files, path_exists, resolved, tell
+from shardwise.data.files import EXISTING, expanded, find_files, path_exists, resolved, tell
 from shardwise.data.record import Record
 from shardwise.data.rows import check_text, is_rows, suffix
 from shardwise.data.tables import DatasetEntry, Table, open_csv, open_dataset, open_parquet
@@ -26,6 +27,16 @@ Source = TextFiles | Table
 """Documents by number, which are read when they are needed. A pickle of them holds no documents."""
 
 
+class Part(NamedTuple):
+    """A file, table or data set of a corpus."""
+
+    name: str
+    group: int
+    """The number of the group of entries that names it."""
+    numbers: range
+    """The numbers of its documents in the corpus."""
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The documents of several sources, one source behind the other."""
@@ -35,45 +46,86 @@ class Corpus:
     """[sources] int64: the number of documents up to the end of each source, less those that
     `data.max_documents` leaves out."""
     origins: frozenset[str]  # resolved files and folders, and names of datasets
-
-    @classmethod
-    def of(
-        cls, sources: Sequence[Source], origins: frozenset[str], most: int | None = None
-    ) -> Corpus:
-        """Join these sources; of their documents the first `most` are used."""
-        ends = np.cumsum([len(source) for source in sources])
-        return cls(tuple(sources), ends if most is None else np.minimum(ends, most), origins)
+    groups: tuple[int, ...]
+    """[sources] The number of the group of entries (`Data.groups`) that names each source."""
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def __getitem__(self, document: int) -> Record:
-        source, number = self._find(document)
-        return source[number]
+        return self.read(document)[0]
+
+    def read(self, document: int) -> tuple[Record, int]:
+        """Return a document, and the number of the group of entries that it is of."""
+        index, number = self._find(document)
+        return self.sources[index][number], self.groups[index]
 
     def where(self, document: int) -> str:
         """Return the place of a document, for an error message."""
-        source, number = self._find(document)
-        return source.where(number)
+        index, number = self._find(document)
+        return self.sources[index].where(number)
+
+    def first(self, most: int) -> Corpus:
+        """Return the corpus of the first `most` documents."""
+        return replace(self, ends=np.minimum(self.ends, most))
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the files, tables and data sets that have a document."""
+        begin = 0
+        for source, group, end in zip(self.sources, self.groups, self.ends.tolist()):
+            is_text = isinstance(source, TextFiles)
+            names = source.files if is_text else [source.name]
+            ends = source.ends.tolist() if is_text else [len(source)]
+            for name, first, last in zip(names, [0, *ends], ends):
+                if numbers := range(begin + first, min(begin + last, end)):
+                    yield Part(str(name), group, numbers)
+            begin = end
 
     def fingerprint(self) -> str:
         """Return a short hash of the fingerprints of all sources."""
         content = " ".join(source.fingerprint() for source in self.sources)
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
-    def _find(self, document: int) -> tuple[Source, int]:
-        """Return the source of a document, and the number of the document in it."""
+    def _find(self, document: int) -> tuple[int, int]:
+        """Return the index of the source of a document, and the number of the document in it."""
         index = int(np.searchsorted(self.ends, document, side="right"))
         begin = int(self.ends[index - 1]) if index else 0
-        return self.sources[index], int(document) - begin
+        return index, int(document) - begin
 
 
-def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train") -> Corpus:
+def open_groups(data: Data, key: Literal["train", "validation"]) -> list[Corpus]:
+    """Open the documents of each group of entries of `data.train` or `data.validation`.
+
+    Of `data.train` the first `data.max_documents` are used, of entries with weights those of each.
+    UserError as from `open_corpus`, for no entry at all, and where two groups share a file, whose
+    documents would be read by both.
+    """
+    groups, name = data.groups(key), f"data.{key}"
+    if not groups:
+        raise UserError(f"{name} is an empty list; {EXISTING}")
+    first = 0 if key == "train" else len(data.groups("train"))
+    corpora = [
+        open_corpus(entries, keys, name, number)
+        for number, (entries, keys) in enumerate(groups, first)
+    ]
+    origins: set[str] = set()
+    for corpus in corpora:
+        if shared := origins & corpus.origins:
+            raise UserError(f"{name}: {min(shared)} is in two entries; keep it in one")
+        origins |= corpus.origins
+    if key == "train" and data.max_documents is not None and data.shares is not None:
+        return [corpus.first(data.max_documents) for corpus in corpora]
+    return corpora
+
+
+def open_corpus(
+    entries: str | Sequence[str], data: Data, key: str = "data.train", group: int = 0
+) -> Corpus:
     """Open the documents of these entries: files, folders, glob patterns, names of datasets.
 
-    Text files come first, then Parquet and CSV files, then `datasets`. UserError, which names
-    `key`, for an entry without a file, for plain text in another format than `text`, and if there
-    is no document at all. Of `data.train` the first `data.max_documents` are used.
+    They are the group of this number. Text files come first, then Parquet and CSV files, then
+    `datasets`. UserError, which names `key`, for an entry without a file, for plain text in another
+    format than `text`, and if there is no document at all.
     """
     entries = [entries] if isinstance(entries, str) else entries
     datasets: list[DatasetEntry] = []
@@ -110,22 +162,17 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
         first = ", ".join(names[:3])
         raise UserError(f"{key}: no document in {first}{others}; give files that are not empty")
     origins = set(map(str, resolved(files))) | {entry.origin for entry in datasets}
-    most = data.max_documents if key == "data.train" else None
-    return Corpus.of(sources, frozenset(origins), most)
+    ends = np.cumsum([len(source) for source in sources])
+    return Corpus(tuple(sources), ends, frozenset(origins), (group,) * len(sources))
 
 
 def join(corpora: Sequence[Corpus]) -> Corpus:
-    """Join corpora that have weights; UserError where two of them share a file.
-
-    Documents of that file would be drawn by both weights.
-    """
-    origins: set[str] = set()
-    for corpus in corpora:
-        if shared := origins & corpus.origins:
-            name = min(shared)
-            raise UserError(f"data.weights: {name} is in two entries of data.train; keep it in one")
-        origins |= corpus.origins
-    sources = tuple(source for corpus in corpora for source in corpus.sources)
+    """Join corpora, the documents of one behind those of the other."""
     begins = np.cumsum([0, *map(len, corpora)])
     ends = np.concatenate([begin + corpus.ends for begin, corpus in zip(begins, corpora)])
-    return Corpus(sources, ends, frozenset(origins))
+    return Corpus(
+        tuple(source for corpus in corpora for source in corpus.sources),
+        ends,
+        frozenset().union(*(corpus.origins for corpus in corpora)),
+        tuple(group for corpus in corpora for group in corpus.groups),
+    )

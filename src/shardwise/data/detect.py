@@ -37,8 +37,9 @@ FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
 def keys_for(entries: Sequence[str], key: str) -> dict[str, Any]:
     """Return the keys of section `data` that fit these entries of `data.train`.
 
-    The first document of each entry is read, except on the hub, where nothing is. UserError, which
-    names `key`, for one that cannot be read or that no format fits, and for two that differ.
+    Where entries differ, each is a mapping with keys of its own. The first document of each entry
+    is read, except on the hub, where nothing is. UserError, which names `key`, for one that cannot
+    be read or that no format fits.
     """
     fits: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -53,13 +54,12 @@ def keys_for(entries: Sequence[str], key: str) -> dict[str, Any]:
                 "reads as they are; rename them to text, to prompt and completion, or to messages, "
                 "or leave --data out and set data.format and data.fields yourself"
             )
-        first = next(iter(fits))
-        if fits[entry] != fits[first]:
-            raise UserError(
-                f"{key}: {first} is data of format {fits[first]['format']} and {entry} of "
-                f"{fits[entry]['format']}, with fields of their own; give data of one form"
-            )
-    return next(iter(fits.values()), {})
+    first = next(iter(fits.values()), {})
+    if all(keys == first for keys in fits.values()):
+        return first
+    return {
+        "train": [{"path": entry, **fits[entry]} if entry in fits else entry for entry in entries]
+    }
 
 
 def _first_fields(entry: str, key: str) -> frozenset[str] | None:

@@ -27,7 +27,7 @@ SUFFIXES = frozenset({
 # fmt: on
 """The files that are read from a folder. A file given by name or glob may have any suffix."""
 
-_EXISTING = "give existing files, folders or glob patterns"
+EXISTING = "give existing files, folders or glob patterns"
 
 
 def expanded(entry: str) -> Path:
@@ -88,10 +88,10 @@ def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[P
                 what = (
                     f"has no file of text, JSON, CSV or Parquet, only {_left_out(path) or 'none'}"
                 )
-            raise UserError(f"{key}: {pattern} {what}; {_EXISTING}")
+            raise UserError(f"{key}: {pattern} {what}; {EXISTING}")
         files_by_path.update(zip(resolved(files), files))
     if not files_by_path:
-        raise UserError(f"{key} is an empty list; {_EXISTING}")
+        raise UserError(f"{key} is an empty list; {EXISTING}")
     return [files_by_path[resolved] for resolved in sorted(files_by_path)]
 
 

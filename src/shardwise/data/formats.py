@@ -37,6 +37,9 @@ PACK = {
 }
 """What makes rows of documents, by `data.packing`."""
 
+ONE_ENTRY = "{path: FILE, format: ..., fields: ...}"
+"""How an entry of `data.train` is written that has keys of its own."""
+
 JOINED = ("concat", "isolated")
 """The packings that put documents one behind the other, and cut them at the end of a row."""
 
@@ -45,14 +48,69 @@ LEFT_OVER = {"none": 0, "concat": 1, "isolated": 1, "documents": 4}
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """Turns documents into rows, by the tokenizer, the format and the packing of a run."""
+class FormatReader:
+    """Turns the documents of a group of entries into tokens, by their format and fields."""
 
     tokenizer: PreTrainedTokenizerBase
     data: Data
-    fill: int  # the token of padding
-    end_of_text: int | None
     chat: ChatFormat | None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> FormatReader:
+        """Make the reader of a group; UserError where the tokenizer lacks what it needs."""
+        if data.format != "text" and not tokenizer.is_fast:
+            raise UserError(
+                f"data.format {data.format} needs a fast tokenizer, which knows the characters of "
+                "each token; use another tokenizer"
+            )
+        chat = ChatFormat.of(tokenizer, data) if data.format == "chat" else None
+        return cls(tokenizer, data, chat)
+
+    def encode(self, record: Record) -> list[Encoded]:
+        """Return the documents of a record, each as tokens and which of them are targets.
+
+        A text ends with the end-of-text token, which is a target. Where documents are joined, it
+        follows the others too, and is none.
+        """
+        return list(itertools.starmap(self._ended, self._encoded(record)))
+
+    def _encoded(self, record: Record) -> list[Encoded]:
+        if self.chat is not None:
+            return self.chat.encode(record)
+        check_all_read(record, fields_beside(self.data), self.data)
+        if self.data.format == "completion":
+            columns = [self.data.columns(name) for name in ("prompt", "completion")]
+            prompt, completion = (joined_text(record, names) for names in columns)
+            return [encode_completion(self.tokenizer, prompt, completion)]
+        text = text_of(record, self.data.text_field, "data.text_field")
+        return [encode_text(self.tokenizer, text)]
+
+    def _ended(self, tokens: list[int], targets: list[bool]) -> Encoded:
+        """Add the end-of-text token where it is missing."""
+        is_text = self.data.format == "text"
+        needs_end = is_text or self.data.packed in JOINED
+        end = self.tokenizer.eos_token_id
+        if not needs_end or end is None or not tokens or tokens[-1] == end:
+            return tokens, targets
+        return [*tokens, end], [*targets, is_text]
+
+    def why_no_target(self, record: Record) -> str:
+        """Return the reason why a document that is not too long has no target."""
+        if self.chat is not None:
+            roles = {message["role"] for message in self.chat.messages(record)}
+            if "assistant" not in roles:
+                return f"no assistant turn, only {' and '.join(sorted(roles))}"
+        return NO_TARGET
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns documents into rows, by the tokenizer, the formats and the packing of a run."""
+
+    data: Data
+    fill: int  # the token of padding
+    readers: tuple[FormatReader, ...]
+    """One for each group of entries: of `data.train`, and then of `data.validation`."""
     num_rows: int | None = None  # the model's embeddings, where a token may have none
 
     @classmethod
@@ -70,31 +128,37 @@ class Encoder:
         fill = pad if pad is not None else eos
         if fill is None:
             raise UserError("the tokenizer has no pad_token and no eos_token to pad rows; add one")
-        if data.format != "text" and not tokenizer.is_fast:
-            raise UserError(
-                f"data.format {data.format} needs a fast tokenizer, which knows the characters of "
-                "each token; use another tokenizer"
-            )
-        chat = ChatFormat.of(tokenizer, data) if data.format == "chat" else None
-        return cls(tokenizer, data, fill, eos, chat, num_rows)
+        groups = [*data.groups("train"), *data.groups("validation")]
+        readers = [FormatReader.of(tokenizer, keys) for _, keys in groups]
+        return cls(data, fill, tuple(readers), num_rows)
 
-    def check(self, record: Record) -> None:
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the run."""
+        return self.readers[0].tokenizer
+
+    def check(self, record: Record, group: int = 0) -> None:
         """Check the chat template on a first dialogue; see `ChatFormat.check`."""
-        if self.chat is not None:
-            self.chat.check(record)
+        if (chat := self.readers[group].chat) is not None:
+            chat.check(record)
 
-    def documents(self, record: Record, start: SlotState) -> list[Document]:
-        """Return the documents of a record, which begins at `start`.
+    def documents(self, record: Record, start: SlotState, group: int = 0) -> list[Document]:
+        """Return the documents of a record of a group of entries, which begins at `start`.
+
+        BadDocument where the fields cannot be used.
+        """
+        return self.cut(self.readers[group].encode(record), start)
+
+    def cut(self, texts: Iterable[Encoded], start: SlotState) -> list[Document]:
+        """Return the documents of a record that fit into rows; it begins at `start`.
 
         There are several where a dialogue is trained on turn by turn, or a long document is split.
-        A text ends with the end-of-text token, which is a target. Where documents are joined, it
-        follows the others too, and is none. Where documents are kept apart, the first token of each
-        is no target, since it would be predicted from the document before. BadDocument where the
-        fields cannot be used.
+        Where documents are kept apart, the first token of each is no target, since it would be
+        predicted from the document before. BadDocument for a token without an embedding.
         """
         length = self.data.sequence_length
         documents: list[Document] = []
-        for tokens, targets in itertools.starmap(self._ended, self._encoded(record)):
+        for tokens, targets in texts:
             self._check_rows(tokens)
             is_long = self.data.packed == "documents" and len(tokens) > length + 1
             for begin, end in self._parts(len(tokens)) if is_long else [(0, len(tokens))]:
@@ -129,33 +193,16 @@ class Encoder:
             return [(begin, begin + length + 1) for begin in range(0, num_tokens - 1, length)]
         return [(0, length + 1 if self.data.long == "cut" else 0)]
 
-    def _encoded(self, record: Record) -> list[Encoded]:
-        if self.chat is not None:
-            return self.chat.encode(record)
-        check_all_read(record, fields_beside(self.data), self.data)
-        if self.data.format == "completion":
-            columns = [self.data.columns(name) for name in ("prompt", "completion")]
-            prompt, completion = (joined_text(record, names) for names in columns)
-            return [encode_completion(self.tokenizer, prompt, completion)]
-        text = text_of(record, self.data.text_field, "data.text_field")
-        return [encode_text(self.tokenizer, text)]
-
-    def _ended(self, tokens: list[int], targets: list[bool]) -> Encoded:
-        """Add the end-of-text token where it is missing."""
-        is_text = self.data.format == "text"
-        needs_end = is_text or self.data.packed in JOINED
-        end = self.end_of_text
-        if not needs_end or end is None or not tokens or tokens[-1] == end:
-            return tokens, targets
-        return [*tokens, end], [*targets, is_text]
-
-    def left_out(self, record: Record, documents: Sequence[Document]) -> Counter[str]:
+    def left_out(
+        self, record: Record, documents: Sequence[Document], group: int = 0
+    ) -> Counter[str]:
         """Count by reason what is left out of a record, since it has no target.
 
         It is the record, or some of its turns where each turn is a document.
         """
         if not any(document.has_target() for document in documents):
-            return Counter([self._why_none(record, documents)])
+            is_long = any(document.is_long for document in documents)
+            return Counter([TOO_LONG if is_long else self.readers[group].why_no_target(record)])
         if self.data.turns == "together" or self.data.long == "split":
             return Counter()
         return Counter(
@@ -164,14 +211,11 @@ class Encoder:
             if not document.has_target()
         )
 
-    def _why_none(self, record: Record, documents: Sequence[Document]) -> str:
-        if any(document.is_long for document in documents):
-            return TOO_LONG
-        if self.chat is not None:
-            roles = {message["role"] for message in self.chat.messages(record)}
-            if "assistant" not in roles:
-                return f"no assistant turn, only {' and '.join(sorted(roles))}"
-        return NO_TARGET
+    def with_entry(self, error: BadDocument) -> str:
+        """Return an error, with the way to keys for one of several entries where it names keys."""
+        keys = ("data.fields", "data.format", "data.text_field", "data.tools")
+        is_mixed = len(self.data.entries("train")) > 1 and any(key in str(error) for key in keys)
+        return f"{error} (for one entry of data.train: {ONE_ENTRY})" if is_mixed else str(error)
 
     def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
         """Pack these documents into rows."""

@@ -4,7 +4,7 @@ They do not depend on the number of ranks, micro-batches or workers. Slot j of e
 reads a stream of documents of its own, and a rank reads the streams of its slots. (seed, epoch)
 gives all documents of an epoch an order, and epochs follow one another. Slot j takes the documents
 at the numbers j, j + G, j + 2G, ... of all epochs (G is the global batch size). So an epoch has
-each document once (`Order` explains `data.weights`). A slot does not wait for the other slots. A
+each document once (`Order` explains weights). A slot does not wait for the other slots. A
 document that is left out leaves its place empty: no other document changes its slot. Where
 `training.epochs` end, the slots share what is left (`Rest`).
 
@@ -16,28 +16,34 @@ there, on any number of ranks, and reads nothing before it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.batches import Batch
 from shardwise.config import RunConfig, UserError
-from shardwise.data.corpus import Corpus, join, open_corpus
+from shardwise.data.corpus import Corpus, join, open_groups
 from shardwise.data.dealing import Gather, deal
 from shardwise.data.formats import Encoder
 from shardwise.data.order import Order, draws, split
 from shardwise.data.packing import PADDING, to_microbatches
 from shardwise.data.record import BadDocument
-from shardwise.data.slots import SlotRows, TrainStream, items
+from shardwise.data.slots import Documents, SlotRows, TrainStream, encoded, items
 from shardwise.data.state import LoaderState, Position, SlotState, read_from, starts
-from shardwise.data.streaming import SAMPLE, Streamed, StreamOrder, StreamPass
+from shardwise.data.streaming import Streamed, StreamOrder, StreamPass, StreamSample
+from shardwise.data.survey import MOST_SOURCES, sample, spread
 from shardwise.data.validation import Validation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+FIRST, MOST_TRIED = 2, 100
+"""The documents of a source that are read before the model is built; and, where these cannot be
+used and are skipped, how many more may be looked at for one that can."""
 
 HeldOut = tuple[Corpus | StreamPass, Callable[[], Iterable[int]]]
 """The documents for validation, and a function that returns the numbers of those to read."""
@@ -61,6 +67,8 @@ class Loaders:
     the last step. Each rank tokenises what its share of the slots has not read yet."""
     notes: tuple[str, ...] = ()
     """What a reader of the record must know."""
+    sample: Callable[[], str] = str
+    """Returns in words what a sample of the documents comes to; nothing of a stream."""
 
 
 def build_loaders(
@@ -87,9 +95,11 @@ def build_loaders(
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
     assert len(slots) % micro_batch_size == 0, "a rule refuses it: the global batch over the ranks"
     encoder = Encoder.of(tokenizer, cfg.data, num_rows)
-    corpus, order, held_out = _streams(cfg) if cfg.data.streaming else _documents(cfg)
-    _check_first(corpus, encoder)
+    corpus, order, held_out = open_data(cfg)
     validation = None if held_out is None else held_out[0]
+    for documents in (corpus, validation if validation is not corpus else None):
+        if documents is not None:  # a resume has read them before
+            check_first(documents, encoder, FIRST if state is None else 0)
     source = read_from(cfg, corpus, validation, order, tokenizer)
     position = starts(state, source, slots, order)
 
@@ -118,6 +128,7 @@ def build_loaders(
         first_step,
         num_steps,
         _notes(cfg, order),
+        partial(sample, corpus, encoder) if isinstance(corpus, Corpus) else str,
     )
 
 
@@ -130,33 +141,36 @@ def _notes(cfg: RunConfig, order: Order | StreamOrder) -> tuple[str, ...]:
             "training.global_batch_size, so a step reads documents more than once"
         )
     if order.sizes and order.epochs and isinstance(order, Order):
-        drawn = draws(order.num_read, cfg.data.weights or ())
-        entries = [cfg.data.train] if isinstance(cfg.data.train, str) else cfg.data.train
+        drawn = draws(order.num_read, cfg.data.shares or ())
+        names = [name for (name,), _ in cfg.data.groups("train")]
         notes += [
-            f"data.weights: {size - number:,} of the {size:,} documents of {entry} are never read "
-            f"in training.epochs {order.epochs:g}, and others several times"
-            for entry, size, number in zip(entries, order.sizes, drawn)
+            f"data.train: {size - number:,} of the {size:,} documents of {name} are never read "
+            f"in training.epochs {order.epochs:g}, and others several times, by the weights"
+            for name, size, number in zip(names, order.sizes, drawn)
             if number < size
         ]
     return tuple(notes)
 
 
+def open_data(
+    cfg: RunConfig,
+) -> tuple[Corpus, Order, HeldOut | None] | tuple[Streamed, StreamOrder, HeldOut | None]:
+    """Open the documents of a run: those to train on, their order, and what is held out."""
+    return _streams(cfg) if cfg.data.streaming else _documents(cfg)
+
+
 def _documents(cfg: RunConfig) -> tuple[Corpus, Order, HeldOut | None]:
-    """Open the documents of a run: the corpus and its order for training, and what is held out."""
-    data, weights = cfg.data, None
-    if data.weights is None:
-        corpus = open_corpus(data.train, data)
+    data, weights = cfg.data, cfg.data.shares
+    corpora = open_groups(data, "train")
+    corpus, sizes = join(corpora), list(map(len, corpora))
+    if weights is None:
+        corpus = corpus if data.max_documents is None else corpus.first(data.max_documents)
         sizes = [len(corpus)]
-    else:
-        entries = [data.train] if isinstance(data.train, str) else data.train
-        corpora = [open_corpus(entry, data) for entry in entries]
-        corpus, weights = join(corpora), tuple(data.weights)
-        sizes = list(map(len, corpora))
     has_files = isinstance(data.validation, str | list)
     train, held_out = split(sizes, 0.0 if has_files else data.validation)
     order = Order(train, weights, cfg.training.seed, cfg.training.epochs)
     if has_files:
-        validation = open_corpus(data.validation, data, "data.validation")
+        validation = join(open_groups(data, "validation"))
         _check_apart(corpus, validation)
         return corpus, order, (validation, lambda: range(len(validation)))
     if data.validation == 0:
@@ -167,11 +181,10 @@ def _documents(cfg: RunConfig) -> tuple[Corpus, Order, HeldOut | None]:
 
 
 def _streams(cfg: RunConfig) -> tuple[Streamed, StreamOrder, HeldOut | None]:
-    """Open what is streamed: for training, and for validation."""
-    stream = Streamed.of(cfg.data.train, cfg.data, cfg.training.seed)
+    stream = Streamed.of(cfg.data, cfg.training.seed)
     if not isinstance(cfg.data.validation, str | list):
         return stream, StreamOrder(), None
-    validation = Streamed.of(cfg.data.validation, cfg.data, None, "data.validation")
+    validation = Streamed.of(cfg.data, None, "validation")
     _check_apart(stream, validation)
     one_pass = StreamPass(validation)
     return stream, StreamOrder(), (one_pass, one_pass.numbers)
@@ -183,19 +196,45 @@ def _check_apart(train: Corpus | Streamed, validation: Corpus | Streamed) -> Non
         raise UserError(f"data.validation: {name} is in data.train too; keep it in one of them")
 
 
-def _check_first(corpus: Corpus | Streamed, encoder: Encoder) -> None:
-    """Check the encoder on the first document that can be used, before the model is built."""
-    if isinstance(corpus, Streamed):
-        records = corpus.first(SAMPLE)
-        count, record_of, where = len(records), records.__getitem__, "data.train: record {}".format
-    else:
-        count, record_of, where = min(len(corpus), 100), corpus.__getitem__, corpus.where
-    for number in range(count):
-        try:
-            return encoder.check(record_of(number))
-        except BadDocument as error:
-            if encoder.data.on_error == "fail":
-                raise UserError(f"{where(number)}: {error}") from None
+def check_first(
+    corpus: Corpus | Streamed | StreamPass, encoder: Encoder, count: int = FIRST
+) -> None:
+    """Read the first `count` documents of each source, before the model is built.
+
+    A chat template runs within limits on the first one of each group of entries that can be used.
+    UserError for a document that cannot be, unless `data.on_error` is skip.
+    """
+    checked: set[int] = set()
+    for documents, numbers in _beginnings(corpus):
+        for number in numbers:
+            try:
+                record, group = documents.read(number)
+                if group not in checked:
+                    encoder.check(record, group)
+                    checked.add(group)
+                if number in numbers[:count]:
+                    encoded(documents, number, encoder)
+                elif group in checked:
+                    break
+            except BadDocument as error:
+                if encoder.data.on_error == "fail":
+                    problem = encoder.with_entry(error)
+                    raise UserError(f"{documents.where(number)}: {problem}") from None
+
+
+def _beginnings(
+    corpus: Corpus | Streamed | StreamPass,
+) -> Iterator[tuple[Documents, Sequence[int]]]:
+    """Yield the first documents of each source; of many sources, those of some."""
+    if isinstance(corpus, Corpus):
+        parts = list(corpus.parts())
+        for index in spread(range(len(parts)), MOST_SOURCES):
+            yield corpus, parts[index].numbers[:MOST_TRIED]
+        return
+    stream = corpus.stream if isinstance(corpus, StreamPass) else corpus
+    for alone in stream.alone():
+        records = StreamSample(alone)
+        yield records, range(len(records))
 
 
 def _train_batches(

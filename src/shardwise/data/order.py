@@ -81,7 +81,7 @@ def split(sizes: Sequence[int], share: float) -> tuple[tuple[Group, ...], tuple[
         if share and size < 2:
             raise UserError(
                 f"data.validation: a share of {share} cannot be held out of one document, and "
-                "data.train, or with data.weights an entry of it, has no more; give validation "
+                "data.train, or an entry of it that has a weight, has no more; give validation "
                 "files, or 0"
             )
         begin = sum(sizes[:index])

@@ -17,20 +17,21 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardwise.config import UserError
+from shardwise.data.chat_format import Encoded
 from shardwise.data.corpus import Corpus
 from shardwise.data.formats import LEFT_OVER, TOO_LONG, Encoder
 from shardwise.data.order import Order
 from shardwise.data.packing import Document, Row, empty_row
-from shardwise.data.record import BadDocument, OutOfBounds
+from shardwise.data.record import BadDocument, OutOfBounds, Record
 from shardwise.data.shares import Item, Share, left_by_all, remaining
 from shardwise.data.state import Rest, SlotState, describe
-from shardwise.data.streaming import Streamed, StreamOrder, StreamPass, StreamReader
+from shardwise.data.streaming import Streamed, StreamOrder, StreamPass, StreamReader, StreamSample
 
 SlotRows = dict[int, tuple[np.ndarray, "SlotState | tuple[int, SlotState]"]]
 """The next rows [3, T+1] of some slots, and the state behind each: of the slot's own share, or how
 many rows of the rest were given out, and the state of the rest."""
 
-Documents = Corpus | StreamReader | StreamPass
+Documents = Corpus | StreamReader | StreamPass | StreamSample
 """Records by number."""
 
 Mark = tuple[int, SlotState]
@@ -38,6 +39,23 @@ Mark = tuple[int, SlotState]
 
 MOST_MARKS = 32
 """The marks of a slot, evenly spaced: with more, less is read again to find a place between two."""
+
+
+def encoded(corpus: Documents, number: int, encoder: Encoder) -> tuple[Record, int, list[Encoded]]:
+    """Return a record, the number of its group of entries, and its documents as tokens.
+
+    UserError, with its place, for a record that cannot be used; BadDocument where `data.on_error`
+    is skip.
+    """
+    try:
+        record, group = corpus.read(number)
+        return record, group, encoder.readers[group].encode(record)
+    except OutOfBounds as error:
+        raise UserError(f"{corpus.where(number)}: {error}") from None
+    except BadDocument as error:
+        if encoder.data.on_error == "skip":
+            raise
+        raise UserError(f"{corpus.where(number)}: {encoder.with_entry(error)}") from None
 
 
 def read_documents(
@@ -49,16 +67,11 @@ def read_documents(
     that cannot be used, unless `data.on_error` is skip.
     """
     try:
-        record = corpus[number]
-        try:
-            documents = encoder.documents(record, start)
-        except OutOfBounds as error:
-            raise UserError(f"{corpus.where(number)}: {error}") from None
+        record, group, texts = encoded(corpus, number, encoder)
+        documents = encoder.cut(texts, start)
     except BadDocument as error:
-        if encoder.data.on_error == "fail":
-            raise UserError(f"{corpus.where(number)}: {error}") from None
         return [], Counter([error.reason])
-    left_out = encoder.left_out(record, documents)
+    left_out = encoder.left_out(record, documents, group)
     documents = [document for document in documents if document.has_target()]
     last = len(documents) - 1
     return [

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import Data, RunConfig, UserError
 from shardwise.data.files import read_text
 from shardwise.data.order import Order, draws
 
@@ -32,6 +32,7 @@ held a token, by the number of the slot, as a string. `rest` has the fields of R
 
 NUM_DOCUMENTS = "documents to train on"
 NUM_BY_ENTRY = "documents of each entry of data.train"
+WEIGHTS = "the weights of the entries of data.train"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Counts:
     epochs: float | None = None
     """How often all documents were finished; None for a stream and for an evaluation."""
     epochs_by_entry: tuple[float, ...] | None = None
-    """With `data.weights`: how often the documents of each entry were read."""
+    """Where entries have weights: how often the documents of each were read."""
     padding: float | None = None
     """The share of the rows' positions without a token; None for an evaluation."""
 
@@ -189,7 +190,7 @@ class Counts:
         text = f"{text}; documents: {self.begun:,} begun, {self.finished:,} finished"
         if self.epochs_by_entry is not None:
             of_each = ", ".join(f"{epochs:.2f}" for epochs in self.epochs_by_entry)
-            text = f"by data.weights {of_each} epochs of the entries; {text}"
+            text = f"by their weights {of_each} epochs of the entries; {text}"
         if self.epochs is not None:
             text = f"{self.epochs:.2f} epochs; {text}"
         if self.long:
@@ -217,7 +218,7 @@ def counts(state: LoaderState) -> Counts:
     num_documents = source.get(NUM_DOCUMENTS)  # None for a stream, and for a loop of the caller
     sizes, by_entry = source.get(NUM_BY_ENTRY), None
     if sizes:
-        drawn = draws(num_finished, source["data.weights"])
+        drawn = draws(num_finished, source[WEIGHTS])
         by_entry = tuple(number / size for number, size in zip(drawn, sizes))
     num_rows = state["step"] * len(state["slots"])
     positions = num_rows * source.get("data.sequence_length", 0)
@@ -315,7 +316,9 @@ def read_from(
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """Return everything that batches and evaluations depend on, by its name in error messages."""
-    held_out = None if validation is corpus else validation
+    held_out, weights = None if validation is corpus else validation, cfg.data.shares
+    groups = [keys for _, keys in (*cfg.data.groups("train"), *cfg.data.groups("validation"))]
+    read = [replace(keys, tools=_tools(keys)) for keys in groups]
     return {
         NUM_DOCUMENTS: order.num_documents,
         NUM_BY_ENTRY: order.sizes,
@@ -326,22 +329,29 @@ def read_from(
         "data.sequence_length": cfg.data.sequence_length,
         "data.packing": cfg.data.packed,
         "data.long": cfg.data.long,
-        "data.format": cfg.data.format,
+        **{
+            f"data.{name}": _of_all(read, name)
+            for name in ("format", "fields", "text_field", "tools")
+        },
         "data.train_on": cfg.data.train_on,
+        "data.train_on_thinking": cfg.data.train_on_thinking,
         "data.turns": cfg.data.turns,
         "data.template_arguments": cfg.data.template_arguments,
-        "data.tools": _tools(cfg),
-        "data.fields": cfg.data.fields,
-        "data.text_field": cfg.data.text_field,
-        "data.weights": cfg.data.weights,
+        WEIGHTS: None if weights is None else list(weights),
         "the order of the documents": order.method,
         "the tokenizer": _tokenizer_fingerprint(tokenizer),
     }
 
 
-def _tools(cfg: RunConfig) -> str | None:
+def _of_all(groups: Sequence[Data], name: str) -> Any:
+    """Return a key by which groups of entries are read: one value, or a list where they differ."""
+    values = [getattr(keys, name) for keys in groups]
+    return values if any(value != values[0] for value in values) else values[0]
+
+
+def _tools(data: Data) -> str | None:
     """Return the name of the field with the tools, or the content of the file with them."""
-    tools = cfg.data.tools
+    tools = data.tools
     return read_text(tools, "data.tools") if tools and tools.endswith(".json") else tools
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def open_parquet(path: Path, data: Data) -> Table:
     columns once, batch by batch, into an Arrow file in its cache, and rows are read from there.
     UserError for a file that is not Parquet, and for a column that does not exist.
     """
-    datasets = _datasets(str(path))
+    datasets = load_datasets(str(path))
     import pyarrow.parquet
 
     with _loading(f"{path}: cannot be read as Parquet", REPAIR):
@@ -182,7 +182,7 @@ def open_csv(path: Path, data: Data) -> Table:
 
     Every cell is text, as it stands in the file. `datasets` copies them once, as those of Parquet.
     """
-    datasets = _datasets(str(path))
+    datasets = load_datasets(str(path))
     options = _csv_options([path], data, (path.stat().st_mtime_ns, path.stat().st_size))
     with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
         return Table(datasets.Dataset.from_generator(csv_rows, **options), str(path))
@@ -191,12 +191,12 @@ def open_csv(path: Path, data: Data) -> Table:
 def _csv_options(files: Sequence[Path], data: Data, changed: object = None) -> dict[str, Any]:
     columns = tuple(_columns(str(files[0]), columns_of(files[0]), data))
     arguments = {"files": list(files), "columns": columns, "_changed": changed}
-    return {"features": _strings(columns), "gen_kwargs": arguments}
+    return {"features": strings(columns), "gen_kwargs": arguments}
 
 
-def _strings(names: Sequence[str]) -> Any:
+def strings(names: Sequence[str]) -> Any:
     """Return the features of a table whose columns of these names hold text."""
-    datasets = _datasets("text")
+    datasets = load_datasets("text")
     return datasets.Features({name: datasets.Value("string") for name in names})
 
 
@@ -205,7 +205,7 @@ def columns_of(path: Path) -> list[str]:
 
     UserError for a file that cannot be read.
     """
-    _datasets(str(path))
+    load_datasets(str(path))
     import pyarrow.parquet
 
     with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
@@ -245,48 +245,34 @@ def open_stream(entry: DatasetEntry, data: Data, key: str) -> Any:
     return rows.select_columns(_columns(entry.name, rows.column_names, data))
 
 
-def mixed(
-    streams: Sequence[Any], weights: Sequence[float] | None, seed: int | None, most: int | None
-) -> Any:
-    """Return one stream of several: one after the other, or drawn in proportion to the weights.
-
-    It has the first `most` rows, with weights of each stream. A stream that ends is read again
-    until all have ended.
-    """
-    datasets = _datasets("data.streaming")
-    if weights is None:
-        rows = streams[0] if len(streams) == 1 else datasets.concatenate_datasets(list(streams))
-        return rows if most is None else rows.take(most)
-    taken = [rows if most is None else rows.take(most) for rows in streams]
-    shares = [weight / sum(weights) for weight in weights]
-    return datasets.interleave_datasets(
-        taken, shares, seed=(seed or 0) % 2**32, stopping_strategy="all_exhausted"
-    )
-
-
 def read_stream(rows: Any, key: str) -> Generator[Record]:
     """Yield the rows of a stream; UserError where `datasets` cannot read on."""
     import datasets.exceptions
 
     try:
-        # Not `iter(rows)`, which in a worker process gives only some of the rows.
-        for batch in rows.iter(batch_size=1):
-            row = {column: values[0] for column, values in batch.items()}
-            line = row.get(JSON_ROW)
-            yield without_padding(row, rows.features) if line is None else read_object(line)
+        yield from records_of(rows)
     except (BadDocument, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         raise UserError(f"{key}: the stream cannot be read ({cause}); {REPAIR}") from None
 
 
+def records_of(rows: Any) -> Iterator[Record]:
+    """Yield the records of a stream."""
+    # Not `iter(rows)`, which in a worker process gives only some of the rows.
+    for batch in rows.iter(batch_size=1):
+        row = {column: values[0] for column, values in batch.items()}
+        line = row.get(JSON_ROW)
+        yield without_padding(row, rows.features) if line is None else read_object(line)
+
+
 def version() -> str:
     """Return the version of `datasets`."""
-    return str(_datasets("data.streaming").__version__)
+    return str(load_datasets("data.streaming").__version__)
 
 
 def _stream_of(files: Sequence[Path], data: Data, key: str) -> Any:
     """Return the rows of these files as a stream; UserError for files of other or several kinds."""
-    datasets = _datasets("data.streaming")
+    datasets = load_datasets("data.streaming")
     kind = STREAMED.get(suffix(files[0]))
     for file in files:
         if kind is None or STREAMED.get(suffix(file)) != kind:
@@ -297,7 +283,7 @@ def _stream_of(files: Sequence[Path], data: Data, key: str) -> Any:
     with _loading(f"{key}: datasets cannot load {files[0]}", REPAIR):
         generated = datasets.IterableDataset.from_generator
         if kind == "json":  # the reader of `datasets` would add nulls to objects
-            features = _strings([JSON_ROW])
+            features = strings([JSON_ROW])
             return generated(json_rows, features=features, gen_kwargs={"files": list(files)})
         if kind == "csv":
             return generated(csv_rows, **_csv_options(files, data))
@@ -307,7 +293,7 @@ def _stream_of(files: Sequence[Path], data: Data, key: str) -> Any:
 
 def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
     """Load the split of a dataset."""
-    datasets = _datasets(entry.name)
+    datasets = load_datasets(entry.name)
     path = expanded(entry.name)
     way_out = "give existing files, folders or glob patterns, or the name or folder of a dataset"
     is_saved = _was_saved_by_datasets(path)
@@ -341,7 +327,7 @@ def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
 def _csv_as_text(source: str, config: str | None) -> dict[str, Any]:
     """Return the options with which `datasets` reads CSV as text, unless its page names types."""
     with tempfile.TemporaryDirectory() as empty:  # a cache would name the types of an earlier guess
-        builder = _datasets(source).load_dataset_builder(source, config, cache_dir=empty)
+        builder = load_datasets(source).load_dataset_builder(source, config, cache_dir=empty)
     if builder.name != "csv" or builder.info.features is not None:
         return {}
     import fsspec
@@ -349,7 +335,7 @@ def _csv_as_text(source: str, config: str | None) -> dict[str, Any]:
     file, *_ = next(iter(builder.config.data_files.values()))
     with fsspec.open(file, "rt", encoding="utf-8-sig", newline="") as content:
         names = next(csv.reader(content, delimiter=builder.config.sep), [])
-    return {"features": _strings(names), "keep_default_na": False, "na_filter": False}
+    return {"features": strings(names), "keep_default_na": False, "na_filter": False}
 
 
 @contextlib.contextmanager
@@ -387,7 +373,7 @@ def _columns(name: str, columns: Sequence[str], data: Data) -> list[str]:
     return [*fields, *(field for field in fields_beside(data) if field in columns)]
 
 
-def _datasets(name: str) -> Any:
+def load_datasets(name: str) -> Any:
     """Import `datasets`, which is optional and slow to import."""
     try:
         import datasets

@@ -131,7 +131,11 @@ def text_of(run: FirstRun) -> str:
         for key, value in keys.items():
             lines += _comment("  ", types[section.capitalize()]["properties"][key]["description"])
             pair = yaml.safe_dump(
-                {key: value}, default_flow_style=True, allow_unicode=True, width=float("inf")
+                {key: value},
+                default_flow_style=True,
+                allow_unicode=True,
+                width=float("inf"),
+                sort_keys=False,
             )
             lines.append(f"  {pair.strip()[1:-1]}")  # without braces
     return "\n".join(lines) + "\n"

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Data, Parallel
+from shardwise.config import Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import bases, context, disk, duration, experts, optimizers, products, splits
+from shardwise.rules import (
+    bases,
+    context,
+    data,
+    disk,
+    duration,
+    experts,
+    optimizers,
+    products,
+    splits,
+)
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -27,21 +37,6 @@ def _belongs_to(key: str, is_used: Callable[[Case], bool], strategy: str, way_ou
             f"parallel.{key} is {shown(getattr(case.parallel, key))}, which is for {strategy}"
         ),
         way_out=way_out,
-        why="the key would have no effect",
-    )
-
-
-def _of_data(key: str, is_used: Callable[[Data], bool], way_out: str) -> Rule:
-    """Return the rule that a key of `data` has its default unless `is_used`."""
-    default = getattr(Data("any"), key)
-    return Rule(
-        f"{key} without its format or packing",
-        applies=lambda case: getattr(case.cfg.data, key) != default and not is_used(case.cfg.data),
-        problem=lambda case: (
-            f"data.{key} is set, which data.format {case.cfg.data.format} with packing "
-            f"{case.cfg.data.packed} does not use"
-        ),
-        way_out=f"leave it out, or {way_out}",
         why="the key would have no effect",
     )
 
@@ -102,19 +97,7 @@ def _tokens(case: Case) -> int:
 
 
 RULES = (
-    *(
-        _of_data(key, lambda data: data.format == "chat", "set data.format to chat")
-        for key in ("chat_template", "template_arguments", "tools", "train_on", "turns")
-    ),
-    _of_data("fields", lambda data: data.format != "text", "set data.format to completion or chat"),
-    Rule(
-        "separate turns of which every token is trained on",
-        applies=lambda case: case.cfg.data.turns == "separate" and case.cfg.data.train_on == "all",
-        problem="data.turns separate repeats earlier turns, and data.train_on all trains on each",
-        way_out="set turns to together, or train_on to assistant",
-        why="the first turn of n would be trained on n times",
-    ),
-    _of_data("long", lambda data: data.packed == "documents", "set data.packing to documents"),
+    *data.RULES,
     *(
         _belongs_to(key, _is_pipeline, "a pipeline", "set parallel.pp to 2 or more")
         for key in ("schedule", "virtual_stages", "split", "speeds", "memory_limit_gib")

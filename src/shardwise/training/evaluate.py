@@ -57,16 +57,17 @@ def encode_prompt(
 ) -> list[int] | None:
     """Return the tokens of `training.sample`, None where it is not given.
 
-    With `data.format: chat` the prompt is a user's message, as the chat template writes it with the
-    tools of the file `data.tools`, for the assistant to answer. It is called before training, so
-    that a mistake does not cost a run. UserError if the prompt has no token, or if it and its
+    Where chats are trained on, the prompt is a user's message, as the chat template writes it with
+    the tools of the file `data.tools`, for the assistant to answer. It is called before training,
+    so that a mistake does not cost a run. UserError if the prompt has no token, or if it and its
     continuation exceed the `positions` that the model has learned (None: no limit).
     """
     prompt = cfg.training.sample
     if prompt is None:
         return None
-    if cfg.data.format == "chat":
-        ids = ChatFormat.of(tokenizer, cfg.data).prompt(prompt)
+    chats = [keys for _, keys in cfg.data.groups("train") if keys.format == "chat"]
+    if chats:
+        ids = ChatFormat.of(tokenizer, chats[0]).prompt(prompt)
     else:
         ids = tokens_of(tokenizer, prompt, is_open=True)
     require(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,11 @@ class Reporter:
             except (TypeError, ValueError, ArithmeticError, RuntimeError):  # a tensor of many
                 raise UserError(f"{name} is no number, but {shown(value)}; log a number") from None
         self._write(step, numbers)
+
+    def say(self, text: Callable[[], str]) -> None:
+        """Print on rank 0 what `text` returns there, which may take a second."""
+        if self._main and (line := text()):
+            self._progress.message(line)
 
     def note(self, text: str) -> None:
         """Report what a reader of the figures must know; the record has it too."""

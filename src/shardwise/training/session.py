@@ -58,6 +58,8 @@ class Session:
         self.slots = mesh.slots(cfg.training.global_batch_size)
         """The rows of each global batch that this rank reads."""
         self.reporter = Reporter(cfg, mesh, job, start)
+        if start.step == 0:
+            self.reporter.say(loaders.sample)
         for note in loaders.notes:
             self.reporter.note(note)
         self._checkpointer = Checkpointer(cfg, job, loaders, start, self._check_copies)

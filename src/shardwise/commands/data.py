@@ -1,0 +1,146 @@
+"""The command `shardwise data`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from shardwise.commands.command import Command, add_run_file
+from shardwise.config import UserError
+from shardwise.words import percent
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+    from rich.text import Text
+
+    from shardwise.config import RunConfig
+    from shardwise.data.preview import Preview
+    from shardwise.data.survey import Survey
+
+_DOCUMENTS, _ROWS = 500, 2
+
+
+def run(args: Namespace) -> int:
+    """Print what a run would train on: counts of each source, and rows of the first step."""
+    if args.documents < 1 or args.rows < 0:
+        raise UserError("--documents and --rows count; give at least 1, and 0 for no rows")
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from shardwise.data.preview import preview
+    from shardwise.data.tokenizer import load_tokenizer
+    from shardwise.run_file import load_config
+
+    cfg = load_config(args.run, args.overrides)
+    logging.set_verbosity_error()
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
+    found = preview(cfg, tokenizer, None if args.all else args.documents, args.rows)
+    if args.json:
+        import json
+
+        print(json.dumps(found.to_dict()))
+        return 0
+    _print(cfg, found, tokenizer, Console(highlight=False))
+    return 0
+
+
+def _print(cfg: RunConfig, found: Preview, tokenizer: Any, console: Console) -> None:
+    console.print(f"rows of {cfg.data.sequence_length:,} tokens, packing {cfg.data.packed}")
+    for key, surveys in (("train", found.train), ("validation", found.validation)):
+        if surveys:
+            console.print(_table(f"data.{key}", surveys))
+            longest = max(surveys, key=lambda survey: survey.longest)
+            console.print(f"longest: {longest.longest:,} tokens, {longest.where}", soft_wrap=True)
+    if isinstance(cfg.data.validation, float | int) and cfg.data.validation:
+        console.print(f"{cfg.data.validation:.0%} of the documents are held out for validation")
+    marks = "" if console.is_terminal else ", which stand between [[ and ]]"
+    for number, row in enumerate(found.rows, 1):
+        console.print(f"\nrow {number} of step 1, {_counts(row)}{marks}:", soft_wrap=True)
+        console.print(_text(row, tokenizer, marked=bool(marks)), soft_wrap=True)
+
+
+def _table(title: str, surveys: list[Survey]) -> Any:
+    """Return a table of the sources of a key, and what was read of each."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("source", overflow="fold")
+    columns = ("documents", "read", "tokens", "targets", "longest", "cut", "left out")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for survey in surveys:
+        is_whole = survey.num_documents in (None, survey.read)
+        about = "" if is_whole else "~"
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in survey.left_out.items())
+        table.add_row(
+            survey.name,
+            "?" if survey.num_documents is None else f"{survey.num_documents:,}",
+            f"{survey.read:,}",
+            f"{about}{round(survey.tokens * survey.scale):,}",
+            percent(survey.targets / survey.tokens if survey.tokens else 0),
+            f"{survey.longest:,}",
+            percent(survey.cut / survey.read if survey.read else 0),
+            reasons or "0",
+        )
+    return table
+
+
+def _counts(row: np.ndarray) -> str:
+    """Return in words what a row [3, T+1] has."""
+    is_filled = row[1] >= 0
+    num_padding = row.shape[1] - int(is_filled.sum())
+    return (
+        f"{len({*row[1, is_filled].tolist()})} documents, {int(is_filled.sum()):,} tokens, "
+        f"{num_padding:,} of padding, {int(row[2].sum()):,} targets"
+    )
+
+
+def _text(row: np.ndarray, tokenizer: Any, marked: bool) -> Text:
+    """Return the text of a row, in which targets and special tokens can be seen."""
+    from rich.text import Text
+
+    from shardwise.data.preview import spans_of
+
+    text, last, was_target = Text(), 0, False
+    for words, document, is_target, is_special in [
+        *spans_of(row, tokenizer),
+        ("", -1, False, False),
+    ]:
+        if marked and was_target and (document != last or not is_target):
+            text.append("]]")
+            was_target = False
+        if document > last:
+            text.append(f"\n-- document {document + 1} --\n", style="dim")
+        if marked and is_target and not was_target:
+            text.append("[[")
+        style = "bold magenta" if is_special else "green" if is_target else "dim"
+        text.append(words, style=f"{style} underline" if is_special and is_target else style)
+        last, was_target = document, is_target
+    return text
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    add_run_file(parser)
+    parser.add_argument(
+        "--documents",
+        type=int,
+        default=_DOCUMENTS,
+        metavar="N",
+        help=f"read so many documents of each source, evenly spaced (default {_DOCUMENTS})",
+    )
+    parser.add_argument("--all", action="store_true", help="read all documents")
+    parser.add_argument(
+        "--rows", type=int, default=_ROWS, metavar="N", help=f"rows to print (default {_ROWS})"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+COMMAND = Command(
+    "data",
+    "Show what a run would train on. It counts documents, tokens, targets, and what is cut or left "
+    "out of each source, and prints rows of the first step, in which targets and special tokens "
+    "can be seen.",
+    _add_arguments,
+    run,
+)

@@ -1,0 +1,104 @@
+"""What a run would train on: counts of each source, and the rows of the first step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardwise.config import RunConfig
+from shardwise.data.corpus import Corpus
+from shardwise.data.formats import Encoder
+from shardwise.data.loader import check_first, open_data
+from shardwise.data.packing import PADDING
+from shardwise.data.slots import TrainStream
+from shardwise.data.state import SlotState
+from shardwise.data.streaming import Streamed, StreamPass, StreamSample
+from shardwise.data.survey import Survey, sources_of, spread
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The sources of a run, and rows [3, T+1] of its first step (see `packing.py`)."""
+
+    train: list[Survey]
+    validation: list[Survey]
+    rows: list[np.ndarray]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, safe for JSON."""
+        names = ("tokens", "documents", "targets")
+        rows = [dict(zip(names, row.tolist())) for row in self.rows]
+        sources = {
+            key: [survey.to_dict() for survey in getattr(self, key)]
+            for key in ("train", "validation")
+        }
+        return {**sources, "rows": rows}
+
+
+def preview(
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, num_documents: int | None, num_rows: int
+) -> Preview:
+    """Read so many documents of each source, evenly spaced (None: all), and the first rows.
+
+    Of a stream the first documents are read. UserError as a run would give it.
+    """
+    encoder = Encoder.of(tokenizer, cfg.data)
+    corpus, order, held_out = open_data(cfg)
+    validation = None if held_out is None or held_out[0] is corpus else held_out[0]
+    for documents in (corpus, validation):
+        if documents is not None:
+            check_first(documents, encoder)
+    slots = range(min(num_rows, cfg.training.global_batch_size))
+    begin = {slot: SlotState() for slot in slots}
+    stream = TrainStream(corpus, order, encoder, cfg.training.global_batch_size, 0, begin, None)
+    first = next(iter(stream)) if num_rows else {}
+    if isinstance(first, Exception):
+        raise first
+    return Preview(
+        [*_surveys(corpus, encoder, num_documents)],
+        [] if validation is None else [*_surveys(validation, encoder, num_documents)],
+        [first[slot][0] for slot in slots],
+    )
+
+
+def _surveys(
+    corpus: Corpus | Streamed | StreamPass, encoder: Encoder, most: int | None
+) -> Iterator[Survey]:
+    if isinstance(corpus, Corpus):
+        for name, _, numbers in sources_of(corpus):
+            chosen = numbers if most is None else spread(numbers, most)
+            yield Survey(name, len(numbers)).add(corpus, encoder, chosen, math.inf)
+        return
+    stream = corpus.stream if isinstance(corpus, StreamPass) else corpus
+    for alone in stream.alone():
+        sample = StreamSample(alone, most)
+        numbers = range(len(sample))
+        yield Survey(str(alone.entries[0]), None).add(sample, encoder, numbers, math.inf)
+
+
+def spans_of(
+    row: np.ndarray, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, int, bool, bool]]:
+    """Yield the texts of a row [3, T+1], cut where one of what follows them changes.
+
+    (text, number of the document, whether its tokens are targets, whether it is a special token).
+    """
+    special = set(tokenizer.all_special_ids)
+    tokens, documents, targets = row[:, row[1] != PADDING]
+    kinds = [
+        (int(document), bool(target), int(token) in special)
+        for token, document, target in zip(tokens, documents, targets)
+    ]
+    begin = 0
+    for end in range(1, len(kinds) + 1):
+        is_cut = end == len(kinds) or kinds[end] != kinds[begin] or kinds[begin][2]
+        if is_cut:
+            yield str(tokenizer.decode(tokens[begin:end].tolist())), *kinds[begin]
+            begin = end

@@ -1,0 +1,62 @@
+"""The command `shardwise data`: counts by hand, and rows in which targets can be seen."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run file of a tiny model; its tokenizer has a token for a character or a few."""
+    monkeypatch.chdir(tmp_path)
+    lines = [{"prompt": f"{i}", "completion": "x " * (1 + 200 * (i == 7))} for i in range(10)]
+    lines.append({"prompt": "no answer", "completion": ""})
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "b.txt").write_text("The end.")
+    assert cli.main(["init", "--model", "tiny-llama", "--data", "a.jsonl"]) == 0
+    return str(tmp_path / "run.yaml")
+
+
+def test_counts_of_each_source(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    train = "--data.train=[a.jsonl, {path: b.txt, format: text}]"
+    assert cli.main(["data", run_file, train, "--json", "--rows=3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    pairs, text = found["train"]
+    assert (pairs["num_documents"], pairs["read"], pairs["cut"]) == (11, 11, 1)
+    assert pairs["left_out"] == {"no target": 1}
+    assert pairs["where"] == "a.jsonl:8"
+    assert pairs["longest"] > 64 >= pairs["tokens"] - 9 * 6
+    assert (text["num_documents"], text["cut"]) == (1, 0)
+    # Every token of a text is a target but the first, which nothing precedes.
+    assert text["targets"] == text["tokens"] - 1
+    assert len(found["rows"]) == 3
+    row = found["rows"][0]
+    assert len(row["tokens"]) == len(row["targets"]) == len(row["documents"]) == 65
+
+
+def test_a_sample_is_called_one(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.main(["data", run_file, "--documents=2", "--rows=1"]) == 0
+    printed = capsys.readouterr().out
+    (row,) = [line.split() for line in printed.splitlines() if line.startswith("a.jsonl")]
+    assert row[1:3] == ["11", "2"]
+    assert row[3].startswith("~")
+    assert "[[" in printed
+    assert "]]" in printed
+
+
+def test_mistakes_are_those_of_a_run(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, problem in (
+        (["--data.fields={prompt: question}"], "a.jsonl:1: no field 'question'"),
+        (["--documents=0"], "give at least 1"),
+        (["--data.train=none.jsonl"], "none.jsonl matches no file"),
+    ):
+        capsys.readouterr()
+        assert cli.main(["data", run_file, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert problem in error
+        assert error.count("\n") == 1
