@@ -100,7 +100,7 @@ MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety": 4_560,
     "cli commands library __main__ __init__": 2_130,
     "presets": 260,
-    "assembly training checkpoint process launch": 8_990,
+    "assembly training checkpoint process launch": 9_005,
     "models": 12_670,
     "parallel": 4_730,
     "data": 5_170,
