@@ -24,6 +24,29 @@ def flat(run: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def input_paths(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a run that name what it reads, each with a file, a folder or a pattern.
+
+    A model or a dataset may have its name on the hub in place of a folder.
+    """
+    yield "model.path", cfg.model.path
+    if cfg.model.tokenizer is not None:
+        yield "model.tokenizer", cfg.model.tokenizer
+    if cfg.lora is not None and cfg.lora.path is not None:
+        yield "lora.path", cfg.lora.path
+    data, tools = cfg.data, [("data.tools", cfg.data.tools)]
+    for key, value in (("data.train", data.train), ("data.validation", data.validation)):
+        entries: list[Any] = value if isinstance(value, list) else [value]
+        for entry in entries:
+            path = getattr(entry, "path", entry)
+            if isinstance(path, str):  # a share for validation is a number
+                yield key, path
+            tools.append((key, getattr(entry, "tools", None)))
+    if data.chat_template is not None:
+        yield "data.chat_template", data.chat_template
+    yield from ((key, path) for key, path in tools if path is not None and path.endswith(".json"))
+
+
 def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
     """Return the way out for a user who wrote `name`, which is not in `known`."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)

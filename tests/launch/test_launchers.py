@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
@@ -32,6 +34,7 @@ def test_the_same_run_file_goes_everywhere(launcher, tmp_path, monkeypatch, caps
     run = yaml.safe_load((tmp_path / "run.yaml").read_text())
     run["training"] |= {"output_dir": "/data/run", "global_batch_size": 8, "micro_batch_size": 2}
     run["parallel"] = {"data": "fsdp2"}
+    run["model"]["path"], run["data"]["train"] = "/data/model", "/data/corpus.jsonl"
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | {"launch": LAUNCH}))
     capsys.readouterr()
     command = ["launch", "run.yaml", f"--on={launcher}", "--dry-run"]
@@ -101,3 +104,63 @@ def test_a_checkpoint_that_a_cluster_would_not_read_is_refused(
     told = capsys.readouterr().err
     assert "copy that into /data/run/checkpoints" in told
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "unseen"),
+    [
+        (
+            "kubernetes",
+            {
+                *("model.path weights", "model.tokenizer /data/../tok", "data.train a.jsonl"),
+                *("data.train ~/b", "data.validation held/out.jsonl", "data.chat_template t.jinja"),
+                *("data.tools tools.json", "lora.path adapter"),
+            },
+        ),
+        ("skypilot", {"model.tokenizer /data/../tok", "data.train ~/b"}),
+        ("slurm", {"model.tokenizer /data/../tok", "data.train ~/b"}),
+        ("torchrun", set()),
+    ],
+)
+def test_inputs_that_no_process_finds_are_told_one_by_one(
+    launcher, unseen, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        """
+model: {path: weights, tokenizer: /data/../tok}
+lora: {path: adapter}
+data:
+  train: [a.jsonl, ~/b, owner/name, "/data/c:all:train", /data/*.jsonl]
+  validation: held/out.jsonl
+  format: chat
+  chat_template: t.jinja
+  tools: tools.json
+training: {output_dir: /data/run, device: cpu}
+launch: {container: me/image:1, mounts: {/data: kept}}
+"""
+    )
+    assert cli.main(["launch", "run.yaml", f"--on={launcher}", "--dry-run"]) == 0
+    notes = capsys.readouterr().err.splitlines()
+    told = [
+        re.match(r"note: ((?:model|lora|data)\.\S+ \S+) is (?:in no|neither)", n) for n in notes
+    ]
+    assert {match[1] for match in told if match} == unseen
+    assert sum(match is not None for match in told) == len(unseen)
+
+
+def test_what_is_no_path_is_not_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        """
+model: {path: owner/Model-3.5}
+data: {train: owner/name::train, validation: 0.1, format: chat, tools: functions}
+training: {output_dir: /data/run, device: cpu}
+launch: {container: me/image:1, mounts: {/data: kept}}
+"""
+    )
+    assert cli.main(["launch", "run.yaml", "--on=kubernetes", "--dry-run"]) == 0
+    assert not capsys.readouterr().err
+    (tmp_path / "owner" / "name").mkdir(parents=True)  # then it is a folder
+    assert cli.main(["launch", "run.yaml", "--on=kubernetes", "--dry-run"]) == 0
+    assert "data.train owner/name::train is in no folder" in capsys.readouterr().err

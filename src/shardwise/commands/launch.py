@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import PurePosixPath
 
 from shardwise import layouts
 from shardwise.checkpoint.folder import CHECKPOINTS
 from shardwise.commands.command import Command, add_run_file
-from shardwise.config import Launch, UserError, require
-from shardwise.launch import elastic
+from shardwise.config import Launch, RunConfig, UserError, require
+from shardwise.data.files import SUFFIXES, expanded, parts_of
+from shardwise.keys import input_paths
+from shardwise.launch import elastic, kubernetes
 from shardwise.rules import check
 from shardwise.run_file import load_config
 
@@ -78,10 +83,42 @@ def run(args: Namespace) -> int:
         print(f"note: --on {args.on} does not use {names}", file=sys.stderr)
     if cfg.training.device != "cpu" and (keys := _keys_for_gpus(cfg.launch, args.on)):
         print(f"note: the job asks for no GPU; set {keys}, or training.device=cpu", file=sys.stderr)
+    for note in _unseen(cfg, args.on):
+        print(f"note: {note}", file=sys.stderr)
     if args.dry_run:
         print(script, end="")
         return 0
     return launcher.run(cfg, args.run, args.overrides)
+
+
+def _unseen(cfg: RunConfig, launcher: str) -> Iterator[str]:
+    """Yield a note on each input outside of the folders that the processes see."""
+    here, mounts = os.getcwd(), cfg.launch.mounts
+    if launcher == "kubernetes":
+        begin, folders = kubernetes.WORK, [*mounts]
+        note = "is in no folder of launch.mounts: only what is in the image is read there"
+    elif launcher == "skypilot":
+        begin, folders = "/copied", ["/copied", *mounts]
+        note = "is neither in this folder, which is copied, nor in a folder of launch.mounts"
+    elif launcher == "slurm" and cfg.launch.container is not None:
+        begin, folders = here, [here, os.path.join(here, cfg.training.output_dir), *mounts]
+        note = "is neither in this folder nor in one of launch.mounts, which the container sees"
+    else:
+        return
+    for key, entry in input_paths(cfg):
+        is_data = key in ("data.train", "data.validation")
+        name = parts_of(entry)[0] if is_data else entry
+        place = name if name.startswith("~") else os.path.join(begin, name)  # another's home there
+        path = PurePosixPath(os.path.normpath(place))
+        if not _is_name(name) and not any(path.is_relative_to(folder) for folder in folders):
+            yield f"{key} {entry} {note}"
+
+
+def _is_name(entry: str) -> bool:
+    """Return whether an entry is a name on the hub, and no path."""
+    is_owned = entry.count("/") == 1 and not entry.startswith(("/", ".", "~"))
+    is_file = expanded(entry).exists() or PurePosixPath(entry).suffix.lower() in SUFFIXES
+    return is_owned and not is_file
 
 
 def _keys_for_gpus(launch: Launch, launcher: str) -> str:
