@@ -34,16 +34,14 @@ def input_paths(cfg: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model.tokenizer", cfg.model.tokenizer
     if cfg.lora is not None and cfg.lora.path is not None:
         yield "lora.path", cfg.lora.path
-    data, tools = cfg.data, [("data.tools", cfg.data.tools)]
-    for key, value in (("data.train", data.train), ("data.validation", data.validation)):
-        entries: list[Any] = value if isinstance(value, list) else [value]
-        for entry in entries:
-            path = getattr(entry, "path", entry)
-            if isinstance(path, str):  # a share for validation is a number
-                yield key, path
-            tools.append((key, getattr(entry, "tools", None)))
-    if data.chat_template is not None:
-        yield "data.chat_template", data.chat_template
+    if cfg.data.chat_template is not None:
+        yield "data.chat_template", cfg.data.chat_template
+    tools = [("data.tools", cfg.data.tools)]
+    for name in ("train", "validation"):
+        for entry in cfg.data.entries(name):
+            yield f"data.{name}", entry if isinstance(entry, str) else entry.path
+            if not isinstance(entry, str):
+                tools.append((f"data.{name}", entry.tools))
     yield from ((key, path) for key, path in tools if path is not None and path.endswith(".json"))
 
 

@@ -114,7 +114,7 @@ def test_a_checkpoint_that_a_cluster_would_not_read_is_refused(
             {
                 *("model.path weights", "model.tokenizer /data/../tok", "data.train a.jsonl"),
                 *("data.train ~/b", "data.validation held/out.jsonl", "data.chat_template t.jinja"),
-                *("data.tools tools.json", "lora.path adapter"),
+                *("data.tools tools.json", "data.train calls.json", "lora.path adapter"),
             },
         ),
         ("skypilot", {"model.tokenizer /data/../tok", "data.train ~/b"}),
@@ -131,7 +131,12 @@ def test_inputs_that_no_process_finds_are_told_one_by_one(
 model: {path: weights, tokenizer: /data/../tok}
 lora: {path: adapter}
 data:
-  train: [a.jsonl, ~/b, owner/name, "/data/c:all:train", /data/*.jsonl]
+  train:
+    - {path: a.jsonl, format: chat, tools: calls.json}
+    - ~/b
+    - owner/name
+    - "/data/c:all:train"
+    - /data/*.jsonl
   validation: held/out.jsonl
   format: chat
   chat_template: t.jinja
