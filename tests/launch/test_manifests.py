@@ -236,3 +236,8 @@ def test_the_file_lies_beside_the_run_file(where, command, tmp_path, monkeypatch
     assert cli.main(arguments) == 2
     assert "was not written by shardwise" in capsys.readouterr().err
     assert file.read_text() == "name: mine\n"
+
+
+@pytest.mark.parametrize("launcher", [kubernetes, skypilot])
+def test_a_launcher_that_only_writes_a_file_is_short(launcher):
+    assert len(Path(launcher.__file__).read_text(encoding="utf-8").splitlines()) < 60

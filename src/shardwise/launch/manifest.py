@@ -10,16 +10,20 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.safety import write_output
 
 HEADER = "# Written by shardwise launch, which replaces it."
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+"""A name in Kubernetes."""
+Script = Callable[[RunConfig, str, Sequence[str]], str]
+"""Returns the file of a run, given the run, the name of its file, and the overrides."""
 
 
 def name_of(cfg: RunConfig) -> str:
@@ -44,12 +48,42 @@ def start(cfg: RunConfig, run_file: str, overrides: Sequence[str], place: Sequen
     words = shlex.join(["-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"])
     command = f"python {words} --nproc {launch.processes}"
     if launch.nodes > 1:
-        # A step and a checkpoint may take so long after a signal.
-        seconds = max(1, round(launch.timeout_seconds))
-        command = " ".join(["torchrun", f"--shutdown-timeout {seconds}", *place, words])
+        command = " ".join(
+            ["torchrun", f"--shutdown-timeout {seconds_to_save(cfg)}", *place, words]
+        )
     variables = [f"export {key}={shlex.quote(value)}" for key, value in launch.environment.items()]
     # exec: SIGTERM, by which a node is taken away, is for the run, which then saves.
     return "\n".join(["set -e", *variables, *launch.before, f"exec {command}"]) + "\n"
+
+
+def seconds_to_save(cfg: RunConfig) -> int:
+    """Return how long a step and a checkpoint may take after a signal."""
+    return max(1, round(cfg.launch.timeout_seconds))
+
+
+def check_claims(launch: Launch, taken: set[str]) -> None:
+    """Raise UserError for what Kubernetes would refuse, or mount in place of something else."""
+    require(
+        launch.container is not None,
+        "launch.container is missing; give an image that has shardwise (see the Dockerfile)",
+    )
+    for path, source in launch.mounts.items():
+        require(
+            PurePosixPath(path).is_absolute() and _CLAIM.fullmatch(source) is not None,
+            f"launch.mounts has {path}: {source}; on Kubernetes write an absolute folder and the "
+            "name of a persistent volume claim, such as /data: my-claim",
+        )
+        folder = os.path.normpath(path)
+        require(
+            folder not in taken,
+            f"launch.mounts has {path}, where something else is mounted; give another folder",
+        )
+        taken = {*taken, folder}
+    for resource, amount in launch.resources.items():
+        require(
+            not isinstance(amount, bool),
+            f"launch.resources has {resource}: {str(amount).lower()}; on Kubernetes give an amount",
+        )
 
 
 def check_saves(cfg: RunConfig, outlives: Sequence[str], kind: str) -> None:
@@ -66,7 +100,10 @@ def in_yaml(*documents: dict[str, Any]) -> str:
     """Return documents as a file that says who wrote it."""
 
     class Dumper(yaml.SafeDumper):
-        """Writes texts of several lines as such."""
+        """Writes texts of several lines as such, and what stands twice as it is."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
         style = "|" if "\n" in value else None
@@ -76,19 +113,24 @@ def in_yaml(*documents: dict[str, Any]) -> str:
     return f"{HEADER}\n" + yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1000)
 
 
-def write(text: str, run_file: str, launcher: str, command: str) -> int:
-    """Write a file beside the run file, print how to submit it, and return the exit code.
+def writer_of(script: Script, launcher: str, command: str) -> Callable[..., int]:
+    """Return what writes a run's file beside the run file and prints how to submit it.
 
     UserError where a file of this name is somebody else's, or cannot be written.
     """
-    file = Path(run_file).with_suffix(f".{launcher}.yaml")
-    try:
-        is_ours = not file.exists() or (
-            file.is_file() and file.read_text(encoding="utf-8").startswith(HEADER)
-        )
-        require(is_ours, f"{file} was not written by shardwise; move it, or use --dry-run")
-        write_output(file, text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot write it ({error}); --dry-run prints it") from None
-    print(f"wrote {file}; to submit it: {command} {shlex.quote(str(file))}")
-    return 0
+
+    def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
+        text, file = script(cfg, run_file, overrides), Path(run_file)
+        file = file.with_suffix(f".{launcher}.yaml")
+        try:
+            is_ours = not file.exists() or (
+                file.is_file() and file.read_text(encoding="utf-8").startswith(HEADER)
+            )
+            require(is_ours, f"{file} was not written by shardwise; move it, or use --dry-run")
+            write_output(file, text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file}: cannot write it ({error}); --dry-run prints it") from None
+        print(f"wrote {file}; to submit it: {command} {shlex.quote(str(file))}")
+        return 0
+
+    return run
