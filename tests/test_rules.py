@@ -26,7 +26,7 @@ from shardwise.assembly.own import describe_own, own_facts
 from shardwise.benchmark import sweep
 from shardwise.config import CALLERS, Entry, Lora, Model, Recomputation, RunConfig, UserError
 from shardwise.keys import known_keys
-from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of, shortened
+from shardwise.layouts import Facts, axis_sizes, layout_names, layout_of, parallel_of, shortened
 from shardwise.models import load, lora
 from shardwise.models.adapter import save_adapter
 from shardwise.models.adapter_start import contradicted, section_of
@@ -745,7 +745,7 @@ def test_models_shows_the_layouts_that_train_takes(model, folder_of):
     caption = str(model_table(Model(folder_of(model), init="random")).caption)
     shown = caption.partition("may run under")[2].partition("\nnote")[0]
     taken, refused = [], {}
-    for name in NAMES:
+    for name in layout_names():
         cfg = run_of(folder_of(model), {"parallel": asdict(parallel_of(name))})
         refused[name] = refusal_by_description(cfg, rules._ranks_of(name))
         taken += [name] * (refused[name] is None)
@@ -891,7 +891,7 @@ def test_every_pair_that_the_run_file_allows_has_one_answer(folder_of):
 # ------------------------------------------------------------ names and sizes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", layout_names())
 def test_a_layout_is_named_by_its_parts(name):
     assert layout_of(parallel_of(name)) == name
 

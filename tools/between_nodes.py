@@ -19,8 +19,9 @@ import torch
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import AXES, EXPERT_AXES, context_joins_of
+from shardwise.parallel.sent import Messages, parts_of
 from shardwise.planner.communication import each_message, ring_bytes
-from shardwise.planner.messages import Messages, parts_of, sizes_of
+from shardwise.planner.messages import sizes_of
 from shardwise.planner.share import share_of
 from shardwise.schedule.context import MessageKind
 

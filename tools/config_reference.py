@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import get_args
 
+from shardwise.config.parallel import StrategyName
 from shardwise.ranges import RANGES
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +79,7 @@ def cell(kind: str) -> str:
     kind = kind.replace("Recomputation", "mapping").replace(
         "DType", "Literal['float32', 'bfloat16']"
     )
+    kind = kind.replace("StrategyName", ", ".join(get_args(StrategyName)))
     while "Literal[" in kind:
         before, _, rest = kind.partition("Literal[")
         inside, _, after = rest.partition("]")

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from itertools import product
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.config import Parallel, RunConfig
 
@@ -35,21 +36,75 @@ of the model."""
 
 AXIS_PARTS = ("pp", "cp", "ep", "tp", "sp")
 """The parts of a layout's name that are no data-parallel strategy."""
-NAMES = tuple(
-    "-".join(filter(None, parts)) or "single"
-    for tensor, experts, context, pipeline, data in product(
-        ("", "tp", "tp-sp"),
-        ("", "ep"),
-        ("", "cp"),
-        ("", "pp"),
-        ("", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp"),
+
+
+class StrategyFacts:
+    """What others may ask of a data-parallel strategy: see `parallel/strategies/`."""
+
+    name: str = ""
+    """The value of `parallel.data`, which is the name of its file."""
+    order: float = 0
+    """Its place among the strategies, the simplest first."""
+    axis: Literal["dp_replicate", "dp_shard"] | None = "dp_replicate"
+    """The axis of the mesh that it works over; None: it uses no ranks but those of a model."""
+    with_replicas: str | None = None
+    """What its layouts are called with several replicas (`parallel.dp_replicate`); None: it has no
+    replicas beside its shards."""
+    sharded: tuple[str, ...] = ()
+    """The parts of which a rank has a piece between steps, of weights, gradients and optimizer."""
+    offloads: tuple[str, ...] = ("none",)
+    """The values of `parallel.offload` that it may have."""
+    is_searched: bool = True
+    """Whether a plan tries it without being asked."""
+    needs_ranks: bool = False
+    """Whether it cannot run on a single rank."""
+    has_buckets: bool = False
+    """Whether buckets for all gradients stay beside them."""
+    shares: str = ""
+    """What its ranks divide among them, in words; "": what others of its axis do."""
+
+
+@cache
+def strategies() -> Mapping[str, StrategyFacts]:
+    """Return the data-parallel strategies by name, the simplest first.
+
+    Their files are found as the run needs them: they use what is in this one.
+    """
+    return import_module("shardwise.parallel.strategies").STRATEGIES
+
+
+def strategy_facts(parallel: Parallel) -> StrategyFacts:
+    """Return the facts of a layout's strategy."""
+    return strategies()[parallel.data]
+
+
+@cache
+def layout_names() -> tuple[str, ...]:
+    """Return every layout that can be composed, offered or not.
+
+    It is a pipeline over data parallelism over context parallelism over tensor parallelism; `hsdp`
+    is fsdp2 with replicas, `sp` is sequence parallelism. `ep` spreads experts over ranks of the
+    data and context axes.
+    """
+    return tuple(
+        "-".join(filter(None, parts)) or "single"
+        for tensor, experts, context, pipeline, data in product(
+            ("", "tp", "tp-sp"), ("", "ep"), ("", "cp"), ("", "pp"), ("", *data_parts())
+        )
+        for parts in [(pipeline, data, context, experts, tensor)]
+        if data or context or not experts
     )
-    for parts in [(pipeline, data, context, experts, tensor)]
-    if data or context or not experts
-)
-"""Every layout that can be composed, offered or not: a pipeline over data parallelism over context
-parallelism over tensor parallelism; `hsdp` is fsdp2 with replicas, `sp` is sequence parallelism.
-`ep` spreads experts over ranks of the data and context axes."""
+
+
+@cache
+def data_parts() -> Mapping[str, tuple[str, int]]:
+    """Return the parts of layouts' names that are data-parallel, the simplest first.
+
+    Each has the name of its strategy, and the fewest replicas of what that shards.
+    """
+    split = [strategy for strategy in strategies().values() if strategy.axis is not None]
+    parts = {strategy.name: (strategy.name, 1) for strategy in split}
+    return parts | {s.with_replicas: (s.name, 2) for s in split if s.with_replicas is not None}
 
 
 def shortened(names: Iterable[str]) -> list[str]:
@@ -200,10 +255,11 @@ class Facts:
 
 def layout_of(parallel: Parallel) -> str:
     """Return the name of a layout: what is in use, joined by hyphens, or `single`."""
-    data = "hsdp" if parallel.dp_replicate > 1 else parallel.data
+    strategy = strategy_facts(parallel)
+    name = (parallel.dp_replicate > 1 and strategy.with_replicas) or strategy.name
     in_use = {
         "pp": parallel.pp > 1,
-        data: data != "single",
+        name: strategy.axis is not None,
         "cp": parallel.cp > 1,
         "ep": parallel.ep > 1,
         "tp": parallel.tp > 1,
@@ -215,10 +271,12 @@ def layout_of(parallel: Parallel) -> str:
 def parallel_of(layout: str) -> Parallel:
     """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
-    data = next((part for part in parts if part not in AXIS_PARTS), "single")
+    of_part = data_parts()
+    given = (of_part[part] for part in parts if part in of_part)
+    data, replicas = next(given, (Parallel().data, 1))
     return Parallel(
-        data="fsdp2" if data == "hsdp" else data,  # ty: ignore[invalid-argument-type]
-        dp_replicate=2 if data == "hsdp" else 1,
+        data=data,
+        dp_replicate=replicas,
         pp=2 if "pp" in parts else 1,
         cp=2 if "cp" in parts else 1,
         ep=2 if "ep" in parts else 1,
@@ -230,18 +288,17 @@ def parallel_of(layout: str) -> Parallel:
 def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
     """Return the ranks along each axis of `AXES`.
 
-    What `pp`, `cp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero).
+    What `pp`, `cp` and `tp` leave goes to the axis of the data-parallel strategy.
     Sizes that do not fit the number of ranks are rounded down, and a rule refuses them.
     """
     parallel = cfg.parallel
     sizes = dict.fromkeys(AXES, 1)
     sizes["pp"], sizes["cp"], sizes["tp"] = parallel.pp, parallel.cp, parallel.tp
     ranks_for_data = num_ranks // parallel.ranks_of_a_model
-    if parallel.data in ("ddp", "zero1", "zero2"):
-        sizes["dp_replicate"] = ranks_for_data
-    elif parallel.data in ("fsdp1", "fsdp2"):
-        sizes["dp_replicate"] = parallel.dp_replicate
-        sizes["dp_shard"] = ranks_for_data // parallel.dp_replicate
+    axis = strategy_facts(parallel).axis
+    if axis is not None:
+        replicas = parallel.dp_replicate if axis == "dp_shard" else 1
+        sizes |= {"dp_replicate": replicas, axis: ranks_for_data // replicas}
     return sizes
 
 
@@ -268,8 +325,8 @@ def fitted(cfg: RunConfig, num_ranks: int) -> RunConfig:
         num_shards = max(1, axis_sizes(cfg, all_ranks)["dp_shard"])
         replicas, left_over = divmod(ranks_for_data, num_shards)
         parallel = replace(parallel, dp_replicate=1 if left_over else max(1, replicas))
-    if parallel.data == "fsdp1" and num_ranks == 1:  # there is nothing to shard over
-        parallel = replace(parallel, data="single")
+    if strategy_facts(parallel).needs_ranks and num_ranks == 1:  # there is nothing to shard over
+        parallel = replace(parallel, data=Parallel().data)
     cfg = replace(cfg, parallel=parallel)
     if not has_copies(cfg, num_ranks):  # nothing can be compared
         cfg = replace(cfg, training=replace(cfg.training, check_copies_every=0))
@@ -278,7 +335,7 @@ def fitted(cfg: RunConfig, num_ranks: int) -> RunConfig:
 
 def fewest_ranks(parallel: Parallel) -> int:
     """Return the fewest ranks of a run: of each replica those that hold all experts once."""
-    if parallel.data == "single":
+    if strategy_facts(parallel).axis is None:
         return parallel.ranks_of_a_model
     num_shards = parallel.ep // gcd(parallel.ep, parallel.cp)
     return parallel.ranks_of_a_model * parallel.dp_replicate * num_shards
@@ -286,22 +343,7 @@ def fewest_ranks(parallel: Parallel) -> int:
 
 def context_joins_of(cfg: RunConfig) -> str:
     """Return the axis that the data-parallel strategy works over, which `cp` is flattened into."""
-    return "dp_shard" if cfg.parallel.data in ("fsdp1", "fsdp2") else "dp_replicate"
-
-
-def is_wrapped(cfg: RunConfig, itemsizes: Iterable[int]) -> bool:
-    """Return whether torch's wrapper of ddp adds up gradients, while the last backward runs.
-
-    Elsewhere ddp adds them up after it. Where torch's schedules halve a backward, the wrapper's
-    hooks never run. It takes no DTensors, which tp and ep make of weights. And its buckets have the
-    dtype of the weights, so it makes no float32 sums of weights in 16 bits. `itemsizes`: bytes of
-    an element of each trained weight.
-    """
-    parallel = cfg.parallel
-    sums_wider = cfg.training.accumulation == "float32" and any(size < 4 for size in itemsizes)
-    return (
-        parallel.data == "ddp" and parallel.pp * parallel.tp * parallel.ep == 1 and not sums_wider
-    )
+    return strategy_facts(cfg.parallel).axis or "dp_replicate"
 
 
 def num_strategy_ranks(cfg: RunConfig, sizes: Mapping[str, int]) -> int:

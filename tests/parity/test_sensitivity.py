@@ -119,7 +119,7 @@ def last_gradient_kept_instead_of_added():
 def states_under_the_names_of_other_parameters():
     apply = zero.apply
 
-    def swapping(pm, mesh, cfg, spec):
+    def swapping(pm, mesh, in_backward):
         make = pm.make_optimizer
 
         def make_optimizer(named):
@@ -131,9 +131,9 @@ def states_under_the_names_of_other_parameters():
             }
             return make([(turned[name], shard) for name, shard in named])
 
-        return apply(replace(pm, make_optimizer=make_optimizer), mesh, cfg, spec)
+        return apply(replace(pm, make_optimizer=make_optimizer), mesh, in_backward)
 
-    in_place_of("zero", swapping)
+    zero.apply = swapping
 
 
 def whole_gradients_left_on_every_rank():

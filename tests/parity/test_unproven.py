@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.layouts import NAMES
+from shardwise.layouts import layout_names
 from tests.models.unproven import write_config
 from tests.parity import harness
 from tests.parity.harness import Cell, Outcome, compare, verdict
@@ -42,5 +42,5 @@ def test_equals_one_process(cell: Cell, outcomes: dict[Cell, tuple[Outcome, ...]
 
 
 def test_every_layout_that_is_offered_is_tried():
-    unlisted = [name for name in NAMES if not {"pp", "cp", "ep", "tp"} & set(name.split("-"))]
+    unlisted = [name for name in layout_names() if not {"pp", "cp", "ep", "tp"} & set(name.split("-"))]
     assert {cell.layout for cell in CELLS} == {*unlisted} - {"single"}

@@ -14,8 +14,8 @@ from shardwise.config import Data, Model, Optimizer, RunConfig, Training
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.matrices import muon_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
+from shardwise.parallel.weights import Weight
 from shardwise.planner.update import summed_bytes, update_bytes
-from shardwise.planner.weights import Weight
 
 SMALL = 2**18
 """Bytes that no formula counts: of vectors, tables of codes, and a norm's partial sums."""

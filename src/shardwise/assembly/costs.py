@@ -24,6 +24,7 @@ from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import family_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.weights import gradient_bytes
 from shardwise.process.world import device_type
 from shardwise.schedule.costs import COUNTED, Cost, CostSource
 from shardwise.schedule.orders import Pipeline
@@ -191,11 +192,6 @@ def _hidden_bytes(cfg: RunConfig, hf: PreTrainedModel) -> int:
     """Return the bytes of a micro-batch's hidden states [B, T, D] between layers."""
     tokens = _tokens_of_a_rank(cfg)
     return tokens * hf.config.hidden_size * hidden_dtype(cfg).itemsize
-
-
-def gradient_bytes(cfg: RunConfig, numel: int, itemsize: int) -> int:
-    """Return the bytes of gradients of so many elements, of weights of `itemsize` bytes each."""
-    return numel * (4 if cfg.training.accumulation == "float32" else itemsize)
 
 
 def optimizer_bytes(cfg: RunConfig, numel: int, itemsize: int, is_selected: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -23,17 +23,14 @@ from shardwise.parallel import (
     activation_offload,
     compile,
     context_parallel,
-    ddp,
     disk,
     expert_parallel,
     float8_scales,
-    fsdp1,
-    fsdp2,
     offload,
     pipeline_parallel,
     tensor_parallel,
-    zero,
 )
+from shardwise.parallel.strategies import STRATEGIES
 
 ApplyToWhole = Callable[["WholeModel", RunConfig], "WholeModel"]
 Apply = Callable[[ParallelModel, Mesh, RunConfig, ModelSpec], ParallelModel]
@@ -91,8 +88,10 @@ def _with_quantised_base(
     return pm
 
 
-def _data(*names: str) -> Callable[[RunConfig], bool]:
-    return lambda cfg: cfg.parallel.data in names
+def _strategies(is_before_loading: bool) -> Iterator[Entry[Apply]]:
+    for strategy in STRATEGIES.values():
+        if strategy.axis is not None and strategy.is_before_loading == is_before_loading:
+            yield Entry(strategy.name, strategy.is_requested, strategy.apply)
 
 
 ON_THE_WHOLE: tuple[Entry[ApplyToWhole], ...] = (
@@ -127,16 +126,12 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     # Outside of checkpointing: a layer's weights are read once for its recomputation and backward.
     # Gives no memory to what is on meta, and all others have sharded that.
     Entry("disk", lambda cfg: cfg.parallel.offload == "disk", disk.apply),
-    # Gives memory to one unit of a model on meta after the other, and shards it.
-    Entry("fsdp1", _data("fsdp1"), fsdp1.apply),
-    # Shards a model on meta, so that no rank ever holds all of it.
-    Entry("fsdp2", _data("fsdp2"), fsdp2.apply),
+    # Shard a model on meta, so that no rank ever holds all of it.
+    *_strategies(is_before_loading=True),
 )
 AFTER_LOADING: tuple[Entry[Apply], ...] = (
-    # Wraps real weights.
-    Entry("ddp", _data("ddp"), ddp.apply),
-    # The optimizer's shards are views into real weights.
-    Entry("zero", _data("zero1", "zero2"), zero.apply),
+    # Wrap real weights, or give the optimizer shards that are views into them.
+    *_strategies(is_before_loading=False),
     # Changes which gradients the wrappers give to the optimizer.
     Entry(
         "float32 accumulation", lambda cfg: cfg.training.accumulation == "float32", accumulate.apply

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Parallel, RunConfig, UserError, require
 from shardwise.keys import nearest
-from shardwise.layouts import NAMES, layout_of
+from shardwise.layouts import layout_names, layout_of
 from shardwise.presets import MODELS, preset_names, published_runs
 from shardwise.presets.compose import FirstRun, compose, write_new
 from shardwise.ranges import RANGES
@@ -235,8 +235,8 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
         parts[match[1]] = tuple(int(size) for size in match.groups()[1:] if size)
     name = "-".join(parts)
     require(
-        name in NAMES,
-        f"--explain {text[:80]}: no layout is called {name[:80]}; {near(name, NAMES)}the order of "
+        name in (known := layout_names()),
+        f"--explain {text[:80]}: no layout is called {name[:80]}; {near(name, known)}the order of "
         "parts is pp, data, cp, ep, tp, sp",
     )
     for part in ("pp", "cp", "ep", "tp"):

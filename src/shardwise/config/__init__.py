@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.config.data import Data, Entry
 from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
-from shardwise.config.parallel import Parallel
+from shardwise.config.parallel import STRATEGY_NAMES, Parallel
 from shardwise.config.section import Section, UserError, require
 from shardwise.config.training import (
     Checkpointing,
@@ -29,6 +29,7 @@ __all__ = [
     "CALLERS",
     "MOVED",
     "REMOVED",
+    "STRATEGY_NAMES",
     "Checkpointing",
     "DType",
     "Data",

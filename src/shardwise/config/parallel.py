@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.config.section import Section, require
+
+_FOLDER = Path(__file__).parents[1] / "parallel" / "strategies"
+STRATEGY_NAMES = tuple(file.name for file in iter_modules([str(_FOLDER)]))
+"""The data-parallel strategies: each is a file, which is not loaded for its name."""
+if TYPE_CHECKING:
+    StrategyName = str
+else:
+    StrategyName = Literal[(*STRATEGY_NAMES, "zero3")]
 
 
 @dataclass(frozen=True)
 class Parallel(Section):
     """How the run is split over processes."""
 
-    data: Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"] = "single"
+    data: StrategyName = "single"
     """The data-parallel strategy, over the processes that the other axes leave; `zero3` is another
     name of `fsdp2`."""
     dp_replicate: int = 1

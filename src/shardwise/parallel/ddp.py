@@ -9,7 +9,7 @@ Source: Li et al., "PyTorch Distributed", arXiv 2006.15704.
 
 # No `from __future__ import annotations` here: DDP checks a hook's annotations as objects.
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, Part
-from shardwise.layouts import is_wrapped
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over_copies
 
@@ -34,7 +33,7 @@ _FORWARD_SYNC = (
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Wrap the loaded model so that its backward adds gradients up over all replicas.
 
-    Where nothing can be wrapped (`layouts.is_wrapped`), gradients are reduced after the last
+    Where nothing can be wrapped (`is_wrapped`), gradients are reduced after the last
     backward, one bucket after the other.
     """
     if not is_wrapped(cfg, (parameter.itemsize for parameter in pm.trained().values())):
@@ -67,6 +66,19 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     inner_run = pm.run
     return replace(pm, run=run, set_sync=set_sync)
+
+
+def is_wrapped(cfg: RunConfig, itemsizes: Iterable[int]) -> bool:
+    """Return whether torch's wrapper adds up gradients, while the last backward runs.
+
+    Elsewhere they are added up after it. Where torch's schedules halve a backward, the wrapper's
+    hooks never run. It takes no DTensors, which tp and ep make of weights. And its buckets have the
+    dtype of the weights, so it makes no float32 sums of weights in 16 bits. `itemsizes`: bytes of
+    an element of each trained weight.
+    """
+    parallel = cfg.parallel
+    sums_wider = cfg.training.accumulation == "float32" and any(size < 4 for size in itemsizes)
+    return parallel.pp * parallel.tp * parallel.ep == 1 and not sums_wider
 
 
 def sum_hook(

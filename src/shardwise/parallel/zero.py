@@ -26,9 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import axes_of, cut, free_dim, local, placed, placed_like
 from shardwise.parallel.reduce import all_gather, reduce_scatter, sum_over_copies
 
@@ -154,8 +152,11 @@ class Shards:
                 torch._foreach_copy_(pieces, bucket.places(row, pieces))
 
 
-def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Give the optimizer shards of the loaded weights, and keep both in step."""
+def apply(pm: ParallelModel, mesh: Mesh, in_backward: bool) -> ParallelModel:
+    """Give the optimizer shards of the loaded weights, and keep both in step.
+
+    `in_backward`: whether each backward reduces its gradients.
+    """
     sharded: dict[str, Trained] = {}
     replicated: list[nn.Parameter] = []
     for name, parameter in pm.trained().items():
@@ -178,7 +179,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         shards.reduce_all()
         sum_over_copies(replicated, mesh)
 
-    if cfg.parallel.data == "zero1":
+    if not in_backward:
         return replace(pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, reduce))
     assert not replicated, "only tensor parallelism leaves some, with which zero2 is refused"
     for bucket in shards.buckets:

@@ -18,7 +18,7 @@ from shardwise.models.tensor_cuts import BlockSplit, unwrapped
 from shardwise.models.tensor_plan import cut_rows, split_blocks
 
 if TYPE_CHECKING:
-    from shardwise.planner.weights import Weight
+    from shardwise.parallel.weights import Weight
 
 
 @dataclass(frozen=True)

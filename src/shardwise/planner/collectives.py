@@ -22,8 +22,9 @@ from shardwise.interfaces import Mesh
 from shardwise.layouts import EXPERT_AXES
 from shardwise.models.adapter_start import resumed
 from shardwise.models.families import FAMILIES
+from shardwise.parallel.sent import Messages
 from shardwise.planner.communication import bytes_leaving, messages_of_step, ring_bytes, unknown
-from shardwise.planner.messages import Messages, Total, add_up, sizes_of
+from shardwise.planner.messages import Total, add_up, sizes_of
 from shardwise.planner.share import share_of
 
 # Operator: (what it does, which argument is the whole that is reduced, gathered or sent).

@@ -26,12 +26,12 @@ from shardwise.layouts import num_microbatches
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_by_layer
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.sent import Messages, ranks_along, sums_over_copies
+from shardwise.parallel.strategies import strategy_of
+from shardwise.parallel.weights import Weight
 from shardwise.planner.context import sent_by_layers, sent_by_router_loss
-from shardwise.planner.data_messages import DATA_FORMULAS, sums_over_copies
-from shardwise.planner.messages import Messages, Step, Total, add_up, ranks_along, sizes_of
+from shardwise.planner.messages import Step, Total, add_up, sizes_of
 from shardwise.planner.share import Chunk, Share
-from shardwise.planner.units import left_whole
-from shardwise.planner.weights import Weight
 from shardwise.schedule.context import MessageKind
 
 
@@ -83,7 +83,8 @@ def step_of(
         mixtures = [mixture for chunk in share.chunks for mixture in chunk.mixtures]
         num_received = {mixture.path: m * num_tokens * mixture.top_k for mixture in mixtures}
     sizes = sizes_of(cfg, run)
-    return Step(cfg, run, share, sizes, m, num_tokens, num_targets, num_received)
+    data = cfg, share.chunks, share.trained, sizes, m
+    return Step(*data, run, share, num_tokens, num_targets, num_received)
 
 
 def within_layers(step: Step) -> Iterator[Messages]:
@@ -94,8 +95,7 @@ def within_layers(step: Step) -> Iterator[Messages]:
 
 def of_data(step: Step) -> Iterator[Messages]:
     """Yield the messages of data parallelism: gradients, and weights that are gathered."""
-    if step.cfg.parallel.data != "single":
-        yield from _along_ranks(step, DATA_FORMULAS[step.cfg.parallel.data])
+    yield from _along_ranks(step, strategy_of(step.cfg).messages)
 
 
 def _along_ranks(step: Step, formula: Callable[[Step], Iterator[Messages]]) -> Iterator[Messages]:
@@ -151,7 +151,7 @@ def _numbers(step: Step) -> Iterator[Messages]:
     """
     axis_sets: set[tuple[str, ...]] = set()
     for chunk in step.share.chunks:
-        unsharded = left_whole(step.cfg, chunk)
+        unsharded = strategy_of(step.cfg).left_whole(step.cfg, chunk)
         for weight in chunk.unlike:
             if weight.is_trained:
                 axes = [] if weight in unsharded else [step.data_axis(weight)]
@@ -272,7 +272,7 @@ def _context(step: Step) -> Iterator[Messages]:
         for sent in (*layers, *sent_by_router_loss(cfg, chunk.router_experts)):
             for kind, (calls, num_bytes) in sent.items():
                 yield Messages(kind, "cp", m * calls, m * num_bytes)
-    if cfg.parallel.data == "single":
+    if strategy_of(cfg).axis is None:
         yield from sums_over_copies(step, step.share.trained)
 
 
@@ -287,5 +287,5 @@ def _experts(step: Step) -> Iterator[Messages]:
 
 def _num_pieces(cfg: RunConfig, weight: Weight) -> int:
     """Return into how many shards data parallelism has cut a weight and its gradient."""
-    is_cut = cfg.parallel.data == "fsdp2" and weight.shard_dim is not None
+    is_cut = "weights" in strategy_of(cfg).sharded and weight.shard_dim is not None
     return weight.num_shards if is_cut else 1

@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardwise.assembly.costs import gradient_bytes, optimizer_bytes
+from shardwise.assembly.costs import optimizer_bytes
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, require
 from shardwise.layouts import context_joins_of, num_strategy_ranks
-from shardwise.planner.share import Chunk, Share, boundaries_of, share_of
-from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
-from shardwise.planner.weights import Weight
+from shardwise.parallel.strategies import strategy_of
+from shardwise.parallel.strategy import Elements
+from shardwise.parallel.weights import gradient_bytes
+from shardwise.planner.share import Share, boundaries_of, share_of
 
 USABLE = 0.95
 """The share of a device's memory that a plan may use, and of a budget that a choice may; the rest
@@ -80,24 +81,10 @@ def state_bytes(
     # Weights are sharded over data and context together (docs/decisions/040-mesh-by-role.md).
     rank = coordinates[context_joins_of(cfg)] * sizes["cp"] + coordinates["cp"]
     total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})
+    strategy, num_shards = strategy_of(cfg), num_strategy_ranks(cfg, sizes)
     for chunk in share.chunks:
-        unsharded = left_whole(cfg, chunk)
-        if cfg.parallel.data == "fsdp1":
-            for weight in unsharded:
-                _add(total, cfg, weight, weight.numel, weight.numel, weight.numel)
-            _add_flat(total, cfg, chunk, num_strategy_ranks(cfg, sizes), rank)
-            continue
-        times = Counter(chunk.alike.values())
-        for name, weights in chunk.of_layers.items():
-            if chunk.alike.get(name, name) == name:
-                of_layer = Counter[str]()
-                for weight in weights:
-                    if weight in unsharded:
-                        _add(of_layer, cfg, weight, weight.numel, weight.numel, weight.numel)
-                    else:
-                        _add_sharded(of_layer, cfg, weight, rank)
-                for part, num_bytes in of_layer.items():
-                    total[part] += num_bytes * times.get(name, 1)
+        for times, elements in strategy.held(cfg, chunk, num_shards, rank):
+            _add(total, cfg, times, elements)
     return dict(total)
 
 
@@ -115,56 +102,18 @@ def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
     return most
 
 
-def _add_sharded(total: Counter[str], cfg: RunConfig, weight: Weight, rank: int) -> None:
-    """Add the bytes of a weight of which data ranks have shards.
-
-    zero1 and zero2 keep all of the weight, and the gradient and states of a shard. fsdp2 keeps a
-    shard of all three; weight and gradient have as many rows on each rank, the last ones padding.
-    Neighbours along `ep` have other experts, so each of them has the same shard of its own.
-    """
-    shard = weight.shard_numel(rank if weight.ep_dim is None else rank // cfg.parallel.ep)
-    if cfg.parallel.data == "fsdp2":
-        padded = weight.padded_numel // weight.num_shards
-        _add(total, cfg, weight, padded, padded, shard)
-    else:
-        _add(total, cfg, weight, weight.numel, shard, shard)
-
-
-def _add_flat(
-    total: Counter[str], cfg: RunConfig, chunk: Chunk, num_shards: int, rank: int
-) -> None:
-    """Add the bytes of fsdp1's flat parameters, of each of which a rank has an equal piece.
-
-    The gradient of a flat parameter with something trained in it is as large as the piece. States
-    are those of the trained elements that lie in the piece, and a counter for each weight, also
-    where none of it does.
-    """
-    for unit in units_of(chunk, "fsdp1"):
-        for weights in flat_parameters(unit, cfg.parallel.fsdp1_wrap):
-            spans, itemsize = flat_spans(weights), weights[0].itemsize
-            piece = -(-spans[-1][1] // num_shards)
-            total["weights"] += piece * itemsize
-            if any(weight.is_trained for weight in weights):
-                total["gradients"] += gradient_bytes(cfg, piece, itemsize)
-            for weight, (start, end) in zip(weights, spans, strict=True):
-                overlap = min(end, (rank + 1) * piece) - max(start, rank * piece)
-                if weight.is_trained:
-                    total["optimizer"] += optimizer_bytes(cfg, max(0, overlap), itemsize)
-
-
-def _add(
-    total: Counter[str], cfg: RunConfig, weight: Weight, numel: int, gradient: int, state: int
-) -> None:
-    """Add a weight of which a rank has so many elements, of its gradient and of each state.
+def _add(total: Counter[str], cfg: RunConfig, times: int, held: Elements) -> None:
+    """Add as many times what a rank holds of a weight.
 
     With `offload: optimizer` the optimizer works on copies of what it updates. They count with its
     states, and their gradients have no padding.
     """
-    total["weights"] += numel * weight.itemsize
-    if not weight.is_trained:
-        return
-    if cfg.parallel.offload == "optimizer":
-        gradient = state
-        total["optimizer"] += state * weight.itemsize
-    total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
-    total["optimizer"] += optimizer_bytes(cfg, state, weight.itemsize, weight.is_selected)
+    total["weights"] += times * held.weights * held.itemsize
+    gradients = held.gradients
+    if held.states is not None:
+        states = optimizer_bytes(cfg, held.states, held.itemsize, held.is_selected)
+        if cfg.parallel.offload == "optimizer":
+            gradients = held.states
+            states += held.states * held.itemsize
+        total["optimizer"] += times * states
+    total["gradients"] += times * gradient_bytes(cfg, gradients, held.itemsize)

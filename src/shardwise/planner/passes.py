@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.models.activations import UnitMemory
-from shardwise.planner.holding import Held, Unit, Whole
+from shardwise.parallel.holding import Held, Unit, Whole
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import kept_messages
 

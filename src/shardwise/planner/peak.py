@@ -3,7 +3,7 @@
 A step is a list of moments: each unit's forward and backward, each reduction of gradients, the
 clipping, and the update. The peak is the moment with the most bytes alive.
 What a unit keeps and computes is in `models/activations.py`, what data parallelism holds beside it
-in `holding.py`, and the weights, gradients and optimizer states between steps in `memory.py`.
+in `parallel/strategies/`, and the states between steps in `memory.py`.
 `tools/plan_grid.py` compares the peaks with measured ones.
 """
 
@@ -19,18 +19,13 @@ from torch import nn
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig, way_of
-from shardwise.layouts import (
-    HALVING,
-    context_joins_of,
-    is_wrapped,
-    num_microbatches,
-    num_strategy_ranks,
-)
+from shardwise.layouts import HALVING, context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.planner.holding import Ddp, Unit, Whole, Zero1, Zero2, buckets
-from shardwise.planner.holding_fsdp import Fsdp1, Fsdp2, Fsdp2Stage
+from shardwise.parallel.holding import ChunkUnits, Unit, Whole
+from shardwise.parallel.strategies import strategy_of
+from shardwise.parallel.weights import Weight
 from shardwise.planner.memory import Memory, state_bytes
 from shardwise.planner.passes import (
     FORWARD,
@@ -43,9 +38,7 @@ from shardwise.planner.passes import (
     progress_of,
 )
 from shardwise.planner.share import Chunk, Share, boundaries_of, share_of
-from shardwise.planner.units import left_whole
 from shardwise.planner.update import summed_bytes, update_bytes
-from shardwise.planner.weights import Weight
 from shardwise.schedule.simulate import kept_messages
 
 NORM_ELEMENTS = 2**16
@@ -119,6 +112,7 @@ class Rank:
         memories: dict[object, UnitMemory],
     ) -> None:
         self.cfg, self.run, self.share, self.coordinates = cfg, run, share, coordinates
+        self.strategy = strategy_of(cfg)
         self.is_gloo = cfg.training.device != "cuda"
         self.num_shards = num_strategy_ranks(cfg, run.sizes)
         self.shard = coordinates[context_joins_of(cfg)] * run.sizes["cp"] + coordinates["cp"]
@@ -254,25 +248,11 @@ class Rank:
         yield from self._after()
 
     def _holding(self, units: Sequence[Unit], chunk: Chunk) -> Whole:
-        data, spec = self.cfg.parallel.data, chunk.spec
+        spec, name = chunk.spec, f"{chunk.spec.embed}.weight"
         is_tied = spec.tied and spec.first and spec.last
-        name = f"{spec.embed}.weight"
         tied = next((w for w in units[0].weights if w.name == name), None) if is_tied else None
-        common = self.cfg, units, self.num_shards, self.is_gloo, tied
-        if data in ("fsdp1", "fsdp2"):
-            kind = Fsdp1 if data == "fsdp1" else Fsdp2 if self.run.pipeline is None else Fsdp2Stage
-            rest = [*units[0].weights] if tied else []
-            if spec.last and (tied or data == "fsdp1"):
-                rest += units[-1].weights
-            whole = left_whole(self.cfg, chunk) if data == "fsdp2" else ()
-            return kind(*common, frozenset(rest), whole)
-        if data in ("zero1", "zero2"):
-            return Zero1(*common) if data == "zero1" else Zero2(*common)
-        return Ddp(*common) if self._is_wrapped else Whole(*common)
-
-    @property
-    def _is_wrapped(self) -> bool:
-        return is_wrapped(self.cfg, (weight.itemsize for weight in self.share.trained))
+        held = ChunkUnits(self.cfg, units, self.num_shards, self.is_gloo, tied)
+        return self.strategy.holding(chunk, held)
 
     def _in_turn(self) -> Iterator[Pass]:
         """Yield the first, a middle and the last micro-batch of a model in one part."""
@@ -313,7 +293,8 @@ class Rank:
         """
         assert self.run.pipeline is not None
         late = [sum(unit.memory.late for unit in units) for units in self.chunks]
-        frees = self.cfg.parallel.data == "fsdp2" and self.cfg.parallel.reshard_after_forward
+        is_gathered = "weights" in self.strategy.sharded
+        frees = is_gathered and self.cfg.parallel.reshard_after_forward
         actions = progress_of(self.run.pipeline, self.coordinates["pp"], tells_last=frees)
         for (kind, place, is_first), progress in actions.items():
             holding = self.holdings[place]
@@ -359,10 +340,9 @@ class Rank:
         """Yield the moments after the last backward: sums of gradients, clipping, the update."""
         base = self.base.plus(gradients=self.states["gradients"])
         trained = self.share.trained
-        parallel = self.cfg.parallel
-        is_summed_over_cp = parallel.data == "single" and parallel.cp > 1
-        if is_summed_over_cp or (parallel.data == "ddp" and not self._is_wrapped):
-            copied = [w for w in trained if w.ep_dim is None or self.num_shards > parallel.ep]
+        if self.strategy.sums_at_last(self.cfg, (weight.itemsize for weight in trained)):
+            ep = self.cfg.parallel.ep
+            copied = [w for w in trained if w.ep_dim is None or self.num_shards > ep]
             yield base.plus(buffers=summed_bytes(self.cfg, copied))._replace(
                 moment="reduction of gradients"
             )
@@ -380,15 +360,11 @@ class Rank:
         yield base.plus(temporary=4 * squares)._replace(moment="clipping")
         update = update_bytes(self.cfg, numels, is_gloo=self.is_gloo)
         yield base.plus(temporary=update)._replace(moment="update")
-        if self.cfg.parallel.data in ("zero1", "zero2"):
-            for bucket in buckets(trained[::-1]):
-                size = sum(w.padded_numel * w.itemsize for w in bucket)
-                copy = size if self.is_gloo else 0
-                gathered = size // bucket[0].num_shards + size + copy
-                yield base.plus(buffers=gathered)._replace(moment="gathering of updated weights")
+        for gathered in self.strategy.after_update(trained, self.is_gloo):
+            yield base.plus(buffers=gathered)._replace(moment="gathering of updated weights")
 
     def _local_numel(self, weight: Weight) -> int:
-        if self.cfg.parallel.data in ("single", "ddp"):
+        if "optimizer" not in self.strategy.sharded:
             return weight.numel
         shard = self.shard if weight.ep_dim is None else self.shard // self.cfg.parallel.ep
         return weight.shard_numel(shard)

@@ -20,25 +20,18 @@ from shardwise.layouts import num_strategy_ranks
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.weights import ChunkWeights, Weight
 from shardwise.planner.blocks import Block, blocks_of
 from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
 from shardwise.planner.experts import Mixture, mixtures_of
-from shardwise.planner.weights import Weight, cut_weights, sharded
+from shardwise.planner.weights import cut_weights, sharded
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A pipeline stage, or the whole model."""
+class Chunk(ChunkWeights):
+    """A pipeline stage, or the whole model, with all that its layers send."""
 
-    spec: ModelSpec
-    of_layers: Mapping[str, tuple[Weight, ...]]
-    """The weights by the name of their layer. Those of no layer are under "start" and "end",
-    without a tied one that a lower chunk of the same rank has."""
-    alike: Mapping[str, str]
-    """For each layer the first one of the chunk that differs from it in names only."""
     blocks: tuple[Block, ...]
-    needs_input_gradient: bool
-    """Whether the backward goes on to the chunk, or the embedding, below."""
     needs_head_gradient: bool
     """Whether the backward needs the gradient of the head's input."""
     receives_from: int | None = None
@@ -51,24 +44,6 @@ class Chunk:
     """What expert parallelism makes send."""
     router_experts: tuple[int, ...] = ()
     """The experts of each of its routers that has a load-balancing loss."""
-
-    @cached_property
-    def weights(self) -> tuple[Weight, ...]:
-        """All weights, in the order of the model."""
-        return tuple(weight for weights in self.of_layers.values() for weight in weights)
-
-    @cached_property
-    def unlike(self) -> tuple[Weight, ...]:
-        """The weights without those of a layer that is like a lower one."""
-        of_layers = (
-            ws for name, ws in self.of_layers.items() if self.alike.get(name, name) == name
-        )
-        return tuple(weight for weights in of_layers for weight in weights)
-
-    @property
-    def ends(self) -> tuple[Weight, ...]:
-        """The weights of no layer."""
-        return (*self.of_layers["start"], *self.of_layers["end"])
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,11 @@ from shardwise.layouts import EXPERT_AXES, num_microbatches
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.matrices import muon_dtype
+from shardwise.parallel.sent import When, ranks_along
 from shardwise.planner.calibration import FACTORS
 from shardwise.planner.cluster import Cluster, efficiency
 from shardwise.planner.communication import of_data, step_of, within_layers
-from shardwise.planner.messages import Total, When, add_up, ranks_along
+from shardwise.planner.messages import Total, add_up
 from shardwise.planner.share import Share
 from shardwise.planner.shares import Shares
 from shardwise.planner.unit_time import UnitSeconds, between, seconds_of_units

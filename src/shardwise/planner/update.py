@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from shardwise.assembly.costs import gradient_bytes
 from shardwise.config import RunConfig
 from shardwise.models.eight_bit import chunk_numel
 from shardwise.models.matrices import muon_dtype
 from shardwise.parallel.muon import STEPS
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
-from shardwise.planner.weights import Weight
+from shardwise.parallel.weights import Weight, gradient_bytes
 
 
 def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) -> int:

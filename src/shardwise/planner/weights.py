@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
-from math import prod
 
 from transformers import PreTrainedModel
 
 from shardwise.assembly.describe import Description
 from shardwise.assembly.optimizer import selected_by
 from shardwise.config import RunConfig
-from shardwise.layouts import shard_dim
 from shardwise.models.alike import first_alike
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.families import family_of
@@ -21,64 +19,7 @@ from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import Cut
 from shardwise.models.tensor_plan import cuts_of, split_blocks
-
-
-@dataclass(frozen=True, eq=False)  # A search hashes millions of them.
-class Weight:
-    """A parameter as a rank of `tp` and `ep` holds it, before data parallelism shards it."""
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    is_trained: bool
-    num_shards: int
-    """The data ranks that hold copies of it, or shards: of a routed expert 1/ep of them."""
-    tp_dim: int | None = None
-    """The dim along which `tp` shards it; None: every rank of `tp` holds all of it."""
-    ep_dim: int | None = None
-    """The dim along which `ep` shards it; None: it belongs to no routed expert."""
-    has_partial_gradient: bool = False
-    """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
-    is_selected: bool = False
-    """Whether the run's optimizer selects it: see `assembly.optimizer.selected_by`."""
-    shared_numels: tuple[int, ...] = ()
-    """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
-
-    def sharded(self, num_shards: int, num_expert_ranks: int) -> Weight:
-        """Return it with so many shards; those of an expert are among the ranks of its part."""
-        number = num_shards if self.ep_dim is None else num_shards // num_expert_ranks
-        return self if number == self.num_shards else replace(self, num_shards=number)
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements on a rank of `tp` and `ep`."""
-        return prod(self.shape)
-
-    @cached_property
-    def shard_dim(self) -> int | None:
-        """The dim that data parallelism shards, as `place.free_dim` chooses it.
-
-        None: no dim that is not sharded divides evenly, so that each data rank holds all of it.
-        """
-        taken = [dim for dim in (self.tp_dim, self.ep_dim) if dim is not None]
-        return shard_dim(self.shape, self.num_shards, taken)
-
-    @cached_property
-    def padded_numel(self) -> int:
-        """The elements of all shards, which are equal; the last ones may be padded."""
-        dim = self.shard_dim
-        if dim is None:
-            return self.numel
-        rows = -(-self.shape[dim] // self.num_shards) * self.num_shards
-        return self.numel // self.shape[dim] * rows
-
-    def shard_numel(self, rank: int) -> int:
-        """Return the elements that the rank `rank` of its shards holds, without padding."""
-        dim = self.shard_dim
-        if dim is None:
-            return self.numel
-        rows = -(-self.shape[dim] // self.num_shards)
-        return self.numel // self.shape[dim] * max(0, min(rows, self.shape[dim] - rank * rows))
+from shardwise.parallel.weights import Weight
 
 
 def cut_weights(cfg: RunConfig, run: Description, rank: int) -> Mapping[str, tuple[Weight, ...]]:

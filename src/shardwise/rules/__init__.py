@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
+from shardwise.layouts import Facts, ModelFacts, layout_names, parallel_of, strategy_facts
 from shardwise.rules import (
     adapters,
     bases,
@@ -73,7 +73,7 @@ def offered_layouts(model: ModelFacts | None = None) -> tuple[str, ...]:
 
     Without `model`, they are those that are offered for a listed family.
     """
-    return tuple(name for name in NAMES if not refusals_of(name, model))
+    return tuple(name for name in layout_names() if not refusals_of(name, model))
 
 
 def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
@@ -91,4 +91,6 @@ def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
 
 def _ranks_of(name: str) -> int:
     axes = parallel_of(name)
-    return axes.ranks_of_a_model * axes.dp_replicate * (1 if axes.data == "single" else 2)
+    return (
+        axes.ranks_of_a_model * axes.dp_replicate * (1 if strategy_facts(axes).axis is None else 2)
+    )
