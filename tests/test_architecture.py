@@ -188,6 +188,24 @@ def test_budgets():
     assert sum(len(dataclasses.fields(section)) for section in sections()) <= 116
 
 
+NO_NOUN = {"Of", "Those", "That", "As", "In", "By", "What"}
+WITHOUT_A_NOUN = {"config": 4, "data": 6, "layouts": 4, "parallel": 20, "planner": 45}
+"""Rooms with docstrings that begin with one of these words, and the most there may be."""
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for part in node.body if isinstance(getattr(node, "body", None), list) else ():
+                is_text = isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+                words = re.findall(r"\w+", str(part.value.value)) if is_text else []
+                if words and words[0] in NO_NOUN:
+                    found.setdefault(package(path), []).append(f"{path}:{part.lineno}")
+    for room, places in found.items():
+        assert len(places) <= WITHOUT_A_NOUN.get(room, 0), places
+
+
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))

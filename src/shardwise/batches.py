@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 class OnHost(NamedTuple):
-    """What the host knows of a batch whose tensors are on the device, so that it never waits.
+    """Facts of a batch on the device that the host knows, so that it never waits.
 
     It holds for a batch whose tensors are these very ones, not for a share of them. Arrays are in
     the host's memory.
@@ -115,11 +115,11 @@ class TensorBatch:
     num_targets: int
     """The number of targets in these rows: of what the module's loss is a sum."""
     slots: tuple[int, ...]
-    """As in Batch."""
+    """Slots of the global batch, one for each row."""
     step: int
-    """As in Batch."""
+    """Optimizer step, from 1."""
     positions: None = field(default=None, init=False)
-    """As in Batch: every row is complete."""
+    """Places of tokens in their rows; None, since every row is complete."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]

@@ -179,7 +179,7 @@ class Mesh:
 
 
 class Part(nn.Module):
-    """What a strategy splits: a module that takes a Batch.
+    """Module that a strategy splits; it takes a Batch.
 
     The last part of a model returns the summed loss.
     """
@@ -251,7 +251,7 @@ def already_portable(name: str, local: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What a strategy states of a parameter, beside its placements as a DTensor."""
+    """Facts that a strategy states of a parameter, beside its placements as a DTensor."""
 
     sharded_axes: tuple[str, ...] = ()
     """Mesh axes over which a plain tensor is sharded."""
@@ -356,7 +356,7 @@ class State(Protocol):
 
     @property
     def lora(self) -> Lora | None:
-        """What the folder of `lora.path` gave the run that it is of; None: as the run says."""
+        """Adapters that the folder of `lora.path` gave its run; None: as the run says."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What keeps other people's files and folders from acting on this machine: docs/guides/security.md.
+"""Guards against other people's files and folders on this machine: docs/guides/security.md.
 
 And how files are written, so that none is lost. This file needs no torch.
 """

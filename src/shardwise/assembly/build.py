@@ -99,13 +99,13 @@ class Job:
     router_bias_rate: float
     """`model.router_bias_rate`."""
     routing: Routing | None
-    """What routers give to experts; None in a model without routed experts."""
+    """Counters of tokens by expert; None in a model without routed experts."""
     kernels: Mapping[str, str]
-    """What computes the loss, LoRA and each recurrent core."""
+    """Backends of the loss, LoRA and each recurrent core."""
     checkpointing: Checkpointing
     """`training.checkpointing`, with the layers that a budget has chosen."""
     chosen: Chosen | None
-    """What a budget of memory has chosen, where the run has one."""
+    """Choice of what is computed again, where the run has a budget of memory."""
     notes: tuple[str, ...]
     """Notes for a reader of the result; printed, and kept in the record."""
     build_seconds: float

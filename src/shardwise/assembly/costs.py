@@ -215,7 +215,7 @@ class _Ranks:
     """The ranks that share the weights of a stage."""
 
     num_shards: int
-    """Those over which fsdp2 shards them."""
+    """Ranks over which fsdp2 shards the weights."""
     ep: int
     experts: frozenset[nn.Parameter]
     """The weights that `ep` spreads, in the form of `model.base`."""

@@ -43,10 +43,10 @@ class Description(WholeModel):
     positions: int | None
     """Positions that the model has learned an embedding for; None: it takes any number."""
     kernels: Mapping[str, str]
-    """What computes the loss, LoRA and each core on the device; {} without one."""
+    """Backends of the loss, LoRA and each core on the device; {} without one."""
     pipeline: Pipeline | None
     facts: ModelFacts
-    """What the rules have asked of the model."""
+    """Facts of the model that the rules have asked for."""
     notes: tuple[str, ...]
     """Notes for a reader of the run's figures."""
 

@@ -29,7 +29,7 @@ Described = Mapping[int, Sequence[tuple[str, torch.Size, torch.dtype]]]
 
 
 class MovedState:
-    """What this rank holds of its new layers: see `interfaces.State`.
+    """Tensors of its new layers that this rank holds: see `interfaces.State`.
 
     On a GPU the tensors wait in CPU memory, so that the device never holds two models. A weight or
     optimizer state is released as soon as it is read.

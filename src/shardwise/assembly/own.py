@@ -25,7 +25,7 @@ from shardwise.schedule.costs import Cost, CostSource
 BY_PARAMETERS = CostSource(rate="one operation per parameter")
 """The source of the costs of a module's layers."""
 OWN_FAMILY = Family(OWN, mixers={}, feed_forward={})
-"""That of every module of a caller."""
+"""Family of every module of a caller."""
 
 
 def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:

@@ -22,7 +22,7 @@ from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over
 
 STATISTICS = ("router_max_over_mean", "router_entropy", "router_dropped", "router_dropped_most")
-"""What each line of `metrics.jsonl` has: the busiest expert's tokens over the mean, in the layer
+"""Keys of each line of `metrics.jsonl`: the busiest expert's tokens over the mean, in the layer
 where that is most; the mean entropy of layers' loads over that of equal loads; and the share of
 tokens that `model.expert_capacity` dropped, of all layers and of the one where that is most."""
 

@@ -1,4 +1,4 @@
-"""What a sweep may compare.
+"""Rules of what a sweep may compare.
 
 An axis varies what is computed, or one choice of how it is computed, and never both: otherwise
 nobody could say which of the two made a difference.

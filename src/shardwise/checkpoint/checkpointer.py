@@ -66,7 +66,7 @@ class Checkpointer:
         """Take what is saved; `check` is called with the step before each save, on every rank."""
         self._cfg, self._loaders, self._check = cfg, loaders, check
         self.job = job
-        """What is saved; another one after layers have moved."""
+        """The job to save; another one after layers have moved."""
         self._output_dir = Path(cfg.training.output_dir)
         self._main = dist.get_rank() == 0
         # Taken now, while the files are those that were loaded.

@@ -104,7 +104,7 @@ class Best(Strict):
 
 @dataclass(frozen=True)
 class Manifest(Strict):
-    """What `checkpoint.json` holds: everything beside tensors, and how its files are known.
+    """Content of `checkpoint.json`: everything beside tensors, and how its files are known.
 
     A correct checksum proves nothing about its content: whoever hands out a folder can compute it.
     """
@@ -122,7 +122,7 @@ class Manifest(Strict):
     num_steps: int | None = None
     """The optimizer steps of the whole run, which `training.epochs` come to."""
     lora: dict[str, Any] | None = None
-    """What the folder of `lora.path` gave, by key of `lora`; None without one."""
+    """Values that the folder of `lora.path` gave, by key of `lora`; None without one."""
 
     def configured(self, source: str) -> RunConfig:
         """Return the run, as it was after the folder of `lora.path` was read.

@@ -27,7 +27,7 @@ class DamagedError(Exception):
 
 
 class Strict:
-    """What is read from JSON by `parse` with exactly the fields of its dataclass."""
+    """Base of dataclasses that `parse` reads from JSON with exactly their fields."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 

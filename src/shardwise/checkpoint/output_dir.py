@@ -25,7 +25,7 @@ from shardwise.safety import check_no_links, write_atomically
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
-"""What a pipeline did in a step: for programs, for Perfetto, and as a picture."""
+"""Files of a pipeline's step: for programs, for Perfetto, and as a picture."""
 FILES = (RECORD, METRICS, folders.MEMORY_NAME, *TIMELINES, "non-finite-step-*-rank-*.json")
 """The files that a run writes, as patterns.
 

@@ -30,7 +30,7 @@ FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 SEQUENCE_LENGTH = 8_192
 TOKENS_PER_STEP = 2**20
 RANK = 16
-"""What is planned for a model where nothing else is said."""
+"""Rank of the adapters that are planned where nothing else is said."""
 CORPUS, OUTPUT_DIR = "corpus.jsonl", "runs/plan"
 """The data and the folder of a model's run if no override names any; `--write` replaces them."""
 PUBLISHED = "published:"

@@ -63,8 +63,8 @@ class Launch(Section):
     SkyPilot: a volume's name, a bucket's address, or a path here, which is copied. Kubernetes: the
     name of a persistent volume claim."""
     resources: dict[str, str | int | float | bool] = field(default_factory=dict)
-    """What each node has. SkyPilot: its `resources`, such as `accelerators: H100:8`. Kubernetes:
-    limits of a container, such as `nvidia.com/gpu: 8`."""
+    """Resources of each node. SkyPilot: its `resources`, such as `accelerators: H100:8`.
+    Kubernetes: limits of a container, such as `nvidia.com/gpu: 8`."""
 
     @property
     def restarts_on_cluster(self) -> int:

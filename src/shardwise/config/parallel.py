@@ -35,9 +35,9 @@ class Parallel(Section):
     """fsdp1: `separate`: each layer has a flat parameter of trainable weights and one of frozen
     weights. `naive`: it has one of all, in which frozen weights need memory for gradients too."""
     offload: Literal["none", "optimizer", "all", "disk"] = "none"
-    """What stays on the CPU: the optimizer's states and step (single, ddp, fsdp2), or these and the
-    sharded weights and gradients (fsdp2). `disk`: weights and states lie in a file, and three of
-    the model's layers or ends are in memory (single, ddp)."""
+    """Parts that stay on the CPU: the optimizer's states and step (single, ddp, fsdp2), or these
+    and the sharded weights and gradients (fsdp2). `disk`: weights and states lie in a file, and
+    three of the model's layers or ends are in memory (single, ddp)."""
     offload_folder: str | None = None
     """The folder, on a local disk, of the files of `offload: disk`, which have no names and end
     with the run; null: the output folder."""

@@ -8,7 +8,7 @@ from typing import Literal
 from shardwise.config.section import Section, require
 
 Way = Literal["none", "operators", "full"]
-"""What a backward computes again of one layer."""
+"""How much of one layer a backward computes again."""
 MOST_GIB = 1_000_000
 Every = int | Literal["epoch"]
 """The steps between two of something that recurs (0: it does not), or the end of each epoch."""
@@ -65,7 +65,7 @@ class Optimizer(Section):
 
 @dataclass(frozen=True)
 class Recomputation(Section):
-    """What is computed again by layer, or the memory by which that is chosen."""
+    """Layers that are computed again, or the memory by which they are chosen."""
 
     budget_gib: float | None = None
     """The most GiB that a rank may need: the layers are chosen that cost least to compute again."""

@@ -29,7 +29,7 @@ from shardwise.kernels.backward_half import BackwardHalf
 Recipe = Literal["tensorwise", "rowwise"]
 Dim = Literal["rows", "in", "out"]
 Dims = tuple[Dim, Dim]
-"""What the two dims of an operand are."""
+"""Roles of the two dims of an operand."""
 UNIT = 16
 """The dims of a matrix must be multiples of this for its products to be in 8 bits."""
 CAPABILITY = (8, 9)

@@ -32,7 +32,7 @@ class Packed(NamedTuple):
 _ON_HOST = WeakTensorKeyDictionary()
 """Documents [B, T] in the host's memory, of tensors that are still alive."""
 _FOUND = WeakTensorKeyDictionary()
-"""What was found for documents that are still alive: all layers of a micro-batch share theirs."""
+"""Results for documents that are still alive: all layers of a micro-batch share theirs."""
 
 
 def keep_on_host(documents: torch.Tensor, array: np.ndarray) -> None:

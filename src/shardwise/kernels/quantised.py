@@ -49,7 +49,7 @@ _LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Those of nf4, as published: quantiles of a normal law, 8 above and 7 below zero."""
+"""Levels of nf4, as published: quantiles of a normal law, 8 above and 7 below zero."""
 
 
 class Layout(NamedTuple):
@@ -57,9 +57,9 @@ class Layout(NamedTuple):
 
     format: Format
     names: tuple[str, ...]
-    """Of the tensors, in their order."""
+    """Names of the stored tensors, in their order."""
     dtype: torch.dtype
-    """That of the matrix before it was stored."""
+    """Dtype of the matrix before it was stored."""
     is_transposed: bool = False
     """Whether the matrix is wanted with its last two dims exchanged."""
 

@@ -1,4 +1,4 @@
-"""What every recurrent core offers, so that its tokens may lie on several ranks.
+"""Functions that every recurrent core offers, so that its tokens may lie on several ranks.
 
 The state after some tokens is an affine map of the state before them: `transition(before) + after`,
 where `after` is the state that these tokens leave if they begin from zero. Ranks that have the
@@ -131,7 +131,7 @@ class Neighbours(Protocol):
 
 @dataclass
 class Tokens:
-    """What a core knows of the tokens beside its inputs; one object for all cores of a model."""
+    """Facts of the tokens beside a core's inputs; one object for all cores of a model."""
 
     documents: torch.Tensor | None = None
     """[B, T] int64 with `data.packing: isolated`: a state and a window end with a document."""

@@ -1,4 +1,4 @@
-"""What the files for SkyPilot and Kubernetes have in common: how a node starts, and where it saves.
+"""Parts that the files for SkyPilot and Kubernetes share: how a node starts, and where it saves.
 
 These launchers write a file and print the command that submits it. The output folder is one of the
 cluster's, so the file lies beside the run file.

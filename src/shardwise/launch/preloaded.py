@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 MODULES = ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.cli")
 """The modules that every run imports."""
 LONGEST_MESSAGE = 2**16
-"""In bytes; longer than any command line of a bench."""
+"""Bytes of a message; longer than any command line of a bench."""
 
 
 def main() -> None:

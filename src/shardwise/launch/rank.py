@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from shardwise.interfaces import Mesh
 
 Train = Callable[[RunConfig, "Mesh"], object]
-"""What each rank runs while its process group is up."""
+"""Function that each rank runs while its process group is up."""
 Report = Callable[[Ending], object]
-"""What a rank does with its ending."""
+"""Function that a rank calls with its ending."""
 
 
 def run_rank(

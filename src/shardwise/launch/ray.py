@@ -25,16 +25,16 @@ from shardwise.process.ending import FAILED, Ending, report_ending
 
 @dataclass(frozen=True)
 class Request:
-    """What Ray Train is asked for."""
+    """Request to Ray Train."""
 
     address: str
-    """Of the cluster."""
+    """Address of the cluster."""
     workers: int
     restarts: int
     placement: str
     """Ray's word for how the workers are spread over nodes."""
     cpus: int
-    """Of each worker, whose number of threads this is."""
+    """CPUs of each worker, and its number of threads."""
     accelerator: str | None
     """The type of GPU that a worker needs."""
     environment: dict[str, str]

@@ -148,12 +148,12 @@ class Meeting(TorchConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray Train does before and after the ranks run."""
+        """Return the class whose hooks Ray Train calls before and after the ranks run."""
         return _MeetingPlace
 
     @property
     def train_func_context(self) -> Any:
-        """What surrounds a rank."""
+        """Return the context in which a rank runs."""
         return contextlib.nullcontext
 
 

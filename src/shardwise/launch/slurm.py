@@ -29,7 +29,7 @@ _FORGET = (
 """Each node runs this in Python when a run has failed for good. If another run holds the folder,
 which is why this one was refused, nothing is removed."""
 RAISED = 200
-"""What a rank adds to its exit code where the job must not be queued again."""
+"""Number that a rank adds to its exit code where the job must not be queued again."""
 SAVED = 199
 """The exit code of a rank that has saved because its time is nearly up. Like RAISED it is above the
 codes of all that ends by a signal."""

@@ -1,4 +1,4 @@
-"""What is trained: transformers' models, and those that this project adds to them."""
+"""Models that are trained: those of transformers, and those that this project adds to them."""
 
 from shardwise.models.families.jet_nemotron import register
 

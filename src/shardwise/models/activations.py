@@ -49,8 +49,8 @@ class UnitMemory(NamedTuple):
     """The most alive at once during its backward, beyond what was alive at its start: what it kept
     and the gradient of its output."""
     late: int = 0
-    """What the first half of a backward leaves for the second, beside what is kept: the gradients
-    of what is computed with trained weights."""
+    """Bytes that the first half of a backward leaves for the second beside what is kept: the
+    gradients of what is computed with trained weights."""
     inputs: int = 0
     """The same while only gradients of inputs are computed, and what it kept stays."""
     keeps_input: bool = True

@@ -16,7 +16,7 @@ from shardwise.config import UserError
 from shardwise.safety import check_no_pipes
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module."""
+"""Prefix that PEFT puts before the name of a module."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:[AB](?:\.[^.]+)?\.weight|embedding_[AB](?:\.[^.]+)?)")
 _FLOATING = ("F64", "F32", "BF16", "F16")
 """Dtypes of a file whose numbers are the weights."""
@@ -24,7 +24,7 @@ _FLOATING = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """What a folder says of its adapter; no factor is in memory."""
+    """Facts that a folder states of its adapter; no factor is in memory."""
 
     path: Path
     config: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What PEFT reads of an adapter on its model: the one reader, which every command asks.
+"""Reader of an adapter as PEFT reads it on its model; every command asks this one.
 
 PEFT puts the config's adapters on the model on meta, and gives the file's names those that it looks
 for: of one file with a pair of factors for each expert, those of the stack. Names are PEFT's, as in

@@ -1,4 +1,4 @@
-"""What `shardwise check` finds in a PEFT adapter: what of it would do nothing on its model."""
+"""Findings of `shardwise check` in a PEFT adapter: what would do nothing on its model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Audit:
 
     reading: Reading
     rows: tuple[CoverageRow, ...]
-    """By kind of layer, the linears with and without factors."""
+    """Linears with and without factors, by kind of layer."""
     findings: tuple[str, ...]
-    """What would do nothing, or does not load; empty for a sound adapter."""
+    """Parts that would do nothing or do not load; empty for a sound adapter."""
     notes: tuple[str, ...]
     """A line for each thing that PEFT reads in one way, though another may be meant."""
 

@@ -1,4 +1,4 @@
-"""What `shardwise models` shows: the listed families, or one model, built on meta."""
+"""Tables of `shardwise models`: the listed families, or one model, built on meta."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _LORA = "LoRA auto (+ what all-linear adds)"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What one decoder layer is made of."""
+    """Parts of one decoder layer."""
 
     number: int
     kind: str
     feed_forward: str
     parameters: int
     auto: tuple[str, ...]
-    """What `lora.targets: auto` puts adapters on, as a list of targets could name it."""
+    """Targets of `lora.targets: auto`, as a list of targets could name them."""
     all_linear: tuple[str, ...]
-    """What `all-linear` adds to it; a stack of experts is marked."""
+    """Targets that `all-linear` adds; a stack of experts is marked."""
     isolated: bool
     """Whether `data.packing: isolated` keeps documents apart in it."""
 

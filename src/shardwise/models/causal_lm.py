@@ -22,7 +22,7 @@ from shardwise.models.patches.router_loss import routers_of
 from shardwise.models.spec import ModelSpec
 
 Inputs = dict[str, torch.Tensor]
-"""What transformers' models take: `input_ids` [B, T], or `inputs_embeds` [B, T, D]."""
+"""Arguments of transformers' models: `input_ids` [B, T], or `inputs_embeds` [B, T, D]."""
 
 
 class CausalLM(ModelPart):

@@ -19,7 +19,7 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What LoRA trains: printed at the start of a run and kept in its record."""
+    """Linears that LoRA trains: printed at the start of a run and kept in its record."""
 
     rows: tuple[CoverageRow, ...]
     trainable: int  # parameters

@@ -1,4 +1,4 @@
-"""What the rules may ask of a model, read off the model on `meta`."""
+"""Facts of a model that the rules may ask for, read off the model on `meta`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.models.spec import ModelSpec
 from shardwise.schedule.context import AttentionShape, ContextFacts
 
 _UNSEEDED_NOISE = ("attention_dropout", "attn_pdrop", "router_jitter_noise")
-"""What the config.json of listed families calls a dropout inside the attention kernel, or noise on
+"""Names in the config.json of listed families of a dropout inside the attention kernel, or noise on
 what routers read."""
 
 

@@ -1,4 +1,4 @@
-"""What transformers makes of a config.json that it cannot use: one line, with the keys it read."""
+"""Errors of transformers on a config.json that it cannot use, as one line with the keys it read."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _OF_FAKES = (
     *(DataDependentOutputException, DynamicOutputShapeException),
     *(UnsupportedFakeTensorException, UnsupportedOperatorException),
 )
-"""What fake tensors cannot compute, whatever the config."""
+"""Errors of what fake tensors cannot compute, whatever the config."""
 
 
 def read_config(model: Model) -> PretrainedConfig:

@@ -33,7 +33,7 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True)
 class _Weight:
-    """What an adapter could be on: a linear of a layer, or a stack of experts."""
+    """Weight that may have an adapter: a linear of a layer, or a stack of experts."""
 
     path: str
     name: str  # in its layer

@@ -26,7 +26,7 @@ class SharedRows(NamedTuple):
     """How rows lie on several ranks, by `cp`."""
 
     way: Way
-    """In which their attention gets the keys of others."""
+    """Way in which attention gets the keys of other ranks."""
     num_ranks: int
     """The number of ranks of `cp`."""
     repeats: float
@@ -40,9 +40,9 @@ class Block:
 
     tape: Tape
     parameters: dict[str, Parameter]
-    """By their names in transformers."""
+    """Parameters by their names in transformers."""
     adapters: dict[str, Adapter]
-    """By the path of the linear."""
+    """Adapters by the path of the linear."""
     config: PretrainedConfig
     rows: int
     length: int

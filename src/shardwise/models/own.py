@@ -31,7 +31,7 @@ OWN = "own"
 
 @runtime_checkable
 class NamesLayers(Protocol):
-    """What every module must give beside its forward, `module(batch) -> summed loss`."""
+    """Methods that every module must have beside its forward, `module(batch) -> summed loss`."""
 
     def layer_names(self) -> Sequence[str]:
         """Return the paths of its layers, such as `blocks.0`, in the order of the forward.
@@ -44,7 +44,7 @@ class NamesLayers(Protocol):
 
 @runtime_checkable
 class GivesStages(Protocol):
-    """What a module gives beside that so that it can be trained in a pipeline."""
+    """Further methods of a module that can be trained in a pipeline."""
 
     def cut(self, layers: Sequence[str], first: bool, last: bool) -> nn.Module:
         """Return a stage: a module of these layers, whose parameters keep their names.
@@ -62,7 +62,7 @@ class GivesStages(Protocol):
 
 @runtime_checkable
 class GivesCuts(Protocol):
-    """What a module gives beside that so that tensor parallelism can shard its weights."""
+    """Further methods of a module whose weights tensor parallelism can shard."""
 
     def tensor_cuts(self) -> Mapping[str, TensorCut]:
         """Return how blocks are sharded, by their paths, each within a layer.

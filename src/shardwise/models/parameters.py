@@ -18,7 +18,7 @@ class Parameter:
     itemsize: int
     is_trained: bool
     form: Format | None = None
-    """In which it is stored in few bits, if it is."""
+    """Format in which it is stored in few bits, if it is."""
 
     def reading(self, itemsize: int) -> tuple[int, int]:
         """Return the bytes of the values that a product reads, and the most while they are read.

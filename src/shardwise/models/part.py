@@ -61,7 +61,7 @@ class StagePart(ModelPart):
     """A stage of a pipeline: it takes (hidden states, number of a micro-batch)."""
 
     microbatches: Sequence[AnyBatch] = ()
-    """Those of the step, set before it."""
+    """Micro-batches of the step, set before it."""
     loss_scale: float = 1.0
     """The gradient of the loss in this step's backward, set before it."""
     router_total: torch.Tensor = torch.zeros(())

@@ -29,7 +29,7 @@ from shardwise.config import UserError
 from shardwise.kernels.quantised import BLOCK, FP8_BLOCK, NF4, Format, block_of, nf4_levels
 
 Header = Mapping[str, tuple[str, list[int]]]
-"""Of each key in the files: its dtype as safetensors writes it, and its shape."""
+"""Dtype, as safetensors writes it, and shape of each key in the files."""
 Read = Callable[[str], torch.Tensor]
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes of scales, as safetensors writes them."""
@@ -101,7 +101,7 @@ class Entry:
     """A quantised matrix in files."""
 
     key: str
-    """Of the matrix, as a plain folder would have it."""
+    """Key of the matrix, as a plain folder would have it."""
     format: Format
     codes: str
     """The key of its codes, and below those of other tensors."""

@@ -23,7 +23,7 @@ MOST_PARAMETERS = 10**13
 MOST_KERNEL = 256
 """Taps of a short convolution; published models have 3 or 4."""
 MOST_BYTES = 2**23
-"""Of a config.json; lists of thousands of modules take some hundred thousand."""
+"""Size of a config.json; lists of thousands of modules take some hundred thousand."""
 MOST_NUMBER = 3.4e38
 """The largest number of float32, roughly."""
 DEPTH = 32

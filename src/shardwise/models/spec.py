@@ -1,4 +1,4 @@
-"""What the rest of the project knows of a model: its modules in order, and the kind of each."""
+"""Facts of a model for the rest of the project: its modules in order, and the kind of each."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class LayerSpec:
 
     name: str  # module path in the transformers model, such as "model.layers.3"
     kind: str
-    """What mixes its tokens: the name of a kind of `models/kinds`, or one that the family gives to
+    """Kind of its mixer: the name of a kind of `models/kinds`, or one that the family gives to
     mixers side by side."""
     feed_forward: str  # what follows in the same layer: dense | moe | none
     mixers: tuple[Block, ...] = field(default=(), repr=False)
-    """What gives the layer its kind: one block, or several side by side."""
+    """Mixers of the layer, which give it its kind: one block, or several side by side."""
     feed_forwards: tuple[Block, ...] = field(default=(), repr=False)
-    """What follows: one block, or several side by side."""
+    """Blocks that follow: one, or several side by side."""
     norms: Norms = field(default=Norms(), repr=False)
     number: int = field(default=0, repr=False)
     """Its place among the layers of the whole model, from 0."""

@@ -32,7 +32,7 @@ class Stored(nn.Module):
 
     @property
     def matrix(self) -> Matrix:
-        """What kernels compute with: this rank's share, while its block runs."""
+        """Return this rank's share, which kernels compute with while its block runs."""
         names = tuple(self._parameters)
         tensors = tuple(getattr(self, name) for name in names)
         return Matrix(tensors, Layout(self.format, names, self.of_dtype))

@@ -92,7 +92,7 @@ class _Node:
 
 @dataclass
 class Tape:
-    """What a forward has done, and what is alive of it."""
+    """Record of what a forward has done, and of what is alive."""
 
     keeps: bool = True
     """False: nothing is kept for the backward, as in a layer that will be computed again."""

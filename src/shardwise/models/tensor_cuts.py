@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class Indivisible(ValueError):
-    """What cannot be cut into so many equal shares, such as "4 key/value heads"."""
+    """Number of things that cannot be cut into equal shares, such as "4 key/value heads"."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def first_dtype(path: str) -> torch.dtype | None:
 
 @dataclass
 class Scales:
-    """What a folder that is quantised as `format` says of the matrix that was yielded last."""
+    """Scales that a folder quantised as `format` has for the matrix that was yielded last."""
 
     format: Format
     tensor: torch.Tensor | None = None
@@ -129,7 +129,7 @@ def other_entries(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, t
 
 @dataclass(frozen=True)
 class _Source:
-    """What one entry of the model is made of."""
+    """Source of one entry of the model."""
 
     keys: tuple[tuple[str, str], ...]
     """Keys of the files, each with the converter's pattern that it matches."""

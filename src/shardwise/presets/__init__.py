@@ -1,4 +1,4 @@
-"""What comes with the package: shapes of models, recipes, and a corpus with a tokenizer.
+"""Data of the package: shapes of models, recipes, and a corpus with a tokenizer.
 
 A preset is the `config.json` of a model: of a published one, or of a tiny one for each family.
 Presets have no weights. A recipe is a run file for a published model under one layout. Published

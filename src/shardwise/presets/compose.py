@@ -20,7 +20,7 @@ from shardwise.run_file import json_schema, parse_config
 SCHEMA_FILE = "run-file.schema.json"
 """The JSON schema beside a run file, where an editor finds it without a network."""
 FIRST_PRESET = "tiny-qwen3_5"
-"""What is trained where no model is named."""
+"""Model that is trained where none is named."""
 _CORPUS = "corpus.jsonl"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

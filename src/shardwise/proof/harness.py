@@ -70,7 +70,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw of a run; tensors are complete, whatever the layout."""
+    """Results of a run on a rank; tensors are complete, whatever the layout."""
 
     losses: list[float]
     norms: list[float]
@@ -80,7 +80,7 @@ class Outcome:
     params: dict[str, torch.Tensor]
     """Trainable parameters after the last step."""
     saved: dict[str, torch.Tensor]
-    """What the run leaves on disk."""
+    """Tensors that the run leaves on disk."""
     axes: dict[str, list[str]] = field(default_factory=dict)
     """The mesh axes that a trained parameter is sharded over, where there are any."""
 

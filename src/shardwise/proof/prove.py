@@ -50,14 +50,14 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Proof:
-    """What came out of a comparison."""
+    """Result of a comparison."""
 
     run: SmallRun
     differences: Differences
-    """Those of the layout from one process."""
+    """Differences between the layout and one process."""
     noise: Differences
-    """Those of one process from itself, when only the order of sums and the last bits of weights
-    differ."""
+    """Differences of one process from itself, if only the order of sums and the last bits of
+    weights differ."""
     tolerance: Mapping[str, float]
     weaknesses: tuple[str, ...]
     """Why the comparison proves less than it could."""

@@ -41,7 +41,7 @@ MOST_RANK = 8
 BYTES_PER_PARAMETER = 24
 """Weight, gradient, and the copies of both that are compared, with the buffers of a layout."""
 BYTES_PER_PROCESS = 300 * 2**20
-"""What a process takes beside the parameters: libraries, activations, queues of messages."""
+"""Bytes of a process beside the parameters: libraries, activations, queues of messages."""
 
 
 @dataclass(frozen=True)

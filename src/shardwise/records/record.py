@@ -84,10 +84,10 @@ class RunRecord:
     parameters: dict[str, int] = field(default_factory=dict)  # trainable, frozen, total
     lora: dict[str, Any] | None = None  # adapted modules, by kind of layer
     kernels: dict[str, str] = field(default_factory=dict)
-    """What computed the loss, LoRA and each recurrent core: `torch`, or a package's kernels; under
+    """Backends of the loss, LoRA and each recurrent core: `torch`, or a package's kernels; under
     `parallel.cp` the way of `attention`."""
     recomputation: dict[str, Any] | None = None
-    """What `training.checkpointing: {budget_gib}` has chosen: the layers by number as full,
+    """Choice of `training.checkpointing: {budget_gib}`: the layers by number as full,
     operators and none, and the predicted peak of each place in the pipeline."""
     losses: list[float] = field(default_factory=list)
     """The loss of each step: the mean over the target tokens of the global batch."""
@@ -111,7 +111,7 @@ class RunRecord:
     offloaded_bytes_per_step: list[int] | None = None
     """The activations that each rank moved to the CPU in a step; None where none are."""
     sent_bytes_per_step: list[int] | None = None
-    """What leaves each rank in the last step of the warm-up, every collective counted as a ring."""
+    """Bytes that leave each rank in the last step of the warm-up, by rings."""
     sent_bytes_by_formula: list[int] | None = None
     """The same as `shardwise plan` computes it; None for a model that it does not know."""
     disk_bytes_per_step: list[tuple[int, int]] | None = None

@@ -144,13 +144,13 @@ DIFFERENCES = (LAST_LOSS, DIFFERENCE, TOLERANCE, BETWEEN_ROUNDS)
 TRAINING = (VALIDATION, PERPLEXITY, NORM_DIFFERENCE)
 """The validation loss of a cell, and how its gradient norms compare with its reference's."""
 SENT = (PROCESSES, SENT_COUNTED, SENT_BY_FORMULA, EXCESS)
-"""What leaves the rank that sends most in a step."""
+"""Columns of the bytes that leave the rank that sends most in a step."""
 ROUTING = (BUSIEST, ENTROPY, DROPPED, MOST_DROPPED)
 """How evenly routers gave tokens to experts: the mean or the largest number of all layers."""
 RATIOS = (PROCESSES, SPEEDUP, OVER_SLOWEST, EFFICIENCY, SAVING)
 """How a cell compares with others of its group."""
 FIGURES = (PROCESSES, SPEED, SPEED_RANGE, STEP, PEAK, MFU, SENT_COUNTED, FIRST_STEP)
-"""What was measured of a cell."""
+"""Columns of what was measured of a cell."""
 MARKDOWN = (
     PROCESSES,
     SPEED,

@@ -17,7 +17,7 @@ TIME_PARTS = (
 COLOURS = ("#3b6fb6", "#d98032", "#4c9a5b", "#b6524e", "#8065a9", "#8a6a54", "#8f98a5", "#c2a33a")
 """One for each part."""
 WIDTH, HEIGHT = 620, 300
-"""Of the plane, in pixels."""
+"""Size of the plane, in pixels."""
 WIDEST = 1.5
 """Where the plane and the bars of memory end, in limits of a device."""
 SHARED = {
@@ -30,9 +30,9 @@ SHARED = {
     "zero2": "the optimizer's states and gradients; each has other rows",
     "pp": "the layers: each stage has some, and sends hidden states to the next",
 }
-"""What the ranks along an axis divide among them."""
+"""Parts that the ranks along an axis divide among them."""
 MOST_RANKS = 128
-"""Of which the grid draws each one; of more, it draws the first ones."""
+"""Most ranks that the grid draws; of more, it draws the first ones."""
 
 
 def page(plan: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ FIGURES: tuple[Figure, ...] = (
     ("Tokens/s", lambda row: row.tokens_per_second, number),
     ("Peak memory", lambda row: row.peak_memory_bytes, size),
 )
-"""What is shown of the cells: heading, figure, and its text."""
+"""Columns of the cells: heading, figure, and its text."""
 
 
 def _spread(values: Sequence[float], write: Callable[[float], str]) -> str:

@@ -1,4 +1,4 @@
-"""What a rule is, and the words that several rules share."""
+"""Form of a rule, and the words that several rules share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.layouts import AdapterFacts, Facts, ModelFacts, layout_of
 
 @dataclass(frozen=True)
 class Case:
-    """What a rule is asked about: a run file, and what is known beside it."""
+    """Case that a rule decides: a run file, and what is known beside it."""
 
     cfg: RunConfig
     facts: Facts
@@ -51,9 +51,9 @@ class Rule:
     name: str
     applies: Callable[[Case], bool]
     problem: Text
-    """What is wrong, with the key of the run file that says so."""
+    """Sentence that says what is wrong, with the key of the run file."""
     way_out: Text
-    """What the user can do instead."""
+    """Sentence that says what the user can do instead."""
     why: str
     """The reason, with the test that shows it where there is one."""
 

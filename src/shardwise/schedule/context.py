@@ -198,7 +198,7 @@ def best_way(shape: AttentionShape, num_ranks: int, contiguous: bool) -> Way:
 
 @dataclass(frozen=True)
 class ContextFacts:
-    """What decides how the tokens of a model's rows are cut over ranks."""
+    """Facts that decide how the tokens of a model's rows are cut over ranks."""
 
     contiguous: bool
     """Whether some layer needs tokens that lie one after the other: a recurrence or convolution."""

@@ -42,7 +42,7 @@ class Bounds:
     backward: Sequence[int]
     """While each unit runs backward: what those below and it keep, and what it needs."""
     kept: Sequence[int]
-    """What the lowest units keep: none of them, the first, the first two and so on to all."""
+    """Bytes that the lowest units keep: none of them, the first, the first two and so on to all."""
 
 
 Choice = tuple[int, ...]
@@ -111,7 +111,7 @@ class Chunk:
 
     units: Sequence[Sequence[Option]]
     bounds: Sequence[tuple[tuple[int, ...], Bounds]]
-    """In each pass of the chunk: the micro-batches in flight of each chunk of the rank, which keep
+    """Passes of the chunk: the micro-batches in flight of each chunk of the rank, which keep
     as much as the chunk does, and the bounds of what they leave."""
 
 

@@ -31,7 +31,7 @@ _SECONDS = (
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step took under a split."""
+    """Times of a step under a split."""
 
     busy_seconds: tuple[float, ...]
     """The work of each rank, without waiting."""

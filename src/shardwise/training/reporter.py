@@ -63,8 +63,8 @@ class Reporter:
         self._loads = job.routing
         self.documents: Mapping[str, Counts] = {}
         self.notes: list[str] = []
+        """Notes for a reader of the record."""
         self.saved_step: int | None = None
-        """What a reader of the record must know."""
         self._last_step = start.step
         self._output_dir = Path(cfg.training.output_dir)
         self._num_steps = job.num_steps

@@ -21,7 +21,7 @@ from shardwise.training.not_finite import NotFinite, look_through
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, equal on every rank."""
+    """Result of a step, equal on every rank."""
 
     loss: float
     """The mean over the target tokens of the global batch, before the update."""
@@ -119,4 +119,4 @@ class NonFiniteLossError(ArithmeticError):
     def __init__(self, result: StepResult, found: NotFinite) -> None:
         super().__init__(f"loss {result.loss}, gradient norm {result.grad_norm}")
         self.found = found
-        """What is not finite on this rank."""
+        """Names of what is not finite on this rank."""

@@ -123,7 +123,7 @@ class _Piece(NamedTuple):
     keys: slice
     is_causal: bool = False
     sight: Sight | None = None
-    """Of these queries on these keys; None: all see all, or what is causal."""
+    """Keys that these queries see; None: all of them, or what is causal."""
 
     def of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         """Return the queries, keys and values."""

@@ -11,12 +11,12 @@ class Sight(NamedTuple):
     """Which keys a query sees: those up to its own place, in a window, of its document."""
 
     scale: float
-    """What scores q . k are multiplied by."""
+    """Factor of the scores q . k."""
     offset: int = 0
     """The place of the first query minus that of the first key: query i sees key j if
     j <= i + offset."""
     window: int | None = None
-    """Of these keys, a query sees the last `window` alone, the one at its own place among them."""
+    """Number of keys that a query sees, the last ones up to its own place."""
     query_documents: torch.Tensor | None = None
     """[B, T] int64: a query sees the keys whose document is its own; None: all are of one."""
     key_documents: torch.Tensor | None = None

@@ -56,9 +56,9 @@ class _Chunks(NamedTuple):
     beta: torch.Tensor
     """[n, B, N, C, 1]."""
     q_factor: torch.Tensor
-    """What each q was multiplied by: [n, B, N, C, 1]."""
+    """Factor that each q was multiplied by: [n, B, N, C, 1]."""
     k_factor: torch.Tensor
-    """What each k was multiplied by: [n, B, N, C, 1]."""
+    """Factor that each k was multiplied by: [n, B, N, C, 1]."""
     from_start: torch.Tensor
     """The share of the state before a chunk that is left at each token: [n, B, N, C, 1]."""
     between: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a backward of experts' linears is asked for, and what it gives."""
+"""Gradients that a backward of experts' linears is asked for, and gives."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shardwise.kernels.grouped_linear.gradients import Gradients, Needs
 
 ROW_BYTES = 16
-"""What torch's grouped product wants the rows of its operands to be a multiple of."""
+"""Bytes of which a row of an operand of torch's grouped product must be a multiple."""
 
 
 def takes(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> bool:

@@ -51,7 +51,7 @@ def kimi_delta_attention(
 
 
 class _Halves(NamedTuple):
-    """What is kept between the tokens of blocks of 2 h tokens and the borders of their halves."""
+    """Shares kept between the tokens of blocks of 2 h tokens and the borders of their halves."""
 
     to_border: torch.Tensor
     """From each token of the first halves to the border: [n, B, N, C / 2h, h, S]."""

@@ -31,7 +31,7 @@ TILE = 128
 """Rows of a tile of a product on a GPU: a part of a tile costs as much as a whole one."""
 
 Kernel = Literal["auto", "torch", "triton"]
-"""What computes the softmax of a chunk; `auto`: Triton on a GPU where it is installed."""
+"""Backend of the softmax of a chunk; `auto`: Triton on a GPU where it is installed."""
 
 
 def linear_cross_entropy(

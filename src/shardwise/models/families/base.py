@@ -1,4 +1,4 @@
-"""What may differ from one model family to the next, with the common shape as defaults."""
+"""Facts that may differ between model families, with the common shape as defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Blocks = Mapping[str, Kind]
 
 @dataclass(frozen=True)
 class Mixer:
-    """What mixes the tokens of a layer: one block, or several side by side on the same input."""
+    """Mixer of the tokens of a layer: one block, or several side by side on the same input."""
 
     name: str
     """`LayerSpec.kind` of such a layer."""
@@ -44,14 +44,14 @@ SOFTMAX = {"full_attention": FULL, "sliding_attention": mixer("self_attn", atten
 
 @dataclass(frozen=True)
 class Cut:
-    """What a pipeline stage must know of the base model around the layers (see models/stage.py)."""
+    """Facts of the base model around its layers, for pipeline stages (see models/stage.py)."""
 
     factor: str | None = None
     """Attribute of the base model that multiplies embeddings, also those that it is given."""
     dropout: str | None = None
     """The dropout between embedding and first layer."""
     layer_attribute: str | None = None
-    """What the base model asks a layer for before it calls it."""
+    """Attribute that the base model asks a layer for before it calls it."""
     layer_outputs: int | None = None
     """The length of the tuple that a layer returns, hidden states first; None: it returns them
     alone."""
@@ -67,18 +67,18 @@ class Family:
     norm: str = "model.norm"
     head: str = "lm_head"
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: SOFTMAX)
-    """What mixes tokens in a layer, by its entry in `config.layer_types`."""
+    """Mixer of a layer, by its entry in `config.layer_types`."""
     feed_forward: Mapping[str, Blocks] = field(
         default_factory=lambda: {"dense": {"mlp": feed_forward.MLP}}
     )
-    """What comes after the mixer of a layer, in layers without experts (dense) and with them (moe).
+    """Blocks after the mixer of a layer, in layers without experts (dense) and with them (moe).
     A family whose layers hold one block each has none."""
     norms: Norms = field(default_factory=Norms)
     """Names of a layer's own norms."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
     cut: Cut = Cut()
-    """What its base model does beside running its layers on the embeddings it is given."""
+    """Steps of its base model beside running its layers on the embeddings it is given."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss."""
 

@@ -1,4 +1,4 @@
-"""What a server's loader reads of a LoRA adapter: which linears, and by which names.
+"""Linears that a server's loader reads of a LoRA adapter, and by which names.
 
 Facts of public releases, whose rules the tests repeat (docs/decisions/044-served-adapters.md). A
 family or a linear that is not listed here was not looked up, or is not read: such an adapter is
@@ -39,11 +39,11 @@ class Server:
     """Linears that it reads in parts, row block by row block: names of the parts, and the block's
     attribute that says how many rows each has."""
     listed: Mapping[str, str] = field(default_factory=dict)
-    """What `target_modules` must say for some linears or parts, by the last part of their name."""
+    """Entries of `target_modules` for some linears or parts, by the last part of their name."""
     reads_patterns: bool = False
     """Whether it reads `rank_pattern` and `alpha_pattern`, as PEFT does."""
     for_experts: Mapping[str, str] = field(default_factory=dict)
-    """What it must be told to read PEFT's adapters on stacks of experts, by `model_type`."""
+    """Options with which it reads PEFT's adapters on stacks of experts, by `model_type`."""
 
 
 VLLM = Server(

@@ -26,7 +26,7 @@ def _linears(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Clue:
-    """What the name of a parameter in its layer lets one guess."""
+    """Guess from the name of a parameter in its layer."""
 
     role: str
     pattern: str
@@ -56,7 +56,7 @@ CLUES = (
         "the fused kernel of a recurrent layer may read the weight past an adapter",
     ),
 )
-"""What is known of listed kinds says what a name of an unlisted model may mean."""
+"""Meanings of names in an unlisted model, from what is known of listed kinds."""
 _ATTENTION = tuple(dict.fromkeys(kind.name for kind in KINDS if kind.is_attention))
 _TOKENWISE = tuple(dict.fromkeys(kind.name for kind in KINDS if not kind.mixes_tokens))
 

@@ -1,4 +1,4 @@
-"""What the rest of the project may ask of a kind of block, and what kinds share.
+"""Questions that the rest of the project may ask of a kind of block, and code that kinds share.
 
 A block is a module of a decoder layer: a mixer, which mixes the tokens of a sequence, or a
 feed-forward. Each kind of block has a file of its own beside this one. Names in it are those of
@@ -69,7 +69,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Carried(NamedTuple):
-    """What a block passes on to the tokens of another rank, for one row."""
+    """Tensors that a block passes on to the tokens of another rank, for one row."""
 
     channels: int = 0
     """Channels of its convolution."""
@@ -129,7 +129,7 @@ class Kind:
     carries: Callable[[PretrainedConfig, Shapes], Carried] = carries_nothing
     """Return what a block passes on under `parallel.cp`, whose bytes are counted from it."""
     backends: tuple[Backend, ...] = ()
-    """What computes each of these functions."""
+    """Backend of each of these functions."""
     split: SplitBlock | None = None
     """Return how tensor parallelism shards a block; None: every rank computes all of it."""
 

@@ -34,7 +34,7 @@ class DeltaRule(Core):
     num_pairs: ClassVar[int] = 3
     """Products [C, C] of a chunk's forward: pairs of keys, their inverse, and scores."""
     num_pairs_of_map: ClassVar[int] = 2
-    """Those that the map of a rank's tokens needs: see Recurrence."""
+    """Pairs that the map of a rank's tokens needs: see Recurrence."""
     pads: ClassVar[bool] = False
     """Is the last chunk filled up with tokens that do nothing?"""
 

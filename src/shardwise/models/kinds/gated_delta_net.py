@@ -182,7 +182,7 @@ def _by_fla(
 
 
 DELTA_RULE_SCRATCH = Scratch(9, 4, 5), Scratch(15, 6, 9)
-"""In the forward and in the backward."""
+"""Temporary tensors of a chunk: in the forward, in the backward."""
 
 
 def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:

@@ -111,7 +111,7 @@ def _decay(gate: Block, x: Tensor) -> Tensor:
 
 
 SCRATCH = Scratch(44, 5, 2), Scratch(43, 10, 6)
-"""In the forward and in the backward."""
+"""Temporary tensors of a chunk: in the forward, in the backward."""
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:

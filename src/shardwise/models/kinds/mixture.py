@@ -25,7 +25,7 @@ from shardwise.models.tensor_cuts import (
 )
 
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""What families call the bias on a router's scores that evens out the loads: a buffer."""
+"""Names of the bias on a router's scores that evens out the loads: a buffer."""
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:

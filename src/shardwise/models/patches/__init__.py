@@ -1,4 +1,4 @@
-"""What replaces a forward of transformers, in the order in which it is done.
+"""Patches that replace a forward of transformers, in the order in which they are applied.
 
 Each patch is a function `apply(part, cfg, device)`, which reads in the run file whether there is
 anything to do. A forward is replaced rather than a module wrapped: names stay, and LoRA,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DropoutState:
-    """What the masks depend on; one object is shared by all dropouts of a model."""
+    """State that the masks depend on; all dropouts of a model share one object."""
 
     seed: int
     used: bool = False
@@ -32,7 +32,7 @@ class DropoutState:
     tokens: torch.Tensor | None = None
     """A seed for each of its tokens, [B, T] int32."""
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """In a mixer that sees one document per row: makes those rows of [B, T, ...] (isolation.py)."""
+    """Makes rows of one document of [B, T, ...], in a mixer that sees such rows (isolation.py)."""
 
     def start(self, batch: AnyBatch) -> None:
         """Begin a forward of `batch`."""

@@ -103,7 +103,7 @@ class RoutedExperts:
         self.capacity = capacity
         self.documents = documents
         self.compute: Compute = self.outputs
-        """What the sorted rows go through. A strategy that sends rows to other ranks wraps it."""
+        """Function of the sorted rows. A strategy that sends rows to other ranks wraps it."""
         self._counts: torch.Tensor | None = None
 
     def forward(

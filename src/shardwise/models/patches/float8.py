@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
 PREFIX = "fp8_"
-"""Of the values of `training.matmul` with products in 8 bits; what follows is the recipe."""
+"""Start of the values of `training.matmul` with products in 8 bits; the recipe follows."""
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:

@@ -38,7 +38,7 @@ class JetNemotronDecoderLayer(qwen2.Qwen2DecoderLayer):
 
 
 class JetNemotronPreTrainedModel(PreTrainedModel):
-    """What transformers asks of a family."""
+    """Base class that transformers asks of a family."""
 
     config_class = JetNemotronConfig
     config: JetNemotronConfig
