@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shardwise import __version__, cli
 from shardwise.commands import train
@@ -16,6 +20,7 @@ from tests.command import run_command
 from tests.distributed import PATIENCE
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
+FACTORS = "adapter/adapter_model.safetensors"
 RUN = """
 model: {path: no-such-model, init: random}
 data: {train: no-such-corpus.jsonl}
@@ -224,7 +229,50 @@ def test_models_prints_the_families_and_one_model(folder):
     assert "may run under" in one.stdout
     missing = shardwise("models", "./none")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
-    assert "no such folder" in missing.stderr
+    assert "is no folder here" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "run.yaml", "--model.path=PATH"),
+        ("train", "run.yaml", "--model.path=PATH", "--nproc=2", "--parallel.data=ddp"),
+        ("train", "run.yaml", "--model.path=PATH", "--dry-run", "--devices=1xH100-80GB"),
+        ("plan", "run.yaml", "--model.path=PATH", "--devices=1xH100-80GB"),
+        ("data", "run.yaml", "--model.path=PATH"),
+        ("prove", "run.yaml", "--model.path=PATH"),
+        ("split", "run.yaml", "--model.path=PATH", "--parallel.pp=2"),
+        ("plan", "PATH", "--devices=1xH100-80GB"),
+        ("init", "new.yaml", "--model=PATH"),
+        ("models", "PATH"),
+        ("check", "adapter", "PATH"),
+        ("export", "PATH", "adapter", "out", "--merge"),
+        ("export", "PATH", "adapter", "out", "--for=peft"),
+        ("export", "PATH", "out", "--copy=nf4"),
+    ],
+    ids=lambda words: " ".join(words[:1] + words[-1:]),
+)
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("empty", r"(the path of the model is a folder without a|--model empty: no) config\.json"),
+        (
+            "./mistyped",
+            "(the path of the model is no folder here|--model ./mistyped: no such folder)",
+        ),
+    ],
+)
+def test_a_model_folder_without_a_config_is_named_as_such(command, path, problem, folder):
+    (folder / "empty").mkdir()
+    (folder / "no-such-corpus.jsonl").write_text('{"text": "a"}\n')
+    adapter = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(1, 1)}, folder / FACTORS)
+    done = shardwise(*(word.replace("PATH", path) for word in command))
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line.count(";")) == (2, 1)
+    assert re.search(problem, line), line
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def parse(arguments: list[str]) -> Namespace:
     args, unknown = parser.parse_known_args(options)
     if "run" in args:  # the commands that read a run file
         args.overrides = overrides
-    else:
-        unknown += overrides
+    elif overrides:  # --model=X is an option of `init`, and a section of the run file
+        args, unknown = parser.parse_known_args(arguments)
     if unknown:
         way_out = f"see shardwise --help (an override is written {OVERRIDE})"
         name, options = unknown[0], re.findall(r"--[a-z][a-z-]+", args.usage())

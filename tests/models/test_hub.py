@@ -31,7 +31,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, error: Exception, urls: list[str]) -
 
 def test_without_a_network_a_mistyped_name_is_refused_after_one_question(asked):
     with pytest.raises(
-        UserError, match=r"^lama: no such folder, and the hub does not answer \(no network\)"
+        UserError, match=r"^lama: the path of the model .*not answer \(no network\)"
     ):
         load.read_config(Model("lama"))
     assert len(asked) == 1
@@ -39,19 +39,19 @@ def test_without_a_network_a_mistyped_name_is_refused_after_one_question(asked):
 
 def test_a_mistyped_tokenizer_is_refused_before_it_is_loaded(asked, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"^nobody/nothing: no such folder"):
+    with pytest.raises(UserError, match=r"^nobody/nothing: model.tokenizer is no folder"):
         load.read_config(Model(str(tmp_path), tokenizer="nobody/nothing"))
     assert len(asked) == 1
 
 
 def test_what_was_downloaded_before_needs_no_network(asked, monkeypatch):
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: f"cache/{name}/{file}")
-    hub.ask_hub("owner/name", "config.json")
+    hub.ask_hub("owner/name", "config.json", "it")
     assert len(asked) == 1
 
 
 def test_a_folder_is_not_asked_for(asked, tmp_path):
-    hub.ask_hub(str(tmp_path), "config.json")
+    hub.ask_hub(str(tmp_path), "config.json", "it")
     assert asked == []
 
 
@@ -63,7 +63,7 @@ def test_only_a_name_that_the_hub_does_not_know_is_refused(kind, refused, asked,
     response = SimpleNamespace(headers={}, request=None)
     answer(monkeypatch, kind("an answer", response=response), asked)
     if refused:
-        with pytest.raises(UserError, match="nor a model that the hub hands out"):
-            hub.ask_hub("owner/name", "config.json")
+        with pytest.raises(UserError, match="nor one that the hub hands out"):
+            hub.ask_hub("owner/name", "config.json", "it")
     else:
-        hub.ask_hub("owner/name", "config.json")
+        hub.ask_hub("owner/name", "config.json", "it")

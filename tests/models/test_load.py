@@ -49,17 +49,17 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 def test_a_missing_folder_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match=r"is no folder here, so it has no config\.json"):
         read_config(Model(str(tmp_path / "nowhere")))
 
 
 def test_what_is_neither_a_folder_nor_on_the_hub_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="no such folder, nor a model that the hub hands out"):
+    with pytest.raises(UserError, match=r"no folder with a config\.json, nor one of the hub"):
         read_config(Model("nobody/nothing"))  # the tests' environment keeps the hub out
 
 
 def test_a_folder_without_a_config_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no config\.json here"):
+    with pytest.raises(UserError, match="is a folder without a config"):
         read_config(Model(str(tmp_path)))
 
 

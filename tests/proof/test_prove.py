@@ -123,7 +123,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(folder: Path):
         (("--precision=half",), "argument --precision: invalid choice: 'half'"),
         (("--json", "no/such/folder.json"), "--json no/such/folder.json: cannot write there"),
         (("--json", "."), "--json .: cannot write there (it is a folder)"),
-        (("--model.path=/no/such",), "/no/such: no such folder"),
+        (("--model.path=/no/such",), "/no/such: the path of the model is no"),
     ],
 )
 def test_a_mistake_is_one_line(options: tuple[str, ...], fragment: str, folder: Path):

@@ -30,10 +30,12 @@ def run(args: Namespace) -> int:
 
     from shardwise.data.preview import preview
     from shardwise.data.tokenizer import load_tokenizer
+    from shardwise.models.hub import check_source
     from shardwise.run_file import load_config
 
     cfg = load_config(args.run, args.overrides)
     logging.set_verbosity_error()
+    check_source(cfg.model.path)
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     found = preview(cfg, tokenizer, None if args.all else args.documents, args.rows)
     if args.json:

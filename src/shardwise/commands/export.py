@@ -37,6 +37,7 @@ def _export(args: Namespace) -> int:
     from shardwise.models.adapter import merge_adapter
     from shardwise.models.adapter_export import export_adapter
     from shardwise.models.copy import copy_model
+    from shardwise.models.hub import check_source
     from shardwise.models.weight_folder import unread_note
 
     model, adapter, out = args.model, args.adapter, args.out
@@ -50,6 +51,7 @@ def _export(args: Namespace) -> int:
     require(
         args.base == "none" or args.merge, "--base is for --merge; an adapter alone has no base"
     )
+    check_source(model)
     if args.copy is not None:
         _print([unread_note(model), *copy_model(Model(path=model), args.copy, out)])
         print(f"wrote {model} as model.base {args.copy} computes it: {out}")

@@ -1,4 +1,4 @@
-"""Whether the hub has a model, checked once per process."""
+"""Whether the path of a model leads to one, here or on the hub."""
 
 from __future__ import annotations
 
@@ -18,16 +18,39 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from shardwise.config import UserError
+from shardwise.config import UserError, require
+from shardwise.safety import check_no_pipes
+
+
+def check_source(path: str) -> None:
+    """Raise UserError unless a model's path is a folder with a config.json, or one of the hub.
+
+    A name without a slash may be one of the hub, such as gpt2, which is asked.
+    """
+    folder = Path(path)
+    check_no_pipes(folder)
+    problem = "is a folder without a config.json"
+    if folder.is_file():
+        problem = "is a file, and not a folder with a config.json"
+    elif folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        problem = "is no folder here, so it has no config.json"
+    elif not folder.is_dir():
+        ask_hub(path, "config.json", "the path of the model")
+        return
+    require(
+        (folder / "config.json").is_file(),
+        f"{path}: the path of the model {problem}; correct it, or give a hub id such as owner/name",
+    )
 
 
 @functools.cache
-def ask_hub(name: str, file: str) -> None:
+def ask_hub(name: str, file: str, what: str) -> None:
     """Raise UserError where `name` is no folder, and the hub lacks it or does not answer.
 
-    transformers asks the same, but six times with a warning each, which takes half a minute where
-    there is no network. Other answers of the hub, such as a file that is not there or terms that
-    have to be accepted, are left to it.
+    `what`: the words for it, such as its key in the run file. The hub is asked once in a process:
+    transformers asks six times with a warning each, which takes half a minute where there is no
+    network. Other answers of the hub, such as a file that is not there or terms that have to be
+    accepted, are left to it.
     """
     if Path(name).is_dir() or is_offline_mode():
         return
@@ -37,7 +60,7 @@ def ask_hub(name: str, file: str) -> None:
         return  # a RepositoryNotFoundError, too
     except (RepositoryNotFoundError, HFValidationError):
         raise UserError(
-            f"{name}: no such folder, nor a model that the hub hands out; correct it"
+            f"{name}: {what} is no folder with a {file}, nor one that the hub hands out; correct it"
         ) from None
     except HfHubHTTPError:
         return
@@ -46,6 +69,6 @@ def ask_hub(name: str, file: str) -> None:
             return
         reason = " ".join(str(error).split())[:100]
         raise UserError(
-            f"{name}: no such folder, and the hub does not answer ({reason}); correct the path, "
-            "or connect to the hub"
+            f"{name}: {what} is no folder with a {file}, and the hub does not answer ({reason}); "
+            "correct it, or connect to the hub"
         ) from None

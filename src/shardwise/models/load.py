@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 
 from shardwise.config import Model, UserError
 from shardwise.models.foreign import foreign, reason
-from shardwise.models.hub import ask_hub
+from shardwise.models.hub import ask_hub, check_source
 from shardwise.models.initialise import initialise_buffers, random_weights
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.notices import held_notices, quiet_notices
@@ -45,7 +45,7 @@ from shardwise.models.weight_files import (
     other_entries,
     weights_from_files,
 )
-from shardwise.safety import check_no_pipes, warn_of_code
+from shardwise.safety import warn_of_code
 
 _OF_FAKES = (
     *(DataDependentOutputException, DynamicOutputShapeException),
@@ -65,13 +65,10 @@ def read_config(model: Model) -> PretrainedConfig:
 @held_notices()
 def read_whole_config(model: Model) -> PretrainedConfig:
     """Read `config.json` as `read_config` does, but return all of it."""
-    _check_folder(model.path)
+    check_source(model.path)
     warn_of_code(model)
-    ask_hub(model.path, "config.json")
-    if (
-        model.tokenizer is not None
-    ):  # so that a wrong tokenizer is reported now, not when it is read
-        ask_hub(model.tokenizer, "tokenizer_config.json")
+    if model.tokenizer is not None:  # reported now, not when it is read
+        ask_hub(model.tokenizer, "tokenizer_config.json", "model.tokenizer")
     quiet_notices()
     config = _config_by_transformers(model)
     with foreign(model.path, config, "find the language model"):
@@ -117,20 +114,6 @@ def _check_quantised(model: Model, config: PretrainedConfig) -> None:
         check_quantised(folder, method)
 
 
-def _check_folder(path: str) -> None:
-    folder = Path(path)
-    check_no_pipes(folder)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"{folder}: no config.json here; model.path is a folder with one, or a hub id"
-            )
-    elif folder.is_absolute() or path.startswith(".") or path.count("/") > 1:
-        raise UserError(
-            f"{folder}: no such folder; model.path is a folder with a config.json, or a hub id"
-        )
-
-
 def _config_by_transformers(model: Model) -> PretrainedConfig:
     try:
         check_bytes(model.path)
@@ -144,9 +127,9 @@ def _config_by_transformers(model: Model) -> PretrainedConfig:
                 f"{model.path}: it comes with Python code of its own; set model.trust_remote_code "
                 "to true if you trust that"
             ) from None
-        problem, way = "no such folder, nor a model that the hub hands out", "correct the path"
-        if Path(model.path).is_dir():
-            problem, way = "cannot read config.json", "correct it"
+        problem, way = "cannot read config.json", "correct it"
+        if not Path(model.path).is_dir():
+            problem = "the path of the model is no folder with a config.json, nor one of the hub"
         raise UserError(
             f"{model.path}: {problem} ({reason(error)}); {way}, or give a model of a family "
             "that `shardwise models` lists"
