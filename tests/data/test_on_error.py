@@ -285,3 +285,9 @@ def test_prompts_longer_than_a_row_name_the_key_that_holds_them(
     message = r"longer than a row of data\.sequence_length; raise data\.sequence_length"
     with pytest.raises(UserError, match=message):
         next(build_loaders(cfg, tokenizer, range(1)).train)
+    texts = write(tmp_path / "b.jsonl", json.dumps({"prompt": "x", "completion": "y"}))
+    held_out = {"validation": [path], "format": "completion", "sequence_length": 20}
+    loaders = build_loaders(run_config(str(texts), **held_out), tokenizer, range(8))
+    assert loaders.validation is not None
+    with pytest.raises(UserError, match=rf"^data\.validation: .*{message[17:]}"):
+        list(loaders.validation)

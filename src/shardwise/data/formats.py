@@ -29,6 +29,9 @@ NO_TARGET = "no target"
 TOO_LONG = "longer than a row"
 """The reason to leave out a document that is skipped, or whose targets are all cut off."""
 
+LONGER_ROWS = "raise data.sequence_length, or give shorter documents"
+"""The way out where all documents are too long."""
+
 PACK = {
     "none": pack_none,
     "concat": pack_joined,

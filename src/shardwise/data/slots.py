@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from shardwise.config import UserError
 from shardwise.data.chat_format import Encoded
 from shardwise.data.corpus import Corpus
-from shardwise.data.formats import LEFT_OVER, TOO_LONG, Encoder
+from shardwise.data.formats import LEFT_OVER, LONGER_ROWS, TOO_LONG, Encoder
 from shardwise.data.order import Order
 from shardwise.data.packing import Document, Row, empty_row
 from shardwise.data.record import BadDocument, OutOfBounds, Record
@@ -234,7 +234,7 @@ class TrainStream(IterableDataset):
         if in_a_row.total() > self.order.most_left_out:
             way_out = "give longer documents, other ones or more of them, or a smaller batch"
             if set(in_a_row) == {TOO_LONG}:
-                way_out = "raise data.sequence_length, or give shorter documents"
+                way_out = LONGER_ROWS
             raise UserError(
                 f"data.train: {what} finds no target in {self.order}; it left out the last "
                 f"{in_a_row.total()} that it read: {describe(in_a_row)}; {way_out}"

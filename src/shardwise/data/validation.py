@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.batches import Batch
 from shardwise.config import Training, UserError
 from shardwise.data.corpus import Corpus
-from shardwise.data.formats import Encoder
+from shardwise.data.formats import LONGER_ROWS, TOO_LONG, Encoder
 from shardwise.data.packing import Document, empty_row, to_microbatches
 from shardwise.data.slots import read_documents
 from shardwise.data.state import Counts, SlotState, describe
@@ -53,7 +53,8 @@ class Validation:
         if num_rows == 0:
             skipped = describe(self.read.skipped)
             what = f"data.validation: no document has a target (left out: {skipped})"
-            raise UserError(f"{what}; give more text")
+            is_short = set(self.read.skipped) == {TOO_LONG}
+            raise UserError(f"{what}; {LONGER_ROWS if is_short else 'give other documents'}")
 
     def _documents(self) -> Iterator[Document]:
         skipped, count, num_long = Counter[str](), 0, 0
