@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from shardwise.config import Data, RunConfig, UserError
 from shardwise.data import chat_format
 from shardwise.data.corpus import open_corpus
-from shardwise.data.formats import Encoder
+from shardwise.data.formats import LONGER_ROWS, Encoder
 from shardwise.data.loader import build_loaders
 from shardwise.data.slots import read_documents
 from shardwise.data.state import Counts, SlotState, counts, merge_states
@@ -289,5 +289,5 @@ def test_prompts_longer_than_a_row_name_the_key_that_holds_them(
     held_out = {"validation": [path], "format": "completion", "sequence_length": 20}
     loaders = build_loaders(run_config(str(texts), **held_out), tokenizer, range(8))
     assert loaders.validation is not None
-    with pytest.raises(UserError, match=rf"^data\.validation: .*{message[17:]}"):
+    with pytest.raises(UserError, match=rf"^data\.validation: .*{LONGER_ROWS}"):
         list(loaders.validation)
