@@ -224,7 +224,9 @@ def num_lines(path: Path) -> int:
 
 def sections() -> list[type]:
     found = []
-    for hint in get_type_hints(RunConfig).values():
+    hints = get_type_hints(RunConfig)
+    for field in dataclasses.fields(RunConfig):
+        hint = hints[field.name]
         found += [cls for cls in (hint, *get_args(hint)) if dataclasses.is_dataclass(cls)]
     return found
 

@@ -16,8 +16,9 @@ from shardwise import config, keys, rules
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.config import Recomputation, UserError
 from shardwise.library import read_config
-from shardwise.ranges import RANGES
 from shardwise.run_file import MOST_BYTES, _PlainData, load_config, parse_config, without_removed
+
+RANGES = {key: keys.facts_of(key).between for key in keys.all_keys() if keys.facts_of(key).between}
 
 SECTIONS = """
 model: {path: base, init: random}

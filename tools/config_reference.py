@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import get_args
 
 from shardwise.config.parallel import StrategyName
-from shardwise.ranges import RANGES
+from shardwise.keys import facts_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "config.md"
 AS_YAML = {
+    "list": "[]",
     "field(default_factory=list)": "[]",
+    "dict": "{}",
     "field(default_factory=dict)": "{}",
     "None": "null",
     "True": "true",
@@ -47,8 +49,8 @@ def page() -> str:
         parts += ["| key | type | default | |", "|---|---|---|---|"]
         for key, key_kind, key_default, text in fields(classes[kind.removesuffix(" | None")]):
             shown = "required" if key_default is None else f"`{key_default}`"
-            least, most = RANGES.get(f"{name}.{key}", (None, None))
-            bounds = f" From {least:,} to {most:,}." if least is not None else ""
+            between = facts_of(f"{name}.{key}").between
+            bounds = " From {:,} to {:,}.".format(*between) if between else ""
             text = " ".join(text.split()) + bounds
             parts.append(f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {text} |")
     return "\n".join(parts) + "\n"
@@ -59,6 +61,8 @@ def fields(section: ast.ClassDef) -> list[tuple[str, str, str | None, str]]:
     rows = []
     for node, after in zip(section.body, [*section.body[1:], None]):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            if ast.unparse(node.annotation).startswith("ClassVar"):
+                continue
             text = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = str(after.value.value)
@@ -68,6 +72,12 @@ def fields(section: ast.ClassDef) -> list[tuple[str, str, str | None, str]]:
 
 def yaml_of(default: ast.expr | None) -> str | None:
     """Return the default of a field as YAML, None if it has none."""
+    if isinstance(default, ast.Call) and ast.unparse(default.func) == "with_facts":
+        factories = [word.value for word in default.keywords if word.arg == "factory"]
+        made = (
+            ast.Call(ast.Name("field"), [], [ast.keyword("default_factory", f)]) for f in factories
+        )
+        default = next(iter(default.args), next(made, None))
     if default is None:
         return None
     text = ast.unparse(default)

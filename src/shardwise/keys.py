@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from shardwise.config import RunConfig
+from shardwise.config.section import Facts, facts_in
 
 
 def flat(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +63,24 @@ def known_keys(*section: str) -> list[str]:
         hint = get_type_hints(cls).get(part)
         cls = cls if hint is None else next(_sections_in(hint), hint)
     return [f.name for f in dataclasses.fields(cls)]
+
+
+@functools.cache
+def facts_of(key: str) -> Facts:
+    """Return the facts of a key of the run file, or those of a section."""
+    section, _, name = key.partition(".")
+    cls = next(_sections_in(get_type_hints(RunConfig)[section]))
+    return facts_in(cls)[name] if name else cls.facts
+
+
+def is_searched(key: str) -> bool:
+    """Return whether the search of a layout chooses a key; it need not be one of the run file."""
+    return key in all_keys() and facts_of(key).searched
+
+
+def all_keys() -> list[str]:
+    """Return the keys of all sections, as `section.key`."""
+    return [f"{section}.{key}" for section in known_keys() for key in known_keys(section)]
 
 
 def _sections_in(hint: Any) -> Iterator[Any]:

@@ -14,8 +14,8 @@ import yaml
 
 from shardwise import rules
 from shardwise.config import MOVED, REMOVED, RunConfig, Section, UserError, require
-from shardwise.keys import known_keys, nearest
-from shardwise.ranges import RANGES, shown
+from shardwise.keys import all_keys, facts_of, known_keys, nearest
+from shardwise.ranges import shown
 
 
 def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
@@ -86,12 +86,14 @@ def json_schema() -> dict[str, Any]:
     for section in schema["$defs"].values():
         for described in (section, *section["properties"].values()):
             described["description"] = " ".join(described["description"].split())
-    for key, (least, most) in RANGES.items():
+    for key in all_keys():
+        if (between := facts_of(key).between) is None:
+            continue
         section, _, name = key.partition(".")
         types = schema["$defs"][section.capitalize()]["properties"][name]
         for kind in types.get("anyOf", [types]):
             if kind["type"] in ("integer", "number"):
-                kind |= {"minimum": least, "maximum": most}
+                kind |= dict(zip(("minimum", "maximum"), between))
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return head | schema | {"title": "A run file of shardwise"}
 

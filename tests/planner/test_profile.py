@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardwise.assembly.describe import describe
 from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_of, unit_keys
 from shardwise.config import Lora, RunConfig, UserError
 from shardwise.interfaces import Mesh
-from shardwise.keys import known_keys
+from shardwise.keys import all_keys, facts_of
 from shardwise.models.counts import count_model
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import profile
@@ -244,16 +244,9 @@ TIMED: dict[str, Any] = {
 """Keys of the run file that a profile depends on by themselves, each with another value."""
 
 
-def test_every_key_of_the_run_file_is_in_a_profiles_name_or_has_a_reason_why_not():
+def test_every_key_is_in_a_profiles_name_unless_its_facts_say_that_it_changes_no_time():
     """A new key is in the name until somebody finds here that it changes no time."""
-    without = profile_store.NOT_TIMED
-    every = {
-        f"{section.name}.{key}" for section in fields(RunConfig) for key in known_keys(section.name)
-    }
-    excused = {key for key in every if key in without or key.partition(".")[0] in without}
-    assert every - excused == TIMED.keys()
-    # None is an old key.
-    assert without <= every | {section.name for section in fields(RunConfig)}
+    assert {key for key in all_keys() if facts_of(key).timed} == TIMED.keys()
 
 
 def changed(cfg: RunConfig, key: str, value: Any) -> RunConfig:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
+from shardwise.keys import facts_of
 from shardwise.layouts import HALVING
 from shardwise.metrics.hardware import environment, version
 from shardwise.models.counts import unit_modules
@@ -30,34 +31,6 @@ from shardwise.schedule.costs import Cost
 SCHEMA_VERSION = 3
 KERNEL_PACKAGES = ("triton", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
 """Packages that layers take kernels from where they are installed."""
-
-_NOT_TIMED_BECAUSE: Mapping[str, str] = {
-    "the model is known by its config and its units' parameters, wherever it lies": "model.path",
-    "the time of a product does not depend on the numbers in it": (
-        "model.init lora.path lora.alpha lora.rslora training.seed"
-    ),
-    "it is in the units' keys": ("model.dtype lora.r lora.targets lora.modules_to_save lora.dtype"),
-    "a profile runs random tokens": (
-        "model.tokenizer data.train data.validation data.format data.text_field "
-        "data.on_error data.workers data.chat_template data.template_arguments data.tools "
-        "data.train_on data.train_on_thinking data.turns data.fields data.long "
-        "data.max_documents data.streaming"
-    ),
-    "a unit is measured whole, in one process; the schedule's part is in its key": "parallel",
-    "one micro-batch is measured": "training.global_batch_size",
-    "the device's name is looked at": "training.device",
-    "the versions of the packages with kernels are looked at": "model.slow_cores",
-    "it happens around a step's forwards and backwards, which alone are measured": (
-        "optimizer measure launch training.output_dir training.steps training.epochs "
-        "training.eval_every training.eval_batches training.patience training.save_every "
-        "training.keep_last training.keep_best training.async_save training.resume "
-        "training.check_copies_every "
-        "training.memory_checkpoint_every "
-        "training.sample training.overwrite model.router_bias_rate"
-    ),
-}
-NOT_TIMED = frozenset(" ".join(_NOT_TIMED_BECAUSE.values()).split())
-"""Sections and keys that a profile does not depend on. It depends on all others, new ones too."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +112,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
         f"{section}.{key}": value
         for section, values in cfg.to_dict().items()
         for key, value in (values or {}).items()
-        if section not in NOT_TIMED and f"{section}.{key}" not in NOT_TIMED
+        if facts_of(f"{section}.{key}").timed
     }
     run["data.packing"] = cfg.data.packed  # `auto` goes by the format, which is no key
     model = hf.config.to_dict()

@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from shardwise.config import REMOVED, UserError
-from shardwise.keys import flat, known_keys, nearest
+from shardwise.keys import all_keys, facts_of, flat, known_keys, nearest
 from shardwise.records.cell import Axis
 
 NPROC, GLOBAL_BATCH = "nproc", "training.global_batch_size"
@@ -21,67 +21,16 @@ WORK, LAYOUT = "work", "layout"
 """The two families of keys that have several members; see `family`."""
 SECTIONS = ("lora", "optimizer", "parallel")
 """The sections that an axis may replace. The others say both what is computed and how."""
-NUMERICS = {
-    "model.dtype",
-    "model.sdpa_backend",
-    "lora.kernel",
-    "training.precision",
-    "training.matmul",
-    "training.accumulation",
-    "training.compile",
-    "training.loss",
-    "training.device",
-}
-"""The keys that change how numbers are rounded.
-
-Only cells that agree in them have their losses compared.
-"""
-_WORK_OF_TRAINING = ("training.seed", "training.steps", "training.epochs", GLOBAL_BATCH)
-_CHOICES = ("model.dtype", "model.sdpa_backend", "lora.kernel", "data.workers")
-"""Keys of sections that say what is computed, which themselves say how."""
-_NEVER_SET = {
-    "training.output_dir": "the bench gives each round a folder",
-    "training.overwrite": "the bench gives each round a folder",
-    "training.resume": "a cell starts from the beginning",
-    "training.patience": "every cell takes the same steps",
-}
-_NEVER_VARIED = {
-    "measure.memory": "all cells are measured in the same way",
-    "measure.warmup_steps": "all cells are measured in the same way",
-    "measure.reverse_microbatches": "the noise controls vary it",
-    "measure.nudge_weights": "the noise controls vary it",
-}
-_SHOWN = (
-    "model.path",
-    "model.dtype",
-    "lora",
-    "lora.r",
-    "lora.targets",
-    "data.train",
-    "data.sequence_length",
-    "data.packing",
-    "optimizer.name",
-    "optimizer.lr",
-    "training.seed",
-    "training.steps",
-    GLOBAL_BATCH,
-    "training.micro_batch_size",
-    "training.precision",
-    "training.checkpointing",
-)
-"""The keys that a report lists as equal in all cells of a group."""
 
 
 def family(key: str) -> str:
     """Return WORK for a key that says what is computed, LAYOUT for the layout, else the key."""
-    section = key.partition(".")[0]
-    if key == NPROC or section == "parallel":
-        return LAYOUT
-    if key in _CHOICES:
-        return key
-    if section in ("model", "lora", "data", "optimizer") or key in _WORK_OF_TRAINING:
-        return WORK
-    return key
+    return LAYOUT if key == NPROC else facts_of(key).decides or key
+
+
+def rounds(key: str) -> bool:
+    """Return whether a key changes how numbers are rounded."""
+    return key in all_keys() and facts_of(key).rounds
 
 
 def check_keys(where: str, keys: Iterable[str], varied: bool) -> None:
@@ -105,11 +54,12 @@ def check_keys(where: str, keys: Iterable[str], varied: bool) -> None:
             raise UserError(f"{where} sets {key}, which was removed; leave it out")
         if name not in known_keys(section):
             raise UserError(f"{where}: unknown key {key}; {nearest(name, known_keys(section))}")
-        if key in _NEVER_SET:
-            raise UserError(f"{where} sets {key}, but {_NEVER_SET[key]}; leave it out")
-        if varied and key in _NEVER_VARIED:
+        facts = facts_of(key)
+        if facts.never_set:
+            raise UserError(f"{where} sets {key}, but {facts.never_set}; leave it out")
+        if varied and facts.never_varied:
             raise UserError(
-                f"{where} sets {key}, but {_NEVER_VARIED[key]}; set it for all cells, under set"
+                f"{where} sets {key}, but {facts.never_varied}; set it for all cells, under set"
             )
 
 
@@ -218,4 +168,5 @@ def check_group(
     tokens = expected[GLOBAL_BATCH] * expected["data.sequence_length"]
     name = "tokens per step and process" if weak else "tokens per step"
     common = {name: tokens // nproc if weak else tokens}
-    return common | {key: expected[key] for key in _SHOWN if key in expected and key not in free}
+    listed = (key for key in expected if key == "lora" or facts_of(key).reported)
+    return common | {key: expected[key] for key in listed if key not in free}

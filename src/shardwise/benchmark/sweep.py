@@ -271,7 +271,7 @@ def _plan(
         other = tuple({**values, **changed}.values())
         return None if other == names else ids[other]
 
-    numerics = {axis.name for axis in axes if fairness.NUMERICS & set(axis.keys)}
+    numerics = {axis.name for axis in axes if any(map(fairness.rounds, axis.keys))}
     group = [f"{axis.name}={values[axis.name]}" for axis in axes if not axis.compared]
     if weak:
         group.append(WEAK_SCALING)

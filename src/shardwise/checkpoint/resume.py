@@ -20,27 +20,11 @@ from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Optimizer, RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.interfaces import State
-from shardwise.keys import flat
+from shardwise.keys import all_keys, facts_of, flat
 from shardwise.models import weight_folder
 from shardwise.models.adapter_start import resumed
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.run_file import parse_config, without_removed
-
-MAY_DIFFER = frozenset(
-    (
-        *("parallel", "launch", "measure.warmup_steps", "measure.memory", "measure.trackers"),
-        *("measure.reverse_microbatches", "measure.print_seconds", "data.workers"),
-        "data.train",  # the loaders compare its content, and the tokenizer's
-        *("model.path", "model.tokenizer"),  # its content is compared by fingerprint
-        *("model.sdpa_backend", "model.slow_cores", "lora.kernel"),
-        *(f"training.{name}" for name in ("output_dir", "resume", "overwrite", "device", "sample")),
-        *(f"training.{name}" for name in ("micro_batch_size", "checkpointing", "compile", "loss")),
-        *(f"training.{name}" for name in ("eval_every", "eval_batches", "patience", "keep_best")),
-        *(f"training.{name}" for name in ("save_every", "keep_last", "async_save")),
-        *(f"training.{name}_every" for name in ("check_copies", "memory_checkpoint")),
-    )
-)
-"""Sections and keys that a resumed run may change: what is computed does not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +133,7 @@ def _check_fits(cfg: RunConfig, manifest: folders.Manifest, folder: Path) -> Non
     before, now = flat(old.to_dict()), flat(cfg.to_dict())
     for values, training in ((before, old.training), (now, cfg.training)):
         values["training.steps"] = training.num_steps  # null is a number too
-    may_differ = set(MAY_DIFFER)
+    may_differ = {key for key in all_keys() if facts_of(key).resumable}
     steps, num_steps = cfg.training.num_steps, manifest.num_steps or old.training.num_steps
     if steps is None or num_steps is None:  # what epochs come to is not known yet
         optimizer = cfg.optimizer
@@ -162,7 +146,7 @@ def _check_fits(cfg: RunConfig, manifest: folders.Manifest, folder: Path) -> Non
         may_differ.add("data.validation")  # files, whose content the loaders compare
     for key in dict.fromkeys([*before, *now]):
         differs = before.get(key) != now.get(key)
-        if differs and not {key, key.partition(".")[0]} & may_differ:
+        if differs and key not in may_differ:
             reason = ""
             if key in ("training.steps", "training.epochs"):
                 reason = " (the learning rates of the steps that are done depend on it)"

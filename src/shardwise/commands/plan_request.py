@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Parallel, RunConfig, UserError, require
-from shardwise.keys import nearest
+from shardwise.keys import facts_of, is_searched, nearest
 from shardwise.layouts import layout_names, layout_of
 from shardwise.presets import MODELS, preset_names, published_runs
 from shardwise.presets.compose import FirstRun, compose, write_new
-from shardwise.ranges import RANGES
 from shardwise.run_file import apply_override, parse_config, read_config, read_yaml
 from shardwise.safety import check_no_pipes
 from shardwise.words import size
@@ -161,7 +160,7 @@ def sections_of(args: Namespace) -> tuple[dict[str, Any], frozenset[str]]:
     if tokens is not None or not (is_run_file or has_rows):
         number = None if tokens is None else count(tokens, "--tokens-per-step")
         _set_rows(sections, number)
-    return sections, frozenset(key for key in keys if _is_searched(key))
+    return sections, frozenset(key for key in keys if is_searched(key))
 
 
 def _overridden(sections: Mapping[str, Any], overrides: Sequence[str]) -> Iterator[str]:
@@ -175,22 +174,13 @@ def _overridden(sections: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
             yield key
 
 
-def _is_searched(key: str) -> bool:
-    from shardwise.planner.candidates import SEARCHED
-
-    section, _, name = key.partition(".")
-    return name in SEARCHED.get(section, ())
-
-
 def not_taken(sections: Mapping[str, Any], fixed: frozenset[str]) -> list[str]:
     """Return the keys of a run file that a search does not take from it."""
-    from shardwise.planner.candidates import SEARCHED
-
     return [
         f"{section}.{key}"
         for section, keys in sections.items()
         for key in (keys if isinstance(keys, dict) else ())
-        if key in SEARCHED.get(section, ()) and f"{section}.{key}" not in fixed
+        if is_searched(f"{section}.{key}") and f"{section}.{key}" not in fixed
     ]
 
 
@@ -203,7 +193,9 @@ def _set_rows(sections: dict[str, Any], num_tokens: int | None) -> None:
     if not all(isinstance(sections.get(key) or {}, dict) for key in ("data", "training")):
         return  # the parser of the run file says what is wrong
     length = (sections.get("data") or {}).get("sequence_length", 512)
-    most = RANGES["training.global_batch_size"][1]
+    between = facts_of("training.global_batch_size").between
+    assert between is not None
+    most = int(between[1])
     if not isinstance(length, int) or length < 1:
         return  # the parser of the run file says what is wrong
     if num_tokens is None:
@@ -280,13 +272,11 @@ def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> 
 
 
 def _without_searched(sections: Mapping[str, Any], fixed: frozenset[str]) -> dict[str, Any]:
-    from shardwise.planner.candidates import SEARCHED
-
     return {
         section: {
             key: value
             for key, value in (keys or {}).items()
-            if key not in SEARCHED.get(section, ()) or f"{section}.{key}" in fixed
+            if not is_searched(f"{section}.{key}") or f"{section}.{key}" in fixed
         }
         if isinstance(keys, dict)
         else keys

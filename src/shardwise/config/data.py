@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from shardwise.config.section import Section, require
+from shardwise.config.section import Facts, Section, require, with_facts
 from shardwise.ranges import shown
 
 Format = Literal["text", "completion", "chat"]
@@ -43,60 +43,64 @@ Group = tuple[tuple[str, ...], "Data"]
 class Data(Section):
     """The data that it is trained on."""
 
-    train: str | list[str | Entry]
+    facts: ClassVar[Facts] = Facts(decides="work")
+
+    train: str | list[str | Entry] = with_facts(resumable=True, timed=False, reported=True)
     """Files, folders or glob patterns: JSON, CSV, Parquet or plain text (one document per file); or
     the name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits. An
     entry of the list may be a mapping: `path`, and `format`, `text_field`, `fields` or `tools` of
     its own, or a `weight`, by which it is read more or less often than the others."""
-    max_documents: int | None = None
+    max_documents: int | None = with_facts(None, between=(1, 1_000_000_000_000), timed=False)
     """Use the first documents of `train` alone, so many at most; of entries with weights, of each.
     The share for validation is taken of these."""
-    streaming: bool = False
+    streaming: bool = with_facts(False, timed=False)
     """Read data sets of `datasets` from first to last, without a download or an index, in a buffer
     that shuffles. Each process reads the whole stream; a resume reads it again up to its place."""
-    validation: float | str | list[str | Entry] = 0.0
+    validation: float | str | list[str | Entry] = with_facts(0.0, timed=False)
     """The share of the documents that is held out, or separate files, as in `train`."""
-    format: Format = "text"
+    format: Format = with_facts("text", timed=False)
     """`text`: every token is a target, also the end-of-text token behind it. `completion`: fields
     `prompt` and `completion`; the tokens of the completion are targets. `chat`: field `messages`,
     written by a chat template; `train_on` says which tokens are targets."""
-    chat_template: str | None = None
+    chat_template: str | None = with_facts(None, timed=False)
     """Chat: a file with the Jinja template; null: the tokenizer's own."""
-    template_arguments: dict[str, Any] | None = None
+    template_arguments: dict[str, Any] | None = with_facts(None, timed=False)
     """Chat: variables of the template, such as `enable_thinking: false`."""
-    tools: str | None = None
+    tools: str | None = with_facts(None, timed=False)
     """Chat: the tools that a dialogue offers: a `.json` file, the same for all dialogues, or the
     field of each document that has them; null: the field `tools`, where a document has it."""
-    train_on: Literal["assistant", "last", "all"] = "assistant"
+    train_on: Literal["assistant", "last", "all"] = with_facts("assistant", timed=False)
     """Chat: the targets are all turns of the assistant, its last one, or every token. A message
     of the assistant with false for `train`, `training` or `loss`, or `"weight": 0`, is none."""
-    train_on_thinking: Literal["all", "filled", "none"] = "all"
+    train_on_thinking: Literal["all", "filled", "none"] = with_facts("all", timed=False)
     """Chat: whether a block of thinking at the beginning of a turn is a target: always; only where
     it has words, and not the empty `<think></think>` that a template writes; or never."""
-    turns: Literal["together", "separate"] = "together"
+    turns: Literal["together", "separate"] = with_facts("together", timed=False)
     """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
     written as they are at inference. It is meant for templates that leave out earlier thinking."""
-    text_field: str = "text"
+    text_field: str = with_facts("text", timed=False)
     """The field that holds the document (format `text`)."""
-    fields: Fields | None = None
+    fields: Fields | None = with_facts(None, timed=False)
     """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
     `{prompt: [instruction, input], completion: output}`: the texts of a list that are not empty
     are joined by an empty line, and messages follow each other, the last field's alone as targets.
     `unused` names fields that are left out on purpose."""
-    on_error: Literal["fail", "skip"] = "fail"
+    on_error: Literal["fail", "skip"] = with_facts("fail", timed=False)
     """A document that cannot be used ends the run, or is skipped and counted."""
-    sequence_length: int = 512
+    sequence_length: int = with_facts(512, between=(1, 16_777_216), reported=True)
     """Tokens in a row; with the label of its last token, a row reads one token more."""
-    packing: Literal["auto", "none", "concat", "isolated", "documents"] = "auto"
+    packing: Literal["auto", "none", "concat", "isolated", "documents"] = with_facts(
+        "auto", reported=True
+    )
     """`none`: a row holds one document (a long one continues in the next row). `concat`: documents
     are joined by the end-of-text token and cut into full rows; a document sees the one before it
     in its row. `isolated`: rows as with `concat`, but no layer of any kind carries anything from
     one document into the next. `documents`: a row holds whole documents, isolated in the same way.
     `auto`: `concat` where all is text, else `documents`."""
-    long: Literal["cut", "split", "skip"] = "cut"
+    long: Literal["cut", "split", "skip"] = with_facts("cut", timed=False)
     """Packing `documents`: a document longer than a row is cut to its beginning, split into several
     documents, or skipped. The record counts these documents."""
-    workers: int = 0
+    workers: int = with_facts(0, between=(0, 1_024), resumable=True, timed=False, decides=None)
     """Worker processes per rank that tokenise; the batches do not depend on their number."""
 
     def columns(self, name: str) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from shardwise.config.section import Section, require
+from shardwise.config.section import Facts, Section, require, with_facts
 from shardwise.ranges import shown
 
 MOST_BYTES = 2**17  # Linux: MAX_ARG_STRLEN
@@ -23,23 +24,25 @@ class Launch(Section):
     Of these keys `shardwise train` reads `restarts` and `timeout_seconds`.
     """
 
-    nodes: int = 1
+    facts: ClassVar[Facts] = Facts(resumable=True, timed=False)
+
+    nodes: int = with_facts(1, between=(1, 1_000_000))
     """Nodes of a cluster."""
-    min_nodes: int | None = None
+    min_nodes: int | None = with_facts(None, between=(1, 1_000_000))
     """The fewest nodes with which a run under torchrun or Slurm goes on, on smaller data axes, when
     it has lost some; null: all of them."""
-    processes: int = 1
+    processes: int = with_facts(1, between=(1, 1_024))
     """Processes on each node, of which each takes one GPU where there are any."""
     time: str | None = None
     """Slurm: the job's time limit, as `04:00:00` or `1-12:00:00`; null: the partition's."""
-    ahead_seconds: int = 300
+    ahead_seconds: int = with_facts(300, between=(1, 65_535))
     """Slurm: how long before that limit the run is told to finish its step and save."""
-    restarts: int | None = None
+    restarts: int | None = with_facts(None, between=(0, 1_000_000))
     """How often the processes are started again, from the last checkpoint, after one has died.
     Machines that are preempted do not count, nor does the time limit of a Slurm job, before which
     the run saves. null: 10 times on a cluster or under torchrun, never by `train` and `--on
     local`."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = with_facts(600.0, between=(0.001, 1_000_000))
     """How long a step, or a rank's wait for others, may take before the run ends and prints every
     rank's stacks."""
     environment: dict[str, str] = field(default_factory=dict)

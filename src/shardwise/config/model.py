@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
-from shardwise.config.section import Section, require
+from shardwise.config.section import Facts, Section, require, with_facts
 
 DType = Literal["float32", "bfloat16"]
 CALLERS = "given by the caller"
@@ -17,30 +17,34 @@ CALLERS = "given by the caller"
 class Model(Section):
     """The model that is trained."""
 
-    path: str
+    facts: ClassVar[Facts] = Facts(decides="work")
+
+    path: str = with_facts(resumable=True, timed=False, reported=True)
     """Local folder or hub id: `config.json`, and safetensors unless `init` is `random`."""
-    init: Literal["weights", "random"] = "weights"
+    init: Literal["weights", "random"] = with_facts("weights", timed=False)
     """`random`: each weight is a function of `training.seed` and its name, under every layout."""
-    dtype: DType = "float32"
+    dtype: DType = with_facts("float32", timed=False, decides=None, rounds=True, reported=True)
     """Dtype of the weights; those that a family keeps in float32, such as `A_log`, stay so."""
     base: Literal["none", "nf4", "int8", "fp8"] = "none"
     """How LoRA's frozen matrices of layers are stored: in `dtype`, or in 4 or 8 bits with scales
     (docs/guides/quantised-bases.md)."""
-    tokenizer: str | None = None
+    tokenizer: str | None = with_facts(None, resumable=True, timed=False)
     """Folder or hub id of the tokenizer, where it is not in `path`."""
-    router_bias_rate: float = 0.0
+    router_bias_rate: float = with_facts(0.0, between=(0, 1), timed=False)
     """How much the bias on a router's scores changes in a step, up where an expert got fewer tokens
     than the mean and down where it got more (arXiv 2408.15664); 0 leaves it as it is."""
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: float = with_facts(0.0, between=(0, 1_000_000))
     """Weight of the mixture-of-experts load-balancing loss (0: off)."""
-    expert_capacity: float | None = None
+    expert_capacity: float | None = with_facts(None, between=(0.001, 1_000_000))
     """The most tokens that an expert takes of a row in training, as a multiple of its equal share
     T k / E of them, rounded up; later ones are dropped. null: none is dropped."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
-    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = with_facts(
+        "auto", resumable=True, decides=None, rounds=True
+    )
     """The attention kernel of torch; one that cannot run here is an error, never replaced."""
-    slow_cores: Literal["refuse", "allow"] = "refuse"
+    slow_cores: Literal["refuse", "allow"] = with_facts("refuse", resumable=True, timed=False)
     """On a GPU: whether recurrent layers may run in plain torch where no package has their
     kernel."""
 
@@ -54,35 +58,39 @@ class Model(Section):
 class Lora(Section):
     """Low-rank adapters (arXiv 2106.09685) on a frozen model, through PEFT."""
 
-    path: str | None = None
+    facts: ClassVar[Facts] = Facts(decides="work")
+
+    path: str | None = with_facts(None, timed=False)
     """Folder with a PEFT adapter to start from; rank, scale and what is adapted are the folder's.
     Null: drawn factors."""
-    r: int = 8
+    r: int = with_facts(8, between=(1, 65_536), timed=False, reported=True)
     """Rank of the adapters."""
-    alpha: float = 16.0
+    alpha: float = with_facts(16.0, between=(-1_000_000, 1_000_000), timed=False)
     """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with `rslora`)."""
     dropout: float = 0.0
     """Dropout on the adapter's input; a mask is a function of seed, step, row and place, under
     every layout."""
     targets: (
         Literal["auto", "attention", "all-linear"] | list[str] | dict[str, list[int | float] | None]
-    ) = "auto"
+    ) = with_facts("auto", timed=False, reported=True)
     """The linears that get an adapter; `auto` includes the projections of recurrent layers. A list
     names modules; a mapping gives some of them a rank and alpha of their own: `{q_proj: null,
     k_proj: [4, 8]}`."""
     experts: Literal["each", "shared"] = "each"
     """Adapters on routed experts: factors of its own for each expert, or one pair for all experts
     of a stack, which the saved adapter repeats for each."""
-    rslora: bool = False
+    rslora: bool = with_facts(False, timed=False)
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False
     """Give each row of an adapted matrix a trained length beside its direction (arXiv
     2402.09353)."""
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: list[str] = with_facts(factory=list, timed=False)
     """Modules that are trained in full and saved beside the adapters."""
-    dtype: Literal["float32", "model"] = "float32"
+    dtype: Literal["float32", "model"] = with_facts("float32", timed=False)
     """Dtype of the adapters: float32, or the model's."""
-    kernel: Literal["auto", "torch", "triton", "peft"] = "auto"
+    kernel: Literal["auto", "torch", "triton", "peft"] = with_facts(
+        "auto", resumable=True, decides=None, rounds=True
+    )
     """The kernel of plain LoRA linears. `torch` and `triton` need fewer passes than PEFT's forward
     (`peft`). `auto`: `triton` on a GPU where it can run, else `torch`."""
 

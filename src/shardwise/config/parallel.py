@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shardwise.config.section import Section, require
+from shardwise.config.section import Facts, Section, require, with_facts
 
 _FOLDER = Path(__file__).parents[1] / "parallel" / "strategies"
 STRATEGY_NAMES = tuple(file.name for file in iter_modules([str(_FOLDER)]))
@@ -23,38 +23,40 @@ else:
 class Parallel(Section):
     """How the run is split over processes."""
 
-    data: StrategyName = "single"
+    facts: ClassVar[Facts] = Facts(resumable=True, timed=False, decides="layout")
+
+    data: StrategyName = with_facts("single", searched=True)
     """The data-parallel strategy, over the processes that the other axes leave; `zero3` is another
     name of `fsdp2`."""
-    dp_replicate: int = 1
+    dp_replicate: int = with_facts(1, between=(1, 1_000_000), searched=True)
     """fsdp2: the number of replicas of the sharded model (HSDP); each is sharded over the rest."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool = with_facts(True, searched=True)
     """fsdp2: free a layer's gathered weights after its forward, and gather them again for its
     backward."""
     fsdp1_wrap: Literal["separate", "naive"] = "separate"
     """fsdp1: `separate`: each layer has a flat parameter of trainable weights and one of frozen
     weights. `naive`: it has one of all, in which frozen weights need memory for gradients too."""
-    offload: Literal["none", "optimizer", "all", "disk"] = "none"
+    offload: Literal["none", "optimizer", "all", "disk"] = with_facts("none", searched=True)
     """Parts that stay on the CPU: the optimizer's states and step (single, ddp, fsdp2), or these
     and the sharded weights and gradients (fsdp2). `disk`: weights and states lie in a file, and
     three of the model's layers or ends are in memory (single, ddp)."""
     offload_folder: str | None = None
     """The folder, on a local disk, of the files of `offload: disk`, which have no names and end
     with the run; null: the output folder."""
-    tp: int = 1
+    tp: int = with_facts(1, between=(1, 1_000_000), searched=True)
     """Tensor: the number of ranks over which each layer's weights are sharded."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = with_facts(False, searched=True)
     """Tensor: between the blocks of layers, each rank holds 1/tp of the tokens."""
-    cp: int = 1
+    cp: int = with_facts(1, between=(1, 1_000_000), searched=True)
     """Context: the number of ranks over which the tokens of each row are cut."""
     cp_attention: Literal["auto", "ring", "gather", "ulysses"] = "auto"
     """Context: how attention meets the keys of other ranks. `ring`: keys and values go from rank to
     rank while attention is computed. `gather`: all ranks gather all of them. `ulysses`: ranks
     exchange tokens for heads. `auto`: the way of equal work that sends fewest bytes."""
-    ep: int = 1
+    ep: int = with_facts(1, between=(1, 1_000_000), searched=True)
     """Experts: the number of ranks over which the routed experts of each layer are spread. For the
     rest of the model they are data-parallel or context-parallel ranks."""
-    pp: int = 1
+    pp: int = with_facts(1, between=(1, 1_000_000), searched=True)
     """Pipeline: the number of ranks over which the layers are distributed."""
     schedule: Literal[
         "gpipe",
@@ -64,11 +66,13 @@ class Parallel(Section):
         "interleaved-zero-bubble",
         "zbv",
         "dualpipe-v",
-    ] = "1f1b"
+    ] = with_facts("1f1b", searched=True)
     """Pipeline: the order in which a rank runs the forwards and backwards of micro-batches."""
-    virtual_stages: int | None = None
+    virtual_stages: int | None = with_facts(None, between=(1, 10_000), searched=True)
     """Pipeline: stages per rank; null: 1 for gpipe and 1f1b, 2 for the other schedules."""
-    split: Literal["balanced", "dynamic", "uniform", "parameters"] | list[int] = "balanced"
+    split: Literal["balanced", "dynamic", "uniform", "parameters"] | list[int] = with_facts(
+        "balanced", searched=True
+    )
     """Pipeline: `balanced`: the shortest step, by measured costs (`shardwise split --profile`) or
     else by FLOPs. `dynamic`: that at first; layers then move where the times of a run's own steps
     say so. `uniform`: equal numbers of layers. `parameters`: equal numbers of parameters. A list

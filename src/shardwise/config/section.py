@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from shardwise.ranges import RANGES, missed_bound, shown
+from shardwise.ranges import missed_bound, shown
 
 
 class UserError(ValueError):
@@ -24,11 +25,50 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the rest of the library must know of a key, beside its type, default and description.
+
+    Those of a section hold for each of its keys that does not say otherwise.
+    """
+
+    between: tuple[float, float] | None = None
+    """The smallest and the largest value of a number. No real run reaches the largest one: a larger
+    number is a typing error, and could cost memory or time without end before it is noticed."""
+    resumable: bool = False
+    """Whether a resumed run may change it: what is computed does not depend on it, or its content
+    is compared in another way."""
+    timed: bool = True
+    """Whether the time of a unit of the model, in one forward and backward on one process, depends
+    on it and is not known from elsewhere. Then a profile of these times names it."""
+    searched: bool = False
+    """Whether the search of a layout chooses it, where the user does not fix it."""
+    decides: Literal["work", "layout"] | None = None
+    """Whether it says what is computed, or over which ranks; None: a choice of its own of how. An
+    axis of a sweep varies one of these."""
+    rounds: bool = False
+    """Whether it changes how numbers are rounded. Losses are compared where all such keys agree."""
+    reported: bool = False
+    """Whether a report lists it where it is equal in all cells of a group."""
+    never_set: str = ""
+    """Why a sweep cannot set it; empty: it can."""
+    never_varied: str = ""
+    """Why an axis of a sweep cannot vary it; empty: it can."""
+
+
+def with_facts(default: Any = MISSING, *, factory: Any = MISSING, **facts: Any) -> Any:
+    """Return the field of a key with a default, or with what makes one, and its own facts."""
+    return field(default=default, default_factory=factory, metadata=facts)
+
+
 class Section:
     """Base of the sections: it refuses unknown keys (by pydantic) and numbers out of range.
 
     The text below a key is its description, also in the JSON schema.
     """
+
+    facts: ClassVar[Facts] = Facts()
+    """The facts of its keys."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
         "extra": "forbid",
@@ -38,7 +78,7 @@ class Section:
     def __post_init__(self) -> None:
         """Raise UserError for a number that is outside its range."""
         section = type(self).__name__.lower()
-        for name, (least, most) in _ranges_of(section).items():
+        for name, (least, most) in _ranges_of(type(self)).items():
             value = getattr(self, name)
             if value == "epoch":  # in place of a number
                 continue
@@ -46,7 +86,11 @@ class Section:
                 raise UserError(f"{section}.{name} is {shown(value)}; give {problem}")
 
 
+def facts_in(section: Any) -> dict[str, Facts]:
+    """Return the facts of each key of a class of a section."""
+    return {key.name: replace(section.facts, **key.metadata) for key in fields(section)}
+
+
 @cache
-def _ranges_of(section: str) -> dict[str, tuple[float, float]]:
-    keys = {key.partition(".")[::2]: bounds for key, bounds in RANGES.items()}
-    return {name: bounds for (of, name), bounds in keys.items() if of == section}
+def _ranges_of(section: type[Section]) -> dict[str, tuple[float, float]]:
+    return {name: facts.between for name, facts in facts_in(section).items() if facts.between}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from shardwise.config.section import Section, require
+from shardwise.config.section import Facts, Section, require, with_facts
 
 Way = Literal["none", "operators", "full"]
 """How much of one layer a backward computes again."""
@@ -18,36 +18,38 @@ Every = int | Literal["epoch"]
 class Optimizer(Section):
     """How the weights are updated."""
 
-    name: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw"
+    facts: ClassVar[Facts] = Facts(timed=False, decides="work")
+
+    name: Literal["adamw", "adamw8bit", "sgd", "muon"] = with_facts("adamw", reported=True)
     """AdamW (arXiv 1711.05101), or SGD without momentum. `adamw8bit` (arXiv 2110.02861): AdamW with
     the moments of matrices in 8 bits. `muon` (arXiv 2502.16982): Muon for the
     matrices of layers, and AdamW for everything else, at the same learning rate."""
-    lr: float = 2e-4
+    lr: float = with_facts(2e-4, between=(0, 1_000_000), reported=True)
     """Peak learning rate."""
-    lora_b_lr_ratio: float = 1.0
+    lora_b_lr_ratio: float = with_facts(1.0, between=(0.001, 1_000_000))
     """The learning rate of LoRA's factors B, also those of experts, as a multiple of `lr` (LoRA+,
     arXiv 2402.12354)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
-    eps: float = 1e-8
+    eps: float = with_facts(1e-8, between=(0, 1_000_000))
     """AdamW's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: float = with_facts(0.0, between=(0, 1_000_000))
     """For weight matrices, LoRA factors included. Norms, biases, scalars of recurrent layers,
     routers of experts, and linears that set how fast a state decays or is written (such as Gated
     DeltaNet's a and b) have none."""
-    warmup_steps: int = 0
+    warmup_steps: int = with_facts(0, between=(0, 1_000_000_000))
     """Steps over which the learning rate rises linearly, from lr / warmup_steps in the first to lr
     in the last of them."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: float = with_facts(0.0, between=(0, 1))
     """The same as a share of `training.steps`, rounded to the nearest step."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """The learning rate after the warm-up. `cosine`, `linear`: it falls from lr in the first step
     to 0 in the step after the last one. `constant`: it stays. `wsd` (warm-up, stable, decay; arXiv
     2404.06395): it stays, and falls linearly in the last steps."""
-    decay_ratio: float = 0.1
+    decay_ratio: float = with_facts(0.1, between=(0, 1))
     """wsd: the share of `training.steps` in which the learning rate falls, rounded to the nearest
     step. The fall begins after the warm-up at the earliest."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = with_facts(0.0, between=(0, 1))
     """The share of lr to which the learning rate falls, in place of 0."""
     max_grad_norm: float | None = 1.0
     """Clip by the global norm over all ranks' shards; null: do not clip."""
@@ -119,28 +121,40 @@ def way_of(checkpointing: Checkpointing, layer: int, kind: str) -> Way:
 class Training(Section):
     """How long, in what numerics, and where the results go."""
 
-    output_dir: str
+    output_dir: str = with_facts(
+        resumable=True, timed=False, never_set="the bench gives each round a folder"
+    )
     """Folder for everything that the run writes; one that holds another run is refused."""
-    steps: int | None = None
+    steps: int | None = with_facts(
+        None, between=(1, 1_000_000_000), timed=False, decides="work", reported=True
+    )
     """Optimizer steps; null: 100, or as many as `epochs` come to."""
-    epochs: float | None = None
+    epochs: float | None = with_facts(None, between=(1e-06, 1_000_000), timed=False, decides="work")
     """How often all documents are read, instead of `steps`. The documents are tokenised once more
     before the first step, to count the steps."""
-    global_batch_size: int = 8
+    global_batch_size: int = with_facts(
+        8, between=(1, 1_000_000), timed=False, decides="work", reported=True
+    )
     """Rows in an optimizer step, over all ranks and micro-batches."""
-    micro_batch_size: int = 1
+    micro_batch_size: int = with_facts(
+        1, between=(1, 1_000_000), resumable=True, searched=True, reported=True
+    )
     """Rows in one forward and backward on one rank."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = with_facts(
+        "float32", rounds=True, reported=True
+    )
     """`bfloat16`, `float16`: matrix products in that dtype (autocast); weights, reductions and the
     optimizer keep theirs. float16 scales the loss so that small gradients do not become 0, and
     skips a step whose gradients overflow."""
-    matmul: Literal["default", "fp8_tensorwise", "fp8_rowwise"] = "default"
+    matmul: Literal["default", "fp8_tensorwise", "fp8_rowwise"] = with_facts("default", rounds=True)
     """`fp8_tensorwise`, `fp8_rowwise`: the products of the layers' linears in 8-bit floating point,
     with one scale of an operand or one for each of its rows (docs/guides/fp8.md). `default`: in
     the dtype of `precision`."""
-    accumulation: Literal["model", "float32"] = "model"
+    accumulation: Literal["model", "float32"] = with_facts("model", rounds=True)
     """Dtype in which gradients add up over micro-batches: the weights' own, or float32."""
-    checkpointing: Literal["none", "full", "operators"] | list[str] | Recomputation = "none"
+    checkpointing: Literal["none", "full", "operators"] | list[str] | Recomputation = with_facts(
+        "none", resumable=True, searched=True, reported=True
+    )
     """`full`: keep only each layer's input, and compute the layer again in the backward.
     `operators`: keep the outputs of matrix products and attention, and compute the rest again. A
     list names the kinds of layers that are computed again. `{budget_gib: 12}`: of the ways in which
@@ -148,50 +162,78 @@ class Training(Section):
     operators: [2]}`: the layers of these numbers."""
     offload_activations: bool = False
     """Keep in CPU memory what the layers' forwards leave for their backwards."""
-    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    compile: Literal["none", "inductor", "aot_eager"] = with_facts(
+        "none", resumable=True, rounds=True
+    )
     """Compile each decoder layer with torch.compile and this backend."""
-    loss: Literal["auto", "chunked", "triton", "plain"] = "auto"
+    loss: Literal["auto", "chunked", "triton", "plain"] = with_facts(
+        "auto", resumable=True, rounds=True
+    )
     """`chunked`: cross entropy that never holds all logits. `triton`: the same, with Triton's
     kernels for all except matrix products. `auto`: `triton` on a GPU where it is installed, else
     `chunked`. `plain`: all logits, then torch's cross entropy."""
-    seed: int = 0
+    seed: int = with_facts(
+        0,
+        between=(-9_223_372_036_854_775_808, 9_223_372_036_854_775_807),
+        timed=False,
+        decides="work",
+        reported=True,
+    )
     """Seed of random weights, the order of documents, and dropout."""
-    eval_every: int | Literal["epoch"] = 0
+    eval_every: int | Literal["epoch"] = with_facts(
+        0, between=(0, 1_000_000_000), resumable=True, timed=False
+    )
     """Steps between evaluations (0: only before step 1 and after the last). `epoch`: one at the end
     of each of `epochs`. Slots read their documents at their own pace, so that end is a step and not
     a document: of N steps over E epochs, epoch k ends after step N k / E, rounded."""
-    eval_batches: int = 0
+    eval_batches: int = with_facts(0, between=(0, 1_000_000_000), resumable=True, timed=False)
     """Global batches in an evaluation (0: the whole validation set)."""
-    patience: int = 0
+    patience: int = with_facts(
+        0,
+        between=(0, 1_000_000_000),
+        resumable=True,
+        timed=False,
+        never_set="every cell takes the same steps",
+    )
     """Stop after so many evaluations in a row whose loss is not below the lowest before (0: never).
     The evaluation before step 1 does not count."""
-    save_every: int | Literal["epoch"] = 0
+    save_every: int | Literal["epoch"] = with_facts(
+        0, between=(0, 1_000_000_000), resumable=True, timed=False
+    )
     """Steps between checkpoints, and one after the last step (0: none). `epoch`: at the steps of
     `eval_every: epoch`."""
-    keep_last: int = 2
+    keep_last: int = with_facts(2, between=(1, 1_000_000_000), resumable=True, timed=False)
     """The number of latest checkpoints that are kept."""
-    keep_best: bool = False
+    keep_best: bool = with_facts(False, resumable=True, timed=False)
     """Save after each evaluation that is the best so far, and keep that checkpoint;
     `checkpoints/best` is a link to it. The result at the end has its weights."""
-    async_save: bool = False
+    async_save: bool = with_facts(False, resumable=True, timed=False)
     """Write checkpoints while training continues, from a copy in CPU memory."""
-    memory_checkpoint_every: int = 0
+    memory_checkpoint_every: int = with_facts(
+        0, between=(0, 1_000_000_000), resumable=True, timed=False
+    )
     """Steps between checkpoints in the memory of the nodes, each with a copy on the next node (0:
     none). They outlive the processes, or one node; `resume: auto` reads them where they are not
     older than those on disk."""
-    resume: str | None = None
+    resume: str | None = with_facts(
+        None, resumable=True, timed=False, never_set="a cell starts from the beginning"
+    )
     """`latest`: resume from the newest checkpoint in `output_dir`. `latest-good`: from the newest
     undamaged one. `auto`: the same, or from scratch where there is none, so that one command may
     run again and again. Or a checkpoint's folder."""
-    check_copies_every: int = 0
+    check_copies_every: int = with_facts(0, between=(0, 1_000_000_000), resumable=True, timed=False)
     """Steps between comparisons of the weights that several ranks hold copies of, which must have
     the same bits; also before each checkpoint (0: never). A difference ends the run."""
-    sample: str | None = None
+    sample: str | None = with_facts(None, resumable=True, timed=False)
     """A prompt that is continued greedily after training; with `data.format: chat` it is a user's
     message, which is answered."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = with_facts(
+        "auto", resumable=True, timed=False, rounds=True
+    )
     """`auto`: GPUs where there are any."""
-    overwrite: bool = False
+    overwrite: bool = with_facts(
+        False, resumable=True, timed=False, never_set="the bench gives each round a folder"
+    )
     """Replace the files of another run in `output_dir`."""
 
     def __post_init__(self) -> None:
@@ -237,19 +279,30 @@ class Training(Section):
 class Measure(Section):
     """Measurements, and where they are reported."""
 
-    warmup_steps: int = 3
+    facts: ClassVar[Facts] = Facts(timed=False)
+
+    warmup_steps: int = with_facts(
+        3,
+        between=(0, 1_000_000_000),
+        resumable=True,
+        never_varied="all cells are measured in the same way",
+    )
     """Steps left out of every time figure."""
-    memory: bool = True
+    memory: bool = with_facts(
+        True, resumable=True, never_varied="all cells are measured in the same way"
+    )
     """Measure peak memory, in one more step after training that is not timed."""
-    reverse_microbatches: bool = False
+    reverse_microbatches: bool = with_facts(
+        False, resumable=True, never_varied="the noise controls vary it"
+    )
     """Run the micro-batches of a step in reverse order: only the order of sums differs."""
-    nudge_weights: bool = False
+    nudge_weights: bool = with_facts(False, never_varied="the noise controls vary it")
     """Move about half of the initial weights by one unit in their last place (float32). With
     `reverse_microbatches` it is the noise control: how far rounding alone moves a loss curve."""
-    print_seconds: float = 30.0
+    print_seconds: float = with_facts(30.0, between=(0, 1_000_000_000), resumable=True)
     """Seconds between lines of progress where the output is no terminal, as in the log of a job (0:
     a line after each step)."""
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(
-        default_factory=list
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = with_facts(
+        factory=list, resumable=True
     )
     """Experiment trackers, whose packages you install."""

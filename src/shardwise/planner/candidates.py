@@ -26,14 +26,6 @@ from shardwise.planner.divisions import Division, divisors, is_meant, layout_nam
 from shardwise.planner.memory import require_memory
 from shardwise.schedule.costs import Cost
 
-SEARCHED = {
-    "parallel": (
-        *("data", "dp_replicate", "tp", "sequence_parallel", "pp", "schedule", "virtual_stages"),
-        *("split", "cp", "ep", "offload", "reshard_after_forward"),
-    ),
-    "training": ("micro_batch_size", "checkpointing"),
-}
-"""The keys that a search sets, by section."""
 SCHEDULES = (("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 4), ("zbv", 2))
 """Schedules that are tried, each with its stages per rank. gpipe and looped-bfs have the bubble of
 1f1b and of interleaved-1f1b, and keep more activations."""
