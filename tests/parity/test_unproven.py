@@ -42,12 +42,6 @@ def test_equals_one_process(cell: Cell, outcomes: dict[Cell, tuple[Outcome, ...]
 
 
 def test_every_layout_that_is_offered_is_tried():
-<<<<<<< HEAD
     others = {"pp", "cp", "ep", "tp"}
     unlisted = [name for name in layout_names() if not others & set(name.split("-"))]
     assert {cell.layout for cell in CELLS} == {*unlisted} - {"single"}
-=======
-    axes = {"pp", "cp", "ep", "tp"}
-    alone = {name for name in layout_names() if not axes & set(name.split("-"))}
-    assert {cell.layout for cell in CELLS} == alone - {"single"}
->>>>>>> 11687d4b (Caps and a line follow)

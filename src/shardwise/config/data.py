@@ -10,7 +10,7 @@ from shardwise.config.section import Facts, Section, require, with_facts
 from shardwise.ranges import shown
 
 Format = Literal["text", "completion", "chat"]
-"""What the fields of a document are."""
+"""Kinds of documents, by their fields."""
 
 Fields = dict[str, str | list[str]]
 """The names in the data of `prompt`, `completion`, `messages` and `unused`."""
@@ -26,11 +26,11 @@ class Entry(Section):
     """null: the entry is read by `data.format`, `data.text_field`, `data.fields` and `data.tools`,
     except for what it gives itself. An entry with a format takes none of these four."""
     text_field: str | None = None
-    """As `data.text_field`, for this entry."""
+    """Replaces `data.text_field` for this entry."""
     fields: Fields | None = None
-    """As `data.fields`, for this entry."""
+    """Replaces `data.fields` for this entry."""
     tools: str | None = None
-    """As `data.tools`, for this entry."""
+    """Replaces `data.tools` for this entry."""
     weight: float | None = None
     """How often an entry of `train` is read, relative to the others; null: by its documents."""
 

@@ -27,7 +27,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rest of the library must know of a key, beside its type, default and description.
+    """Facts of a key that the rest of the library must know, beside its type and its default.
 
     Those of a section hold for each of its keys that does not say otherwise.
     """
