@@ -48,8 +48,8 @@ class Rule(NamedTuple):
     """through_inputs(gradients, chunks, inputs, span): return those of the inputs themselves."""
 
 
-def function_of(rule: Rule) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the rule of q, k, v, g, beta, state and documents, with its backward."""
+def function_of(rule: Rule) -> type[torch.autograd.Function]:
+    """Return the function of q, k, v, g, beta, state and documents, with its backward."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -102,7 +102,7 @@ def function_of(rule: Rule) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
                 return *of_inputs, None, None
             return *of_inputs, of_state.to(ctx.state_dtype), None
 
-    return Function.apply
+    return Function
 
 
 def summary(

@@ -41,7 +41,8 @@ def gated_delta_rule(
     Where `documents` [B, T] changes from one token to the next, the state before the latter is 0;
     `state` is that of the first token's document.
     """
-    return _gated_delta_rule(q, k, v, g, beta, state, documents)
+    out, last = _GatedDeltaRule.apply(q, k, v, g, beta, state, documents)
+    return out, last
 
 
 class _Chunks(NamedTuple):
@@ -240,5 +241,5 @@ def _through_inputs(
 
 
 RULE = Rule(_numbers, _chunks, _solve, _similar, heads_first, _backward, _through_inputs)
-_gated_delta_rule = function_of(RULE)
+_GatedDeltaRule = function_of(RULE)
 summary, of_before = partial(delta_rule.summary, RULE), partial(delta_rule.of_before, RULE)

@@ -47,7 +47,8 @@ def kimi_delta_attention(
     documents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
-    return _kimi_delta_attention(q, k, v, g, beta, state, documents)
+    out, last = _KimiDeltaAttention.apply(q, k, v, g, beta, state, documents)
+    return out, last
 
 
 class _Halves(NamedTuple):
@@ -257,5 +258,5 @@ def _through_inputs(
 
 
 RULE = Rule(_starts, _chunks, _solve, _similar, _padded, _backward, _through_inputs)
-_kimi_delta_attention = function_of(RULE)
+_KimiDeltaAttention = function_of(RULE)
 summary, of_before = partial(delta_rule.summary, RULE), partial(delta_rule.of_before, RULE)
