@@ -211,9 +211,9 @@ RECOMPUTATION = [
     ({"budget_gib": -1}, "budget_gib is -1.0; give a positive number of GiB"),
     ({"budget_gib": math.nan}, "budget_gib is nan; give a positive number of GiB"),
     ({"budget_gib": 1e9}, "at most 1,000,000"),
-    ({"budget_gib": True}, "is not a switch; give a number"),
-    ({"full": [True]}, "is not a switch; give a number"),
-    ({"budget_gib": "much"}, "unable to parse string as a number"),
+    ({"budget_gib": True}, "checkpointing.budget_gib is true; give a number or null"),
+    ({"full": [True]}, "checkpointing.full.0 is true; give a whole number"),
+    ({"budget_gib": "much"}, "checkpointing.budget_gib is 'much'; give a number or null"),
     ({"budget_gib": None}, "names no layer; give budget_gib"),
     ({}, "names no layer; give budget_gib"),
     ({"budget": 12}, "unknown key training.checkpointing.budget; did you mean budget_gib?"),
@@ -221,7 +221,7 @@ RECOMPUTATION = [
     ({"budget_gib": 12, "full": [0]}, "has budget_gib, which chooses the layers, and layers; leav"),
     ({"full": [0, 1], "operators": [1]}, "names layer 1 twice; leave one out"),
     ({"full": [-1]}, "names layer -1; layers are numbered from 0"),
-    ("some", "'none', 'full' or 'operators' or a valid list or a mapping"),
+    ("some", "is 'some'; give none, full, operators, a list of texts or a mapping"),
 ]
 
 
@@ -250,10 +250,88 @@ def with_checkpointing(value: Any) -> dict[str, Any]:
 
 def test_a_value_of_a_mapping_is_named_with_its_key():
     run = {"model": {"path": "m"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
-    with pytest.raises(
-        UserError, match=r"launch.environment.A is 1: .* string; write it in quotes"
-    ):
+    with pytest.raises(UserError, match=r"launch.environment.A is 1; give a text, in quotes$"):
         parse_config({**run, "launch": {"environment": {"A": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps=2.5", "training.steps is 2.5; give a whole number or null"),
+        ("training.steps=[1]", "training.steps is [1]; give a whole number or null"),
+        ("optimizer.lr=null", "optimizer.lr is null; give a number"),
+        ("optimizer.betas=[0.9]", "optimizer.betas is [0.9]; give a list of two numbers"),
+        ("optimizer.betas=[a, 0.9]", "optimizer.betas.0 is 'a'; give a number"),
+        ("measure.memory=maybe", "measure.memory is 'maybe'; give true or false"),
+        ("data.text_field=no", "data.text_field is false; give a text, in quotes"),
+        ("training.output_dir=2024-01-01", "output_dir is 2024-01-01; give a text, in quotes"),
+        ("data.train=3", "data.train is 3; give a text or a list of texts or mappings"),
+        ("data.train=[{path: x, weight: true}]", "train.0.weight is true; give a number or null"),
+        ("data.fields={prompt: [3]}", "data.fields.prompt.0 is 3; give a text, in quotes"),
+        ("data.fields={3: a}", "data.fields has the key 3; give a text, in quotes"),
+        ("training.eval_every=epochs", "eval_every is 'epochs'; give a whole number or epoch"),
+        ("lora.targets={q: 3}", "lora.targets.q is 3; give a list of numbers or null"),
+        ("parallel.memory_limit_gib=x", "is 'x'; give a number, a list of numbers or null"),
+        ("measure.trackers=wandb", "give a list of tensorboard, wandb, mlflow or trackio"),
+        ("launch.slurm={a: [1]}", "a is [1]; give a text, a whole number, true, false or null"),
+        ("launch.resources={a: null}", "a is null; give a text, a number, true or false"),
+        ("training=5", "training is 5; give a mapping"),
+        ("lora=5", "lora is 5; give a mapping or null"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_what_its_key_may_be(override, message, tmp_path):
+    (tmp_path / "run.yaml").write_text(SECTIONS)
+    with pytest.raises(UserError, match=f"{re.escape(message)}$"):
+        load_config(tmp_path / "run.yaml", [f"--{override}"])
+
+
+@pytest.mark.parametrize("value", ["many", 2.5, ["a"], [[]], {"a": "b"}, {"a": [{}]}, True, None])
+def test_no_message_is_in_the_words_of_another_library(value):
+    theirs = r"[Ii]nput should|valid (integer|number|string|list)|unable to|dictionary|instance of"
+    messages = [
+        message
+        for section in keys.known_keys()
+        for key in keys.known_keys(section)
+        if (message := refusal(section, key, value))
+    ]
+    assert len(messages) > 20
+    for message in messages:
+        assert not re.search(theirs, message)
+        assert re.search(r"; |known keys: ", message)
+
+
+def refusal(section: str, key: str, value: Any) -> str:
+    run = {"model": {"path": "m"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
+    run[section] = {**run.get(section, {}), key: value}
+    try:
+        parse_config(run)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {path: a\ndata: b\n", "line 1, 'model: {path: a' (a brace that is not closed)"),
+        ("a: [1, 2\nb: 3\n", "line 1, 'a: [1, 2' (a bracket that is not closed)"),
+        ("a: 1\nb: 'x\nc: 2\n", 'line 2, "b: \'x" (a quote that is not closed)'),
+        ("a: b: c\n", "line 1, 'a: b: c' (a colon where no key can be"),
+        ("a:\n\tb: 1\n", "line 2, 'b: 1' (a tab"),
+        ("a: *x\n", "line 1, 'a: *x' (an alias of no anchor)"),
+        ("a: @x\n", "line 1, 'a: @x' (a character that begins no value"),
+        ("a: !!python/object:x {}\n", "(a tag, and tags are not read)"),
+        ("a: 2024-13-01\n", "not valid YAML (a date that does not exist"),
+        ("a: \0\n", "not valid YAML (a control character)"),
+        (b"a: \xff\n", "not valid YAML (it is not in UTF-8)"),
+        ("a: " + "9" * 5000, "not valid YAML (a number of thousands of digits)"),
+    ],
+)
+def test_what_is_no_yaml_is_named_by_line_and_reason(text, message, tmp_path):
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=f"{re.escape(message)}.*; correct it$"):
+        load_config(tmp_path / "run.yaml")
 
 
 def test_records_have_no_values_of_the_environment():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 
 from shardwise import rules
 from shardwise.config import MOVED, REMOVED, RunConfig, Section, UserError, require
+from shardwise.config.wanted import wanted
 from shardwise.keys import all_keys, facts_of, known_keys, nearest
 from shardwise.ranges import shown
 
@@ -40,21 +42,25 @@ def read_config(data: dict[str, Any], source: str) -> RunConfig:
         cfg = _adapter().validate_python(data)
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_first_problem(error, data)}") from None
-    for section, keys in data.items():
-        for key, value in (keys or {}).items():
-            is_number = _is_switch_for_number(value, getattr(getattr(cfg, section), key))
-            require(not is_number, f"{source}: {section}.{key} is not a switch; give a number")
+    place = _switch_for_number(data, cfg)
+    require(place is None, f"{source}: {_wrong(place or [], True, data)}")
     return cfg
 
 
-def _is_switch_for_number(value: Any, parsed: Any) -> bool:
-    """Return whether a value has a switch where a number is read: pydantic takes true for 1."""
+def _switch_for_number(value: Any, parsed: Any) -> list[str] | None:
+    """Return the place of a switch where a number is read: pydantic takes true for 1."""
+    parts: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(value, Mapping):
         get = functools.partial(getattr, parsed) if isinstance(parsed, Section) else parsed.get
-        return any(_is_switch_for_number(part, get(name, None)) for name, part in value.items())
-    if isinstance(value, list) and isinstance(parsed, list | tuple):
-        return any(map(_is_switch_for_number, value, parsed))
-    return isinstance(value, bool) and not isinstance(parsed, bool)
+        parts = ((name, part, get(name, None)) for name, part in value.items())
+    elif isinstance(value, list) and isinstance(parsed, list | tuple):
+        parts = zip(itertools.count(), value, parsed, strict=False)
+    elif isinstance(value, bool) and not isinstance(parsed, bool):
+        return []
+    for name, *both in parts:
+        if (place := _switch_for_number(*both)) is not None:
+            return [str(name), *place]
+    return None
 
 
 def without_removed(data: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     try:
         data = yaml.load(content.decode(), _PlainData)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no valid date
-        raise UserError(f"{path}: not valid YAML ({error}); mend it") from None
+        raise UserError(f"{path}: not valid YAML{_where(error, content)}; correct it") from None
     require(isinstance(data, dict), f"{path}: {what}")
     return data
 
@@ -176,6 +182,42 @@ class _PlainData(yaml.SafeLoader):
         return node
 
 
+_PROBLEMS = {
+    "mapping values are not allowed": "a colon where no key can be: a value with a colon is quoted",
+    "expected ',' or ']'": "a bracket that is not closed",
+    "expected ',' or '}'": "a brace that is not closed",
+    "could not find expected ':'": "a line without a colon",
+    "expected <block end>": "more than one value, or an indentation that fits no line above",
+    "unexpected end of stream": "a quote that is not closed",
+    "found undefined alias": "an alias of no anchor",
+    "unknown escape character": "a backslash in double quotes: use single ones",
+    "'\\t' that cannot start": "a tab: lines are indented by spaces",
+    "cannot start any token": "a character that begins no value: quote it",
+    "could not determine a constructor": "a tag, and tags are not read",
+    "found unhashable key": "a list or a mapping as a key",
+    "codec can't decode": "it is not in UTF-8",
+    "special characters are not allowed": "a control character",
+    "must be in": "a date that does not exist: quote it",
+    "out of range": "a date that does not exist: quote it",
+    "Exceeds the limit": "a number of thousands of digits",
+}
+"""The reason in our words, by a part of the message of PyYAML or Python."""
+
+
+def _where(error: Exception, content: bytes) -> str:
+    """Return where a file is no YAML, and why, as the end of a sentence."""
+    text = str(error)
+    reason = next((reason for part, reason in _PROBLEMS.items() if part in text), None)
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f" ({reason or text})"
+    is_open = reason is not None and "not closed" in reason  # the line is that of its beginning
+    mark = (error.context_mark if is_open else None) or error.problem_mark
+    line = 0 if mark is None else mark.line
+    lines = content.decode().splitlines()
+    quoted = shown(lines[line].strip()) if line < len(lines) else "the end"
+    return f" in line {line + 1}, {quoted}" + (f" ({reason})" if reason else "")
+
+
 def apply_override(data: dict[str, Any], override: str) -> None:
     """Set a key in the sections of a run file, or a whole section, as in `--lora=null`."""
     key, equals, text = override.removeprefix("--").partition("=")
@@ -217,25 +259,42 @@ def _first_problem(error: Any, data: Any) -> str:
         if key in REMOVED:
             return f"{key} was removed; leave it out"
         return f"unknown key {key}; {nearest(location[-1], known_keys(*location[:-1]))}"
-    if kind in ("missing", "missing_argument"):
+    is_in_list = any(isinstance(part, int) for part in problem["loc"][-1:])  # one of a pair
+    if kind in ("missing", "missing_argument") and not is_in_list:
         return f"{'.'.join(location)} is missing; add it"
     if kind == "value_error":
         return str(problem["ctx"]["error"])
-    wanted = dict.fromkeys(error["msg"] for _, place, error in problems if place == keys)
-    first, *others = (message[:1].lower() + message[1:] for message in wanted)
-    message = " or ".join([first, *(m.removeprefix("input should be ") for m in others)])
-    message = re.sub("a dictionary or an instance of [A-Za-z]+", "a mapping", message)
-    value = problem["input"]
-    if message.endswith("a valid string") and isinstance(value, int | float):
-        message += "; write it in quotes"
-    name = ".".join(max(keys, location[:2], key=len))
-    return f"{name} is {'null' if value is None else shown(value)}: {message}"
+    if problem["loc"][-1:] == ("[key]",):
+        key = _in_yaml(problem["input"])
+        return f"{'.'.join(keys[:-1])} has the key {key}; give a text, in quotes"
+    *_, value = [data, *(part for _, part in _parts_of(problem["loc"], data))]
+    return _wrong(keys, value, data)
+
+
+def _wrong(place: Sequence[str], value: Any, data: Any) -> str:
+    """Return the message for a value, at a place of data, of another type than its key has."""
+    words = wanted(RunConfig, place, data)
+    if words == "a text" and isinstance(value, int | float | date):
+        words += ", in quotes"
+    return f"{'.'.join(place) or 'the run'} is {_in_yaml(value)}; give {words}"
+
+
+def _in_yaml(value: Any) -> str:
+    """Return the text of a value in an error, as a run file has it."""
+    if value is None or isinstance(value, bool | date):
+        return json.dumps(value, default=str).strip('"')
+    return shown(value)
 
 
 def _keys_of(place: Sequence[str | int], data: Any) -> Iterator[str]:
     """Yield the keys that lead to a place in data, without the names of types among them."""
+    return (key for key, _ in _parts_of(place, data))
+
+
+def _parts_of(place: Sequence[str | int], data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that lead to a place in data, each with what it leads to."""
     for part in place:
         is_index = isinstance(data, list) and isinstance(part, int) and part < len(data)
         if is_index or (isinstance(data, Mapping) and part in data):
-            yield str(part)[:80]
             data = data[part]
+            yield str(part)[:80], data

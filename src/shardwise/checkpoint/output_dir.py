@@ -115,7 +115,7 @@ def writing(cfg: RunConfig) -> Generator[None]:
         if cause.filename is None and cause.errno in _OF_DISKS:
             raise RunError(
                 f"training.output_dir {folder}: a file there cannot be written ({cause.strerror}); "
-                "mend that, then resume with --resume auto"
+                "correct that, then resume with --resume auto"
             ) from None
         if not isinstance(cause.filename, str | bytes | Path):
             raise

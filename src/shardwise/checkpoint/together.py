@@ -44,4 +44,4 @@ def _reason(error: Exception, make_room: str) -> tuple[int, str]:
     if is_full(error):
         return 0, f"{reason}; {make_room}"
     file = f": {error.filename}" if error.filename else ""
-    return 0, f"{reason}{file}; mend that, then resume with --resume latest-good"
+    return 0, f"{reason}{file}; correct that, then resume with --resume latest-good"

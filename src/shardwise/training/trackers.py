@@ -126,7 +126,8 @@ def open_trackers(
         except OSError:
             raise
         except Exception as error:  # such as a run id that it does not know
-            raise RunError(f"{name} begins no run ({error}); mend that or leave it out") from error
+            way_out = "correct that or leave it out"
+            raise RunError(f"{name} begins no run ({error}); {way_out}") from error
         stack.push(partial(_end, close))
         logs.append(log)
     return logs
