@@ -7,7 +7,7 @@ all that other axes leave of the weights, and 1/n of the activations. Communicat
 and layer (docs/concepts/context.md): attention sends keys and values, a convolution over W tokens
 sends W - 1 of them to the next rank, and a recurrent core sends affine maps of its state.
 Gradients of weights are partial sums, which the data-parallel strategy adds up over `cp` too
-(decision 040).
+(decision 050).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def state_bytes(
     UserError with `offload: disk`.
     """
     require_memory(cfg)
-    # Weights are sharded over data and context together (docs/decisions/040-mesh-by-role.md).
+    # Weights are sharded over data and context together (docs/decisions/050-context-cut.md).
     rank = coordinates[context_joins_of(cfg)] * sizes["cp"] + coordinates["cp"]
     total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})
     strategy, num_shards = strategy_of(cfg), num_strategy_ranks(cfg, sizes)
