@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.divisions import layout_name
 from shardwise.planner.exact import Choice, explain
-from shardwise.planner.plan_page import OVERHEADS, on_the_host, time_parts, why_not_fitting
+from shardwise.planner.plan_page import OVERHEADS, time_parts
 from shardwise.planner.search import search
 from shardwise.presets import MODELS, published_runs
 from shardwise.words import percent, seconds, size
@@ -49,6 +50,7 @@ CASES = (
 """Preset, devices of a node, nodes, and the link between them, or that of one node's devices where
 it is not the usual one."""
 ROWS, LENGTH = 512, 8_192
+RECOMPUTED = {"none": "", "operators": "operators", "full": "all layers"}
 
 
 def question(
@@ -64,35 +66,41 @@ def question(
     return Question(replace(cfg, **changes), cluster_of(devices, nodes, link))
 
 
-def needs() -> Iterator[str]:
-    """Yield the table of the best layouts."""
-    yield "| model | devices | LoRA r=16 | in full |"
-    yield "|---|---|---|---|"
+def needs(lora: bool) -> Iterator[str]:
+    """Yield the table of the best layouts, with LoRA or in full."""
+    yield (
+        "| model | devices | enough | best layout | micro-batch | recomputed | offloaded "
+        "| memory | step | MFU |"
+    )
+    yield "|---|---|---|---|---:|---|---|---:|---:|---:|"
     for preset, devices, nodes, link in CASES:
         where = ", ".join(filter(None, [f"{nodes} x {devices}" if nodes > 1 else devices, link]))
-        cells = [_best(question(preset, devices, nodes, link, lora)) for lora in (True, False)]
+        cells = _best(question(preset, devices, nodes, link, lora))
         yield f"| {preset} | {where} | {' | '.join(cells)} |"
 
 
-def _best(asked: Question) -> str:
+def _best(asked: Question) -> Iterator[str]:
+    """Yield the cells of a row: what is enough, then the fastest layout that fits, or the least."""
     answer = search(asked)
     simple = [answer.simpler[name] for name in ("single", "ddp", "fsdp2") if name in answer.simpler]
-    why = "".join(
-        f"; `{layout_name(choice.candidate.division)}` {why_not_fitting(choice, asked)}"
-        for choice in simple
-        if not choice.fits
-    )
-    if not answer.choices:
-        least = min(answer.computed, key=lambda choice: choice.memory.total)
-        return f"*nothing fits*: `{least.title}` needs {size(least.memory.total)}{why}"
-    best, fitting = answer.best, [*answer.choices, *(choice for choice in simple if choice.fits)]
+    fitting = [*answer.choices, *(choice for choice in simple if choice.fits)]
     kinds = {layout_name(choice.candidate.division) for choice in fitting}
-    case = "fits on one device" if kinds & {"single", "ddp"} else "does not fit on one device"
-    if case.startswith("does") and not kinds & {"fsdp2", "hsdp"}:
-        case = "fsdp2 alone does not fit"
-    used = f"{size(best.memory.total)}, MFU {percent(best.mfu)}, {_largest_loss(best)}"
-    host = "".join(f", {text}" for text in on_the_host(best, asked))
-    return f"*{case}*: `{best.title}`, {best.details}: {used}{host}{why}"
+    enough = (("one device", {"single", "ddp"}), ("fsdp2", {"fsdp2", "hsdp"}), ("more axes", kinds))
+    yield next((words for words, names in enough if kinds & names), "nothing fits")
+    best = (
+        answer.best
+        if answer.choices
+        else min(answer.computed, key=lambda choice: choice.memory.total)
+    )
+    candidate = best.candidate
+    yield f"`{best.title}`" + (f", {candidate.schedule}" if candidate.division.pp > 1 else "")
+    yield str(candidate.micro_batch_size)
+    yield RECOMPUTED.get(str(candidate.recomputation), "some layers")
+    on_host = size(best.memory.host * asked.cluster.per_node)
+    yield "" if candidate.offload == "none" else f"{candidate.offload}, {on_host} a node"
+    yield size(best.memory.total)
+    yield seconds(best.time.total)
+    yield percent(best.mfu)
 
 
 def sizes() -> Iterator[str]:
@@ -188,7 +196,11 @@ def with_table(text: str, lines: Iterable[str], start: str) -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], Iterable[str]]]] = {
-    "what-do-i-need.md": {"needs": needs, "sizes": sizes},
+    "what-do-i-need.md": {
+        "lora": partial(needs, lora=True),
+        "full": partial(needs, lora=False),
+        "sizes": sizes,
+    },
     "published-layouts.md": {"published": published},
 }
 """The tables of each page, by the name in the comment before it."""

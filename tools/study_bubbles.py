@@ -25,8 +25,6 @@ class Bubble:
     """By the measured costs of its units; None without them."""
     formula: float
     """(p - 1) / (v m + p - 1), with equal stages and messages that take no time."""
-    step_error: float | None
-    """How far the simulated step is from the measured one, in percent of the latter: the median."""
 
 
 def bubbles(study: Study) -> list[Bubble]:
@@ -43,8 +41,6 @@ def bubbles(study: Study) -> list[Bubble]:
         chunks = len(pipeline["layers"]) // ranks
         rounds = study.pipelines[row.plan.id]
         shares = [one["bubble"] for one in rounds]
-        errors = [one["simulator_error_percent"] for one in rounds]
-        errors = [error for error in errors if error is not None]
         found.append(
             Bubble(
                 row,
@@ -54,7 +50,6 @@ def bubbles(study: Study) -> list[Bubble]:
                 (min(shares), max(shares)),
                 pipeline["simulated"]["bubble"] if pipeline["simulated"] else None,
                 (ranks - 1) / (chunks * number + ranks - 1),
-                median(errors) if errors else None,
             )
         )
     return sorted(found, key=lambda bubble: (bubble.schedule, bubble.microbatches))

@@ -15,7 +15,7 @@ from tools.study_lengths import lengths
 
 from shardwise.drawing.svg import colour
 from shardwise.report import figures as report
-from shardwise.report.losses import losses, training
+from shardwise.report.losses import losses
 from shardwise.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
 from shardwise.report.seeds import over_seeds, spread
 from shardwise.report.style import looks
@@ -159,18 +159,6 @@ def curves(study: Study) -> Drawn | None:
     return narrow(drawn, caption=f"{shown(groups)}{caption}")
 
 
-def norms(study: Study) -> Drawn | None:
-    """Draw the gradient norms and the validation loss of the first group."""
-    groups = in_groups(study)[:1]
-    if not any(row.record and row.record.grad_norms for row in groups[0][1]):
-        return None
-    drawn = training(groups, looks(study.bench.sweep, study.rows))
-    for names in drawn.figure.legends:  # curves coincide
-        names.remove()
-    caption = "The curves of all cells lie on one another. Losses are in nats per token."
-    return narrow(drawn, caption=f"{shown(groups)}{caption}")
-
-
 def seeds(study: Study) -> Drawn | None:
     """Draw the losses of each seed under each strategy."""
     families = over_seeds(study.bench, study.rows)
@@ -310,7 +298,6 @@ FIGURES: dict[str, tuple[str, Callable[[Studies], Drawn | None]]] = {
     "experts": of("experts", strategies),
     "memory": of("cpu", memory),
     "losses": of("cpu", curves),
-    "norms": of("cpu", norms),
     "seeds": of("seeds", seeds),
     "lengths": of("cpu", lengths),
     "microbatches": of("microbatches", microbatches),
@@ -335,8 +322,6 @@ ALTS = {
     "memory": PARTS.format("strategy"),
     "losses": "Left the loss curves of ten steps, which lie on one another; right a row for each "
     "strategy with its differences from one process, and the tolerance",
-    "norms": "Validation losses and gradient norms of all strategies over ten steps, which lie on "
-    "one another",
     "seeds": "A row for each strategy and way to train, a dot for each of three seeds: the last "
     "training loss and the validation loss",
     "lengths": "A bar for each strategy: the tokens of the longest row that fits into the memory "

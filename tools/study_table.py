@@ -17,7 +17,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tools.paired import table as markdown
@@ -125,58 +124,9 @@ def speed_by_rows(study: Study) -> str:
     )
 
 
-def losses(study: Study) -> str:
-    """Return the largest difference of a loss from the reference's, by strategy and group."""
-
-    def figures(row: Row | None) -> str:
-        if row is None or row.difference is None:
-            return "the reference" if row and row.is_reference else NOTHING
-        mark = "" if row.state == "ok" else f" ({row.state})"
-        return f"{scientific(row.difference) if row.difference else '0'}{mark}"
-
-    return by_group(study, figures, with_control=True)
-
-
-def checked(study: Study) -> str:
-    """Return the peak of a rank in MiB, and the largest difference of a loss from the reference."""
-
-    def figures(row: Row | None) -> str:
-        if row is None or row.peak_memory_bytes is None:
-            return NOTHING
-        peak = f"{row.peak_memory_bytes / 2**20:.1f}"
-        if row.difference is None:
-            return peak
-        mark = "" if row.state == "ok" else f" ({row.state})"
-        return f"{peak} · {scientific(row.difference) if row.difference else '0'}{mark}"
-
-    return by_group(study, figures)
-
-
-def validation(study: Study) -> str:
-    """Return the validation loss at the end, by strategy and group."""
-
-    def figures(row: Row | None) -> str:
-        return f"{row.validation[-1][1]:.7f}" if row and row.validation else NOTHING
-
-    return by_group(study, figures, with_control=True)
-
-
-def first_step(study: Study) -> str:
-    """Return the seconds from the start of training to the end of the first step."""
-
-    def figures(row: Row | None) -> str:
-        record = row.record if row and row.figures else None
-        if record is None or "first_step_seconds" not in record.spread:
-            return NOTHING
-        low, high = record.spread["first_step_seconds"]
-        return f"{record.first_step_seconds:.1f} ({low:.1f} to {high:.1f})"
-
-    return by_group(study, figures)
-
-
-def by_group(study: Study, figures: Callable[[Row | None], str], with_control: bool = False) -> str:
+def by_group(study: Study, figures: Callable[[Row | None], str]) -> str:
     """Return a table of the strategies and the groups of cells; the fewer of them are columns."""
-    groups = in_groups(study, with_control)
+    groups = in_groups(study)
     labels = dict.fromkeys(row.label for _, rows in groups for row in rows)
     names = [f"`{label}`" for label in labels]
     titles = [title for title, _ in groups]
@@ -187,17 +137,6 @@ def by_group(study: Study, figures: Callable[[Row | None], str], with_control: b
     return markdown(
         ["", *names], [[title, *line] for title, line in zip(titles, cells, strict=True)]
     )
-
-
-def gradients(study: Study) -> str:
-    """Return the gradients and the temporary memory at the peak, in MiB, by strategy and group."""
-
-    def figures(row: Row | None) -> str:
-        if row is None or row.memory_parts is None:
-            return NOTHING
-        return " · ".join(f"{row.memory_parts[k] / 2**20:.2f}" for k in ("gradients", "temporary"))
-
-    return by_group(study, figures)
 
 
 def sent(study: Study) -> str:
@@ -232,21 +171,6 @@ def bubble(study: Study) -> str:
         )
     head = ["", "micro-batches", "bubble", "simulated", "of equal stages"]
     return markdown([*head, "tokens/s", "peak of a rank"], lines)
-
-
-def simulated(study: Study) -> str:
-    """Return each pipeline's bubble, that of the simulator, and how far its step is off."""
-    points = {point.row.plan.id: point for point in bubbles(study)}
-    pipelines = replace(study, rows=[row for row in study.rows if row.plan.id in points])
-
-    def figures(row: Row | None) -> str:
-        point = points[row.plan.id] if row else None
-        if point is None or point.step_error is None:
-            return NOTHING
-        bubble = f"{percent(point.measured)} · {percent(point.simulated)}"
-        return f"{bubble} · {point.step_error:+.0f}%"
-
-    return by_group(pipelines, figures)
 
 
 def ran(study: Study) -> str:
@@ -298,14 +222,8 @@ def published(name: str, results: Path) -> str:
 TABLES: dict[str, Callable[[Study], str]] = {
     "speed": speed,
     "speed_by_rows": speed_by_rows,
-    "losses": losses,
-    "checked": checked,
-    "validation": validation,
-    "first_step": first_step,
-    "gradients": gradients,
     "sent": sent,
     "bubble": bubble,
-    "simulated": simulated,
     "ran": ran,
 }
 
