@@ -175,7 +175,7 @@ def test_results_are_kept_whatever_was_in_memory(tmp_path):
         (tmp_path / name).write_text("")
     claim(cfg, clear=True)
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="holds results"):
+    with pytest.raises(UserError, match="holds a finished run"):
         claim(cfg, clear=True)
     assert (tmp_path / "model").is_dir()
 

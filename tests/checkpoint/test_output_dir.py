@@ -55,10 +55,26 @@ def test_a_folder_with_another_run_is_refused_and_left_alone(name, tmp_path):
     (tmp_path / name).write_text("{}")
     with pytest.raises(
         UserError,
-        match=r"holds another run; choose another folder, or set training\.overwrite=true",
+        match="holds another run, which has saved nothing; choose another folder, or delete it "
+        r"with training\.overwrite=true",
     ):
         claim(config(tmp_path), clear=True)
     assert names(tmp_path) == {name}
+
+
+def test_a_run_that_was_interrupted_is_to_be_continued_before_it_is_deleted(tmp_path):
+    leave_a_run(tmp_path)
+    with pytest.raises(UserError, match=r"holds a finished run \(adapter, model\); choose"):
+        claim(config(tmp_path), clear=True)
+    for name in ("adapter", "model"):
+        (tmp_path / name / "file").unlink()
+        (tmp_path / name).rmdir()
+    with pytest.raises(
+        UserError,
+        match="holds a run with checkpoints up to step 3: continue it with --resume latest, choose "
+        r"another folder, or delete it with training\.overwrite=true",
+    ):
+        claim(config(tmp_path), clear=True)
 
 
 def test_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
@@ -138,7 +154,7 @@ def test_a_run_that_goes_on_elsewhere_does_not_replace_another(tmp_path):
     for name in ("here", "elsewhere"):
         (tmp_path / name).mkdir()
         leave_a_run(tmp_path / name)
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="holds a finished run"):
         claim(
             config(tmp_path / "here", resume=str(tmp_path / "elsewhere/checkpoints/step-3")),
             clear=True,
@@ -173,14 +189,14 @@ def test_results_are_not_replaced_because_a_command_runs_again(tmp_path):
     assert names(tmp_path) == set()
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="holds results, and no checkpoint to "):
+    with pytest.raises(UserError, match=r"holds a finished run .*, and no checkpoint to "):
         claim(config(tmp_path, resume="auto"), clear=True)
     assert names(tmp_path) == {"metrics.jsonl", "model"}
 
 
 def test_checkpoints_alone_are_a_run(tmp_path):
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds another run"):
+    with pytest.raises(UserError, match="holds a run with checkpoints up to step 3"):
         claim(config(tmp_path), clear=True)
 
 

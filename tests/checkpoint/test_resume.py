@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from shardwise.assembly.build import build
 from shardwise.assembly.optimizer import lr_factor
 from shardwise.checkpoint import memory_folder
-from shardwise.checkpoint.folder import folder_of, take_over
+from shardwise.checkpoint.folder import (
+    MANIFEST,
+    Slot,
+    folder_of,
+    read_manifest,
+    take_over,
+    write_manifest,
+)
 from shardwise.checkpoint.resume import find_start, may_have_steps
 from shardwise.config import Launch, Optimizer, RunConfig, UserError
 from shardwise.launch import local as launch
@@ -68,6 +75,30 @@ def test_a_run_of_other_work_is_refused(section, key, value, message, saved):
     cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
     with pytest.raises(RuntimeError, match=f"UserError: {message}"):
         run_ranks(1, find_start, cfg)
+
+
+@pytest.mark.parametrize(
+    ("before", "skipped", "now", "may"),
+    [("fail", {}, "skip", True), ("skip", {}, "fail", True), ("skip", {"x": 1}, "fail", False)],
+)
+def test_bad_documents_may_be_left_out_from_now_on(before, skipped, now, may, saved, tmp_path):
+    shutil.copytree(saved / "checkpoints", tmp_path / "checkpoints")
+    folder = folder_of(tmp_path, 2)
+    manifest = read_manifest(folder)
+    manifest.config["data"]["on_error"] = before
+    slot = Slot(0, 0, 0, (), 0, skipped, 0, is_begun=False)
+    slots = dict.fromkeys(map(str, range(8)), slot)
+    loader = replace(manifest.loader, slots=slots, filled=dict.fromkeys(slots, 0))
+    manifest = replace(manifest, loader=loader)
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, manifest)
+    cfg = config(tmp_path, resume="latest")
+    cfg = replace(cfg, data=replace(cfg.data, on_error=now))
+    if may:
+        assert run_ranks(1, find_start, cfg)[0].step == 2
+    else:
+        with pytest.raises(RuntimeError, match=r"trained with skip and has left out documents"):
+            run_ranks(1, find_start, cfg)
 
 
 COSINE = Optimizer(warmup_steps=10)

@@ -272,7 +272,7 @@ def _tokenizer(run_file: Path) -> str:
 def test_output_folder_that_holds_another_run(run_file, capfd, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
-    assert "holds another run; choose another folder, or set training.overwrite=true" in refused(
+    assert "holds another run, which has saved nothing; choose another folder" in refused(
         capfd, run_file
     )
 

@@ -67,14 +67,22 @@ def claim(cfg: RunConfig, clear: bool) -> None:
     # A run that died before its first checkpoint, and is started again, has nothing to keep.
     starts_again = auto and not results(folder)
     if not (cfg.training.overwrite or starts_again or _took_no_step(folder)):
-        content = "results, and no checkpoint to resume from" if auto else "another run"
-        raise UserError(
-            f"training.output_dir {folder} holds {content}; choose another folder, or set "
-            "training.overwrite=true"
-        )
+        raise UserError(f"training.output_dir {folder} holds {_content(folder, auto)}")
     _check_inputs_stay(folder, cfg.training.resume)
     if clear:
         remove_files(cfg)
+
+
+def _content(folder: Path, auto: bool) -> str:
+    """Return what a folder holds that is not this run's, with the ways out."""
+    ways = "choose another folder, or delete it with training.overwrite=true"
+    if found := results(folder):
+        content = f"a finished run ({', '.join(path.name for path in found)})"
+        return f"{content}{', and no checkpoint to resume from' if auto else ''}; {ways}"
+    if checkpoints := complete(folder):
+        step = folders.step_of(checkpoints[0])
+        return f"a run with checkpoints up to step {step}: continue it with --resume latest, {ways}"
+    return f"another run, which has saved nothing; {ways}"
 
 
 def remove_files(cfg: RunConfig) -> None:

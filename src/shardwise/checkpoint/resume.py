@@ -144,12 +144,19 @@ def _check_fits(cfg: RunConfig, manifest: folders.Manifest, folder: Path) -> Non
         may_differ |= {"training.steps", "training.epochs"}
     if all(isinstance(values["data.validation"], str | list) for values in (before, now)):
         may_differ.add("data.validation")  # files, whose content the loaders compare
+    # A run that may not leave documents out has left out none: both values read the same rows.
+    if old.data.on_error == "fail" or not any(
+        slot.skipped for slot in manifest.loader.slots.values()
+    ):
+        may_differ.add("data.on_error")
     for key in dict.fromkeys([*before, *now]):
         differs = before.get(key) != now.get(key)
         if differs and key not in may_differ:
             reason = ""
             if key in ("training.steps", "training.epochs"):
                 reason = " (the learning rates of the steps that are done depend on it)"
+            if key == "data.on_error":
+                reason = " and has left out documents"
             raise UserError(
                 f"{key} is {now.get(key, 'left out')}, but checkpoint {folder} was trained with "
                 f"{before.get(key, 'it left out')}{reason}; set it back, or start from scratch "

@@ -23,10 +23,11 @@ from shardwise.config import RunConfig, UserError, require
 from shardwise.launch import elastic
 from shardwise.launch.group import Group, can_fork
 from shardwise.launch.rank import Report, Train, import_all, rank_process, record, run_rank
-from shardwise.process.ending import explain, report_ending
+from shardwise.process.ending import Ending, explain, report_ending
 from shardwise.process.stop import on_signals
 from shardwise.process.world import ALONE, World, device_type, find_world
 from shardwise.ranges import shown
+from shardwise.training import way_on
 from shardwise.training.trackers import check_installed
 
 _RUNNING = threading.Lock()
@@ -83,9 +84,16 @@ def launch(
         check_installed(cfg.measure.trackers)
         with _alone(), output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)
+            before = _published(cfg)
             if nproc is not None and nproc > 1:
                 return start_processes(cfg, nproc, train, lock, report)
-            ending = run_rank(cfg, world or ALONE, train, report)
+
+            def report_rank(ending: Ending) -> None:
+                is_first = world is None or world.rank == 0
+                has_saved = bool(_published(cfg) - before)
+                report(way_on.after_save(cfg, ending, has_saved) if is_first else ending)
+
+            ending = run_rank(cfg, world or ALONE, train, report_rank)
             return 0 if ending is None else ending.exit_code
     except SystemExit:
         raise
@@ -157,7 +165,7 @@ def start_processes(
                 or bool(group.signals)
             )
             if is_last:
-                note = ""
+                note, ending = "", way_on.after_save(cfg, ending, bool(published))
             elif has_results:
                 note = "; the results were saved before, so it does not start again"
             else:

@@ -40,6 +40,7 @@ from shardwise.process.world import (
     pick_device,
     threads_each,
 )
+from shardwise.training import way_on
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def run_rank(
         record(cfg, explain(error))
         raise
     except BaseException as error:  # torch has errors that are no Exception
-        ending = explain(error, world.where)
+        ending = way_on.after_document(cfg, explain(error, world.where), error)
         if world.size > 1 and ending.exit_code == FAILED:
             # A rank that loses a peer fails too. Each one waits with its connections open, so that
             # the launcher sees the cause first and ends the others before they fail.
