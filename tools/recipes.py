@@ -27,8 +27,9 @@ shardwise init --recipe qwen3_5-2b-fsdp2 small.yaml --model /models/Qwen3.5-2B
 shardwise init --list
 ```
 
-Without `--data` a few sentences are written too, on which the run can be tried. For
-[chats](data.md), set `data.format` to `chat`.
+Without `--data` a few sentences are written too, on which the run can be tried. `--data` finds the
+[format](data.md) of files by itself. `shardwise plan`, `prove`, `split` and `train --dry-run` take
+the shape of a recipe's model from the package, so they need neither weights nor a network.
 
 All recipes fine-tune with LoRA of rank 16, on weights in bfloat16 and rows of 2,048 tokens. Each
 key in the file has its description above it, and the first lines give the command that trains.

@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from shardwise import cli
-from shardwise.config import Recomputation
+from shardwise.commands.command import with_preset
+from shardwise.config import Data, Model, Recomputation, RunConfig, Training
+from shardwise.models import hub
+from shardwise.presets import MODELS
 from shardwise.run_file import load_config
 
 DEVICES = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
@@ -59,6 +64,41 @@ def test_what_it_writes_is_what_train_takes(folder, capsys):
     assert "fsdp2:2" in html
     assert not re.search("https?:", html)
     assert 'th[data-kind="number"]' in html  # the style is not escaped
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("plan", ["--top=1"]), ("train", ["--dry-run"]), ("split", [])]
+)
+def test_a_recipe_is_planned_by_the_shape_of_its_preset(command, options, capsys, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", refuse)
+    monkeypatch.setattr(hub, "is_offline_mode", lambda: False)
+    hub.ask_hub.cache_clear()
+    assert cli.main(["init", "--recipe", "lfm2-1.2b-pp"]) == 0
+    options = options if command == "split" else [*options, "--devices", "2xRTX4090"]
+    outputs = []
+    for path in (None, MODELS / "lfm2-1.2b"):
+        capsys.readouterr()
+        given = [] if path is None else [f"--model.path={path}"]
+        assert cli.main([command, "run.yaml", *options, *given]) == 0
+        printed = capsys.readouterr()
+        note = "note: the shape of LiquidAI/LFM2-1.2B is that of the preset lfm2-1.2b"
+        assert printed.err.startswith(note) == (path is None)
+        outputs.append(re.sub(r"in [\d.]+ s\b", "", printed.out))
+    assert outputs[0] == outputs[1]
+
+
+def test_what_was_downloaded_or_is_a_folder_here_is_read_itself(folder, monkeypatch, capsys):
+    recipe = RunConfig(Model("LiquidAI/LFM2-1.2B"), Data("d"), Training("o"))
+    assert with_preset(recipe).model.path == str(MODELS / "lfm2-1.2b")
+    (folder / "LiquidAI" / "LFM2-1.2B").mkdir(parents=True)
+    assert with_preset(recipe) == recipe
+    (folder / "LiquidAI" / "LFM2-1.2B").rmdir()
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: "there")
+    assert with_preset(recipe) == recipe
+    assert with_preset(replace(recipe, model=Model("owner/other"))).model.path == "owner/other"
 
 
 def test_a_run_file_keeps_what_is_not_searched(folder):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
+
+from shardwise.config import RunConfig
+from shardwise.presets import MODELS, preset_of
 
 OVERRIDE = "--section.key=value"
 
@@ -32,6 +37,25 @@ def add_run_file(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN.yaml", help=text)
     if is_completing():
         _add_keys(parser)
+
+
+def with_preset(cfg: RunConfig) -> RunConfig:
+    """Return the run with a preset as its model, where a shape is enough and only the hub has it.
+
+    A line on stderr says so. What was downloaded before is read itself.
+    """
+    preset = preset_of(cfg.model.path)
+    if preset is None or os.path.isdir(cfg.model.path):
+        return cfg
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(cfg.model.path, "config.json"), str):
+        return cfg
+    print(
+        f"note: the shape of {cfg.model.path} is that of the preset {preset}; the hub is not asked",
+        file=sys.stderr,
+    )
+    return replace(cfg, model=replace(cfg.model, path=str(MODELS / preset)))
 
 
 def is_completing() -> bool:

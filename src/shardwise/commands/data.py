@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.command import Command, add_run_file
 from shardwise.config import UserError
+from shardwise.run_file import load_config
 from shardwise.words import percent
 
 if TYPE_CHECKING:
@@ -25,15 +26,14 @@ def run(args: Namespace) -> int:
     """Print what a run would train on: counts of each source, and rows of the first step."""
     if args.documents < 1 or args.rows < 0:
         raise UserError("--documents and --rows count; give at least 1, and 0 for no rows")
+    cfg = load_config(args.run, args.overrides)
     from rich.console import Console
     from transformers.utils import logging
 
     from shardwise.data.preview import preview
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.models.hub import check_source
-    from shardwise.run_file import load_config
 
-    cfg = load_config(args.run, args.overrides)
     logging.set_verbosity_error()
     check_source(cfg.model.path)
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)

@@ -43,6 +43,11 @@ def run(args: Namespace) -> int:
 
 def plan(args: Namespace) -> int:
     """Do what `run` says."""
+    args = with_published(args)
+    require(args.top >= 1, f"--top is {args.top}; give at least 1")
+    for option in ("write", "html"):
+        check_can_write(option, getattr(args, option))
+    sections, fixed = sections_of(args)
     from rich.console import Console
     from transformers.utils import logging
 
@@ -52,12 +57,7 @@ def plan(args: Namespace) -> int:
     from shardwise.planner.search import search, with_smaller_base
     from shardwise.words import size
 
-    args = with_published(args)
-    require(args.top >= 1, f"--top is {args.top}; give at least 1")
-    for option in ("write", "html"):
-        check_can_write(option, getattr(args, option))
     cluster = cluster_of(args.devices, args.nodes, args.link)
-    sections, fixed = sections_of(args)
     logging.set_verbosity_error()
     question = question_of(sections, fixed, cluster, args.run)
     if args.explain is not None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.commands.command import with_preset
 from shardwise.config import Parallel, RunConfig, UserError, require
 from shardwise.keys import facts_of, is_searched, nearest
 from shardwise.layouts import layout_names, layout_of
@@ -254,7 +255,7 @@ def question_of(
     """Return the question which layout the run of these sections should have."""
     from shardwise.planner.candidates import Question
 
-    return Question(_parsed(sections, source, fixed), cluster, fixed)
+    return Question(with_preset(_parsed(sections, source, fixed)), cluster, fixed)
 
 
 def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> RunConfig:

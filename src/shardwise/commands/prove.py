@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from shardwise.commands.command import Command, add_run_file
+from shardwise.commands.command import Command, add_run_file, with_preset
 from shardwise.process.stop import on_signals
 from shardwise.run_file import load_config
 from shardwise.safety import check_output, write_output
@@ -16,6 +16,7 @@ from shardwise.safety import check_output, write_output
 
 def run(args: Namespace) -> int:
     """Compare a layout with one process; return 0 where they are equal, 1 where not."""
+    cfg = with_preset(load_config(args.run, args.overrides))
     import torch
     from rich.console import Console
     from transformers.utils import logging
@@ -31,7 +32,6 @@ def run(args: Namespace) -> int:
     from shardwise.proof.small_run import small_run
     from shardwise.records.record import dumps
 
-    cfg = load_config(args.run, args.overrides)
     logging.set_verbosity_error()
     if args.json is not None:
         check_output(args.json, "--json")

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.commands.command import Command, add_run_file
+from shardwise.commands.command import Command, add_run_file, with_preset
 from shardwise.launch.local import start_processes
 from shardwise.layouts import fewest_ranks
 from shardwise.run_file import load_config
@@ -14,6 +14,9 @@ from shardwise.run_file import load_config
 
 def run(args: Namespace) -> int:
     """Print where a run's model is cut, and at what costs; `--profile` measures these first."""
+    cfg = load_config(args.run, args.overrides)
+    if not args.profile:
+        cfg = with_preset(cfg)
     from rich.console import Console
     from transformers.utils import logging
 
@@ -28,7 +31,6 @@ def run(args: Namespace) -> int:
         write_files,
     )
 
-    cfg = load_config(args.run, args.overrides)
     logging.set_verbosity_error()
     if args.out is not None:
         make_folder(Path(args.out))

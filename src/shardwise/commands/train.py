@@ -6,7 +6,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
-from shardwise.commands.command import Command, add_run_file
+from shardwise.commands.command import Command, add_run_file, with_preset
 from shardwise.config import RunConfig, require
 from shardwise.launch.local import launch
 from shardwise.run_file import load_config
@@ -50,7 +50,7 @@ def dry_run(
     cluster = cluster_of(devices or HERE, nodes, link)
     if devices is None:
         cluster = replace(cluster, per_node=nproc)
-    question = Question(cfg, cluster)
+    question = Question(with_preset(cfg), cluster)
     choice, subject = explain(question)
     show_one(Console(), choice, question, subject)
     return 0 if choice.fits else 3

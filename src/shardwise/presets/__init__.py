@@ -56,6 +56,11 @@ def recipes() -> dict[str, Recipe]:
     return by_name
 
 
+def preset_of(hub_id: str) -> str | None:
+    """Return the preset with the shape of a model on the hub; None where there is none."""
+    return next((one.preset for one in recipes().values() if one.path == hub_id), None)
+
+
 def published_runs() -> dict[str, dict[str, Any]]:
     """Return the layouts of published training runs by name, such as `olmo-7b`."""
     return yaml.safe_load((_HERE / "published.yaml").read_text(encoding="utf-8"))
