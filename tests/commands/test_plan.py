@@ -47,6 +47,14 @@ def test_it_prints_the_best_and_the_reasons(capsys):
     assert "layouts computed exactly" in out
 
 
+def test_a_table_without_rows_is_not_printed(capsys):
+    for devices, is_there in (("1xRTX4090", False), ("2xRTX4090", True)):
+        assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, "--devices", devices]) == 0
+        out = capsys.readouterr().out
+        assert ("why not" in out) == is_there
+        assert "the best with" in out
+
+
 def test_what_it_writes_is_what_train_takes(folder, capsys):
     arguments = ["plan", "tiny-qwen3_5", *DEVICES, "--full", "--explain", "fsdp2:2"]
     assert cli.main([*arguments, "--write", "run.yaml", "--html", "page.html"]) == 0

@@ -122,11 +122,14 @@ def show(console: Console, answer: Answer) -> None:
     from shardwise.planner import plan_page
 
     lines(console, plan_page.heading(answer.question, answer.subject))
+    tables = [plan_page.simpler_table(answer)]
     if answer.choices:
         console.print(plan_page.best_table(answer))
         lines(console, plan_page.reasons(answer))
-        console.print(plan_page.changes_table(answer))
-    console.print(plan_page.simpler_table(answer))
+        tables.insert(0, plan_page.changes_table(answer))
+    for table in tables:
+        if table.row_count:  # one device has no other layouts
+            console.print(table)
     lines(console, [*plan_page.refusal_lines(answer), plan_page.footer(answer)])
 
 
