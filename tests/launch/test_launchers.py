@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 import yaml
 
 from shardwise import cli
+from shardwise.commands.command import overrides_of
 from shardwise.commands.launch import LAUNCHERS, UNUSED
+from shardwise.launch import local
+from shardwise.run_file import load_config
 
 LAUNCH = {
     "nodes": 2,
@@ -104,6 +108,41 @@ def test_a_checkpoint_that_a_cluster_would_not_read_is_refused(
     told = capsys.readouterr().err
     assert "copy that into /data/run/checkpoints" in told
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "--launch.restarts=10 --resume auto"),
+        (["--resume", "latest"], "'--training.resume=\"latest\"' --launch.restarts=10"),
+        (["--launch.restarts=0"], "--launch.restarts=0 --resume auto"),
+        (["--training.overwrite=true"], "--training.overwrite=true --launch.restarts=10"),
+    ],
+)
+def test_a_launch_on_this_machine_goes_on_until_it_is_finished(
+    options, words, tmp_path, monkeypatch, capsys
+):
+    """The run that it starts is the one of the command that a dry run prints."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    capsys.readouterr()
+    assert cli.main(["launch", "run.yaml", "--dry-run", *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed == f"shardwise train run.yaml --nproc 1 {words}\n"
+    started = []
+    monkeypatch.setattr(local, "launch", lambda *args: started.append(args) or 0)
+    assert cli.main(["launch", "run.yaml", *options]) == 0
+    args = cli.parse(shlex.split(printed)[1:])
+    assert started == [(load_config("run.yaml", overrides_of(args)), 1)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_resume_that_an_ending_prints_is_taken_everywhere(launcher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    keys = ["--training.output_dir=/data/run", "--launch.mounts={/data: kept}"]
+    keys += ["--launch.container=me/image:1", "--resume", "latest", "--dry-run"]
+    assert cli.main(["launch", "run.yaml", f"--on={launcher}", *keys]) == 0
 
 
 @pytest.mark.parametrize(

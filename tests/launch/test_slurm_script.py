@@ -280,8 +280,8 @@ def test_dry_runs_print_and_start_nothing(tmp_path, monkeypatch, capsys):
         cli.main(["launch", "run.yaml", "--dry-run", "--launch.processes=2", "--parallel.tp=2"])
         == 0
     )
-    expected = "shardwise train run.yaml --nproc 2 --launch.processes=2 --parallel.tp=2\n"
-    assert capsys.readouterr().out == expected
+    expected = "shardwise train run.yaml --nproc 2 --launch.processes=2 --parallel.tp=2"
+    assert capsys.readouterr().out == f"{expected} --launch.restarts=10 --resume auto\n"
     assert cli.main(["launch", "run.yaml", "--on", "slurm", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert sorted(tmp_path.rglob("*")) == files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -56,6 +57,23 @@ def with_preset(cfg: RunConfig) -> RunConfig:
         file=sys.stderr,
     )
     return replace(cfg, model=replace(cfg.model, path=str(MODELS / preset)))
+
+
+def add_resume(parser: ArgumentParser) -> None:
+    """Add the option --resume, which sets `training.resume`: see `overrides_of`."""
+    parser.add_argument(
+        "--resume",
+        metavar="WHERE",
+        help="where to resume: latest, latest-good (the newest undamaged checkpoint), auto (the "
+        "same, or from scratch where there is none), or a checkpoint's folder",
+    )
+
+
+def overrides_of(args: Namespace) -> list[str]:
+    """Return the overrides of a command, with the one that --resume stands for."""
+    if args.resume is None:
+        return args.overrides
+    return [*args.overrides, f"--training.resume={json.dumps(args.resume)}"]
 
 
 def is_completing() -> bool:

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import PurePosixPath
 
 from shardwise import layouts
-from shardwise.checkpoint.folder import CHECKPOINTS
-from shardwise.commands.command import Command, add_run_file
+from shardwise.checkpoint.folder import BY_AGE, CHECKPOINTS
+from shardwise.commands.command import Command, add_resume, add_run_file, overrides_of
 from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.data.files import SUFFIXES, expanded, parts_of
 from shardwise.keys import input_paths
@@ -48,7 +48,8 @@ UNUSED = {
 
 def run(args: Namespace) -> int:
     """Start a run where it is to run."""
-    cfg = load_config(args.run, args.overrides)
+    overrides = overrides_of(args)
+    cfg = load_config(args.run, overrides)
     if cfg.launch.min_nodes is not None:
         require(
             args.on in ("slurm", "torchrun"),
@@ -66,13 +67,13 @@ def run(args: Namespace) -> int:
                 file=sys.stderr,
             )
     require(
-        args.on == "local" or cfg.training.resume in (None, "auto"),
+        args.on == "local" or cfg.training.resume in (None, *BY_AGE),
         f"training.resume is {cfg.training.resume}, but on {args.on} each start resumes from the "
         "last checkpoint in training.output_dir; leave it out, and to begin with another run's "
         f"copy that into {cfg.training.output_dir}/{CHECKPOINTS}",
     )
     launcher = import_module(f"shardwise.launch.{args.on}")
-    script = launcher.script(cfg, args.run, args.overrides)
+    script = launcher.script(cfg, args.run, overrides)
     # Before a job waits in a queue: what each rank would find when it starts.
     check(cfg, layouts.Facts(cfg.launch.nodes * cfg.launch.processes))
     keys = UNUSED[args.on]
@@ -88,7 +89,7 @@ def run(args: Namespace) -> int:
     if args.dry_run:
         print(script, end="")
         return 0
-    return launcher.run(cfg, args.run, args.overrides)
+    return launcher.run(cfg, args.run, overrides)
 
 
 def _unseen(cfg: RunConfig, launcher: str) -> Iterator[str]:
@@ -146,6 +147,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         default="local",
         help="; ".join(f"{name}: {where}" for name, where in LAUNCHERS.items()),
     )
+    add_resume(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print what would be started, and start nothing"
     )
@@ -153,8 +155,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 COMMAND = Command(
     "launch",
-    "Start a run on this machine or on a cluster, as its section launch says. Under Slurm and "
-    "torchrun it is started again until it is finished; for SkyPilot and Kubernetes a file is "
+    "Start a run on this machine or on a cluster, as its section launch says. It is "
+    "started again, and resumes, until it is finished; for SkyPilot and Kubernetes a file is "
     "written.",
     _add_arguments,
     run,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
-from shardwise.commands.command import Command, add_run_file, with_preset
+from shardwise.commands.command import Command, add_resume, add_run_file, overrides_of, with_preset
 from shardwise.config import RunConfig, require
 from shardwise.launch.local import launch
 from shardwise.run_file import load_config
@@ -14,10 +13,7 @@ from shardwise.run_file import load_config
 
 def run(args: Namespace) -> int:
     """Train."""
-    overrides = args.overrides
-    if args.resume is not None:
-        overrides = [*overrides, f"--training.resume={json.dumps(args.resume)}"]
-    cfg = load_config(args.run, overrides)
+    cfg = load_config(args.run, overrides_of(args))
     for option in ("devices", "link"):
         is_given = getattr(args, option) is not None
         require(not is_given or args.dry_run, f"--{option} is for --dry-run; leave it out")
@@ -78,12 +74,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="for --dry-run: between nodes, such as 400Gbps, or within a node, such as PCIe4",
     )
-    parser.add_argument(
-        "--resume",
-        metavar="WHERE",
-        help="where to resume: latest, latest-good (the newest undamaged checkpoint), auto (the "
-        "same, or from scratch where there is none), or a checkpoint's folder",
-    )
+    add_resume(parser)
 
 
 COMMAND = Command(

@@ -40,8 +40,7 @@ class Launch(Section):
     restarts: int | None = with_facts(None, between=(0, 1_000_000))
     """How often the processes are started again, from the last checkpoint, after one has died.
     Machines that are preempted do not count, nor does the time limit of a Slurm job, before which
-    the run saves. null: 10 times on a cluster or under torchrun, never by `train` and `--on
-    local`."""
+    the run saves. null: 10 times by `launch`, wherever it starts them, and never by `train`."""
     timeout_seconds: float = with_facts(600.0, between=(0.001, 1_000_000))
     """How long a step, or a rank's wait for others, may take before the run ends and prints every
     rank's stacks."""
@@ -70,8 +69,8 @@ class Launch(Section):
     Kubernetes: limits of a container, such as `nvidia.com/gpu: 8`."""
 
     @property
-    def restarts_on_cluster(self) -> int:
-        """The restarts where nobody watches the run."""
+    def restarts_of_launch(self) -> int:
+        """The restarts of a run that `shardwise launch` has started."""
         return 10 if self.restarts is None else self.restarts
 
     def __post_init__(self) -> None:

@@ -40,6 +40,11 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     variables = [f"{key}={shlex.quote(v)}" for key, v in cfg.launch.environment.items()]
     nproc = str(cfg.launch.processes)
     words = ["shardwise", "train", run_file, "--nproc", nproc, *overrides]
+    again = _until_finished(cfg)
+    if again.launch != cfg.launch:
+        words.append(f"--launch.restarts={again.launch.restarts}")
+    if again.training != cfg.training:
+        words += ["--resume", "auto"]
     return " ".join([*variables, shlex.join(words)]) + "\n"
 
 
@@ -47,7 +52,16 @@ def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
     """Run on as many processes as the section `launch` says; see `launch`."""
     _check_one_node(cfg)
     os.environ.update(cfg.launch.environment)
-    return launch(cfg, cfg.launch.processes)
+    return launch(_until_finished(cfg), cfg.launch.processes)
+
+
+def _until_finished(cfg: RunConfig) -> RunConfig:
+    """Return a run that restarts and resumes as on a cluster, where it does not say otherwise."""
+    training = cfg.training
+    if training.resume is None and not training.overwrite:
+        training = replace(training, resume="auto")
+    restarts = cfg.launch.restarts_of_launch
+    return replace(cfg, training=training, launch=replace(cfg.launch, restarts=restarts))
 
 
 def _check_one_node(cfg: RunConfig) -> None:
@@ -85,7 +99,8 @@ def launch(
         with _alone(), output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)
             before = _published(cfg)
-            if nproc is not None and nproc > 1:
+            # A restart needs processes that may die alone.
+            if nproc is not None and (nproc > 1 or cfg.launch.restarts):
                 return start_processes(cfg, nproc, train, lock, report)
 
             def report_rank(ending: Ending) -> None:

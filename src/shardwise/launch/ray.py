@@ -49,7 +49,7 @@ def request(cfg: RunConfig) -> Request:
     return Request(
         address=address_of(options),
         workers=launch.nodes * launch.processes,
-        restarts=launch.restarts_on_cluster,
+        restarts=launch.restarts_of_launch,
         placement="STRICT_PACK" if launch.nodes == 1 else placement,
         cpus=cpus_of(options),
         accelerator=None if accelerator is None else str(accelerator),

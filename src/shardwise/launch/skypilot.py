@@ -45,7 +45,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     else:
         buckets = [path for path, source in files.items() if isinstance(source, dict)]
         manifest.check_saves(cfg, [*volumes, *buckets], "a volume, or a bucket such as s3://NAME")
-    recovery = {"job_recovery": {"max_restarts_on_errors": launch.restarts_on_cluster}}
+    recovery = {"job_recovery": {"max_restarts_on_errors": launch.restarts_of_launch}}
     image = {} if launch.container is None else {"image_id": f"docker:{launch.container}"}
     inside, each = file.relative_to(here).as_posix(), f"--nproc-per-node {launch.processes}"
     task = {"name": manifest.name_of(cfg), "workdir": ".", "num_nodes": launch.nodes}

@@ -164,7 +164,7 @@ def job(
         '[ "$code" -ne 0 ] || exit 0',
         f'if [ "$code" -ne {SAVED} ]; then  # counted; without room to count, the job ends',
         f'  echo "exit code $code" >> "$failures" || {leave} "$code"',
-        f'  [ "$(wc -l < "$failures")" -le {launch.restarts_on_cluster} ] || {leave} "$code"',
+        f'  [ "$(wc -l < "$failures")" -le {launch.restarts_of_launch} ] || {leave} "$code"',
         "fi",
         f'scontrol requeue "{number}"',
         'exit "$code"',

@@ -92,7 +92,7 @@ def _arguments(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> list[
     options |= {
         "nnodes": f"{fewest}{launch.nodes}",
         "nproc-per-node": launch.processes,
-        "max-restarts": launch.restarts_on_cluster,
+        "max-restarts": launch.restarts_of_launch,
         "rdzv-id": name_of(cfg),
         # A step and a checkpoint may take so long after a signal.
         "shutdown-timeout": max(1, round(cfg.launch.timeout_seconds)),
