@@ -7,6 +7,8 @@ import pytest
 
 from shardwise import cli
 
+NO_VALIDATION = ("--data.validation=0", "--training.eval_every=0")
+
 
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -33,6 +35,9 @@ def test_counts_of_each_source(run_file: str, capsys: pytest.CaptureFixture[str]
     assert (text["num_documents"], text["cut"]) == (1, 0)
     # Every token of a text is a target but the first, which nothing precedes.
     assert text["targets"] == text["tokens"] - 1
+    # The targets of the pairs are those of 11 of the 12 documents of an epoch.
+    assert (pairs["share"], text["share"]) == (11 / 12, 1 / 12)
+    assert (found["epoch_documents"], found["held_out"]) == (11, 1)
     assert len(found["rows"]) == 3
     row = found["rows"][0]
     assert len(row["tokens"]) == len(row["targets"]) == len(row["documents"]) == 65
@@ -43,10 +48,25 @@ def test_a_sample_is_called_one(run_file: str, capsys: pytest.CaptureFixture[str
     assert cli.main(["data", run_file, "--documents=2", "--rows=1"]) == 0
     printed = capsys.readouterr().out
     (row,) = [line.split() for line in printed.splitlines() if line.startswith("a.jsonl")]
-    assert row[1:3] == ["11", "2"]
-    assert row[3].startswith("~")
+    assert row[1] == "11"
+    assert row[2].startswith("~")
+    assert "2 of 11 documents were read; --all reads all" in printed
     assert "[[" in printed
     assert "]]" in printed
+
+
+def test_weights_decide_the_share_of_a_source(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    entries = "[{path: a.jsonl, weight: 1}, {path: b.txt, format: text, weight: 3}]"
+    assert cli.main(["data", run_file, f"--data.train={entries}", "--rows=0", *NO_VALIDATION]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("a.json", "b.txt"))]
+    (pairs, text) = rows
+    assert (pairs[1], text[1]) == ("11", "1")
+    assert int(pairs[-1].rstrip("%")) + int(text[-1].rstrip("%")) == 100
+    assert "an epoch has 12 documents; its tokens fill at least" in printed
 
 
 def test_mistakes_are_those_of_a_run(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def test_a_field_beside_an_instruction_is_refused_or_left_out_on_purpose(
         (
             {"system": {"role": "system", "content": "a"}},
             {},
-            "'content' of field 'system' is a dict",
+            "'content' of field 'system' is an object",
         ),
         ({"chat_template_kwargs": {"tokenize": True}}, {}, "has no variables for a template"),
         ({"system": "a", "system_prompt": "b"}, {}, "another system message"),

@@ -394,8 +394,8 @@ def test_what_the_assistant_says_is_what_is_learnt(
 @pytest.mark.parametrize(
     ("record", "reason", "message"),
     [
-        ({"text": "a"}, "missing field", r"no field 'messages'; .* text; .*data\.format"),
-        ({"conversations": []}, "missing field", r"set data\.fields: .messages: conversations"),
+        ({"text": "a"}, "missing field", r"no field 'messages'; .* text: set data\.format: text"),
+        ({"conversations": []}, "missing field", r"set .*data\.fields: .messages: conversations"),
         (
             {"messages": "hi"},
             "bad chat",
@@ -410,7 +410,7 @@ def test_what_the_assistant_says_is_what_is_learnt(
         (
             {"messages": [{"role": "user", "content": 3}]},
             "wrong type",
-            "'content' of message 1 .*int, not a string; ",
+            "'content' of message 1 is a number, not text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},

@@ -24,13 +24,13 @@ MakeConfig = Callable[..., RunConfig]
 
 BAD = [
     ('{"text": "a"', "not JSON", "not JSON .*; "),
-    ('["a"]', "not JSON", "a JSON list, not an object; "),
+    ('["a"]', "not JSON", "a list in JSON, not an object; "),
     (
         '{"content": "a", "id": 1}',
         "missing field",
         r"no field 'text'; .*data\.text_field .*content, id",
     ),
-    ('{"text": null}', "wrong type", "field 'text' .*NoneType, not a string; "),
+    ('{"text": null}', "wrong type", "field 'text' .*null, not text"),
     (r'{"text": "\ud800"}', "not UTF-8", "field 'text' .*surrogate pair; "),
     (b'{"text": "\xff"}', "not UTF-8", r"not UTF-8 \(byte 11\); .*iconv"),
 ]

@@ -52,14 +52,26 @@ def _print(cfg: RunConfig, found: Preview, tokenizer: Any, console: Console) -> 
     for key, surveys in (("train", found.train), ("validation", found.validation)):
         if surveys:
             console.print(_table(f"data.{key}", surveys))
-            longest = max(surveys, key=lambda survey: survey.longest)
-            console.print(f"longest: {longest.longest:,} tokens, {longest.where}", soft_wrap=True)
-    if isinstance(cfg.data.validation, float | int) and cfg.data.validation:
-        console.print(f"{cfg.data.validation:.0%} of the documents are held out for validation")
+            _print_lines(cfg, surveys, console)
+    if epoch := found.epoch(cfg):
+        console.print(epoch, soft_wrap=True)
     marks = "" if console.is_terminal else ", which stand between [[ and ]]"
     for number, row in enumerate(found.rows, 1):
         console.print(f"\nrow {number} of step 1, {_counts(row)}{marks}:", soft_wrap=True)
         console.print(_text(row, tokenizer, marked=bool(marks)), soft_wrap=True)
+
+
+def _print_lines(cfg: RunConfig, surveys: list[Survey], console: Console) -> None:
+    """Print what a table of sources leaves open."""
+    longest = max(surveys, key=lambda survey: survey.longest)
+    line = f"longest: {longest.longest:,} tokens, {longest.where}"
+    if longest.cut:
+        line += f" (data.sequence_length {longest.longest - 1:,} holds it whole)"
+    console.print(line, soft_wrap=True)
+    if any(survey.scale > 1 for survey in surveys):
+        read = sum(survey.read for survey in surveys)
+        total = sum(survey.num_documents or survey.read for survey in surveys)
+        console.print(f"{read:,} of {total:,} documents were read; --all reads all of them")
 
 
 def _table(title: str, surveys: list[Survey]) -> Any:
@@ -68,22 +80,24 @@ def _table(title: str, surveys: list[Survey]) -> Any:
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("source", overflow="fold")
-    columns = ("documents", "read", "tokens", "targets", "longest", "cut", "left out")
-    for name in columns:
+    columns = ("documents", "tokens", "targets", "longest", "cut", "left out")
+    targets = [survey.mean(survey.targets) for survey in surveys]
+    is_mixed = len(surveys) > 1 and all(survey.share is not None for survey in surveys)
+    for name in (*columns, "of all targets") if is_mixed else columns:
         table.add_column(name, justify="right")
-    for survey in surveys:
+    for survey, num_targets in zip(surveys, targets):
         is_whole = survey.num_documents in (None, survey.read)
         about = "" if is_whole else "~"
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in survey.left_out.items())
         table.add_row(
             survey.name,
             "?" if survey.num_documents is None else f"{survey.num_documents:,}",
-            f"{survey.read:,}",
             f"{about}{round(survey.tokens * survey.scale):,}",
             percent(survey.targets / survey.tokens if survey.tokens else 0),
             f"{survey.longest:,}",
             percent(survey.cut / survey.read if survey.read else 0),
             reasons or "0",
+            *([percent(num_targets / (sum(targets) or 1))] if is_mixed else []),
         )
     return table
 

@@ -30,6 +30,8 @@ def run(args: Namespace) -> int:
         first = replace(first, head=(*first.head, _memory(recipe)))
     for path in write_new(first):
         print(f"wrote {path}")
+    if args.data:
+        print(f"what it would train on: shardwise data {args.file}")
     print(f"next: {first.command}")
     return 0
 

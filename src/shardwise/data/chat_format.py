@@ -13,6 +13,7 @@ from shardwise.data import chats, columns
 from shardwise.data.bounds import LATER_CPU_SECONDS, TimeLimit, bounded, time_limit
 from shardwise.data.chats import LeftOut, Refused, Turn, Undecidable, check_written, find_turns
 from shardwise.data.files import read_text
+from shardwise.data.known_forms import way_to_read
 from shardwise.data.messages import (
     Message,
     bad_chat,
@@ -150,10 +151,9 @@ class ChatFormat:
     def _list(self, record: Record, field: str, first_number: int) -> list[Message]:
         """Return the messages in one field."""
         if field not in record:
-            names = ", ".join(record)
-            way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
-            if "conversations" in record:
-                way_out = "it has conversations: set data.fields: {messages: conversations}"
+            way_out = f"its fields are {', '.join(record)}; {CORRECT_LINE}, or set data.fields"
+            if way := way_to_read(record, self.data):
+                way_out = f"{way}; or {CORRECT_LINE}"
             raise BadDocument("missing field", f"no field {field!r}; {way_out}")
         messages = from_json(record[field])
         if isinstance(messages, list):

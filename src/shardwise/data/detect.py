@@ -8,30 +8,11 @@ from typing import Any
 
 from shardwise.config import UserError
 from shardwise.data.files import find_files
+from shardwise.data.known_forms import keys_of_form
 from shardwise.data.record import BadDocument
 from shardwise.data.rows import suffix
 from shardwise.data.tables import DatasetEntry, columns_of, columns_of_dataset
 from shardwise.data.text import index_files
-
-
-def _keys(format_name: str, **fields: str | list[str]) -> dict[str, Any]:
-    return {"format": format_name, **({"fields": fields} if fields else {})}
-
-
-# fmt: off
-FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
-    ({"messages"}, _keys("chat")),
-    ({"conversations"}, _keys("chat", messages="conversations")),
-    ({"prompt", "completion"}, _keys("completion")),
-    ({"instruction", "input", "output"},
-     _keys("completion", prompt=["instruction", "input"], completion="output")),
-    ({"instruction", "output"}, _keys("completion", prompt="instruction", completion="output")),
-    ({"question", "answer"}, _keys("completion", prompt="question", completion="answer")),
-    ({"prompt", "response"}, _keys("completion", completion="response")),
-    ({"text"}, _keys("text")),
-)
-# fmt: on
-"""Fields of a document, and the keys of section `data` that read them; the first that fit."""
 
 
 def keys_for(entries: Sequence[str], key: str) -> dict[str, Any]:
@@ -46,7 +27,7 @@ def keys_for(entries: Sequence[str], key: str) -> dict[str, Any]:
         fields = _first_fields(entry, key)
         if fields is None:
             continue
-        fits[entry] = next((keys for names, keys in FITS if names <= fields), {})
+        fits[entry] = keys_of_form(fields)
         if not fits[entry]:
             names = ", ".join(sorted(fields)) or "none"
             raise UserError(

@@ -89,7 +89,10 @@ def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[P
                     f"has no file of text, JSON, CSV or Parquet, only {_left_out(path) or 'none'}"
                 )
             raise UserError(f"{key}: {pattern} {what}; {EXISTING}")
-        files_by_path.update(zip(resolved(files), files))
+        found = dict(zip(resolved(files), files))
+        if twice := found.keys() & files_by_path.keys():
+            _say_once(f"{key}: {min(twice)} is named twice, and read once; a weight reads it more")
+        files_by_path.update(found)
     if not files_by_path:
         raise UserError(f"{key} is an empty list; {EXISTING}")
     return [files_by_path[resolved] for resolved in sorted(files_by_path)]
@@ -191,7 +194,12 @@ def _left_out(folder: Path) -> str:
 @functools.cache
 def _say_what_is_left_out(folder: Path, key: str) -> None:
     if others := _left_out(folder):
-        tell(f"note: {key}: {folder} has files that are not read: {others}", sys.stderr)
+        _say_once(f"{key}: {folder} has files that are not read: {others}")
+
+
+@functools.cache
+def _say_once(note: str) -> None:
+    tell(f"note: {note}", sys.stderr)
 
 
 def tell(line: str, file: TextIO | None = None) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 from shardwise.config import Data, UserError
 from shardwise.data.best_fit import pack_documents
 from shardwise.data.chat_format import ChatFormat, Encoded
-from shardwise.data.columns import check_all_read, fields_beside
+from shardwise.data.columns import FIELDS, check_all_read, fields_beside
+from shardwise.data.known_forms import way_to_read
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 from shardwise.data.state import SlotState
@@ -80,12 +81,13 @@ class FormatReader:
     def _encoded(self, record: Record) -> list[Encoded]:
         if self.chat is not None:
             return self.chat.encode(record)
-        check_all_read(record, fields_beside(self.data), self.data)
+        columns = [self.data.columns(name) for name in FIELDS.get(self.data.format, ())]
+        if all(name in record for names in columns for name in names[:1]):
+            check_all_read(record, fields_beside(self.data), self.data)
         if self.data.format == "completion":
-            columns = [self.data.columns(name) for name in ("prompt", "completion")]
-            prompt, completion = (joined_text(record, names) for names in columns)
+            prompt, completion = (joined_text(record, names, self.data) for names in columns)
             return [encode_completion(self.tokenizer, prompt, completion)]
-        text = text_of(record, self.data.text_field, "data.text_field")
+        text = text_of(record, self.data.text_field, "data.text_field", self.data)
         return [encode_text(self.tokenizer, text)]
 
     def _ended(self, tokens: list[int], targets: list[bool]) -> Encoded:
@@ -225,25 +227,17 @@ class Encoder:
         return PACK[self.data.packed](documents, self.data.sequence_length, self.fill)
 
 
-def joined_text(record: Record, fields: Sequence[str]) -> str:
+def joined_text(record: Record, fields: Sequence[str], data: Data) -> str:
     """Return the texts of fields that `data.fields` names, joined by an empty line.
 
     Of several, those that are missing, null or empty are left out. BadDocument where none is left.
     """
     if len(fields) > 1:
         fields = [f for f in fields if str(record.get(f) or "").strip()] or fields[:1]
-    return "\n\n".join(text_of(record, field, "data.fields") for field in fields)
+    return "\n\n".join(text_of(record, field, "data.fields", data) for field in fields)
 
 
-OTHER_FORMATS = {
-    ("messages",): "chat",
-    ("conversations",): "chat and data.fields: {messages: conversations}",
-    ("prompt", "completion"): "completion",
-}
-"""Fields of a document that is no text, and the keys that read it."""
-
-
-def text_of(record: Record, field: str, key: str) -> str:
+def text_of(record: Record, field: str, key: str, data: Data) -> str:
     """Return a field of a document, which `key` of the run file names.
 
     BadDocument where it is no string for a tokenizer.
@@ -252,10 +246,8 @@ def text_of(record: Record, field: str, key: str) -> str:
         way_out = f"set {key} to name some of the line's fields: {', '.join(record)}"
         if key == "data.fields":
             way_out = f"{way_out}; or {CORRECT_LINE}, or set data.format"
-        else:
-            for names, keys in OTHER_FORMATS.items():
-                if all(name in record for name in names):
-                    way_out = f"it has {' and '.join(names)}: set data.format: {keys}"
+        if way := way_to_read(record, data):
+            way_out = f"{way}; or {CORRECT_LINE}"
         raise BadDocument("missing field", f"no field {field!r}; {way_out}")
     value = record[field]
     if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:

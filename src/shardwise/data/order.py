@@ -158,7 +158,7 @@ class Order:
             return np.outer(list(map(len, self.groups)), epochs)
         different, which = np.unique(epochs, return_inverse=True)
         counts = [draws(len(self) * int(number), self.weights) for number in different]
-        return np.array(counts, np.int64).T[:, which]
+        return np.array(counts, np.int64).reshape(-1, len(self.groups)).T[:, which]
 
     def _drawn(self, index: int, numbers: np.ndarray) -> np.ndarray:
         """Return the documents that a group gives in its draws `numbers`, int64 [numbers].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from shardwise.config import RunConfig
 from shardwise.data.corpus import Corpus
 from shardwise.data.formats import Encoder
 from shardwise.data.loader import check_first, open_data
+from shardwise.data.order import Order
 from shardwise.data.packing import PADDING
 from shardwise.data.slots import TrainStream
 from shardwise.data.state import SlotState
@@ -30,6 +32,23 @@ class Preview:
     train: list[Survey]
     validation: list[Survey]
     rows: list[np.ndarray]
+    num_documents: int | None
+    """The documents of an epoch; None for a stream."""
+    num_held_out: int
+    """The documents that are held out of them for validation."""
+
+    def epoch(self, cfg: RunConfig) -> str:
+        """Return in words what an epoch has; empty for a stream."""
+        if self.num_documents is None:
+            return ""
+        of_each = sum(survey.mean(survey.tokens) for survey in self.train)
+        rows = cfg.training.global_batch_size
+        steps = math.ceil(of_each * self.num_documents / (rows * cfg.data.sequence_length))
+        held_out = f", and {self.num_held_out:,} are held out" if self.num_held_out else ""
+        return (
+            f"an epoch has {self.num_documents:,} documents{held_out}; its tokens fill at least "
+            f"{steps:,} steps of {rows:,} rows"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, safe for JSON."""
@@ -39,7 +58,8 @@ class Preview:
             key: [survey.to_dict() for survey in getattr(self, key)]
             for key in ("train", "validation")
         }
-        return {**sources, "rows": rows}
+        counts = {"epoch_documents": self.num_documents, "held_out": self.num_held_out}
+        return {**sources, **counts, "rows": rows}
 
 
 def preview(
@@ -61,20 +81,35 @@ def preview(
     first = next(iter(stream)) if num_rows else {}
     if isinstance(first, Exception):
         raise first
+    has_share = isinstance(corpus, Corpus) and isinstance(order, Order)
+    num_held_out = len(corpus) - len(order) if has_share else 0
     return Preview(
-        [*_surveys(corpus, encoder, num_documents)],
-        [] if validation is None else [*_surveys(validation, encoder, num_documents)],
+        [*_surveys(corpus, encoder, num_documents, cfg.data.shares)],
+        [] if validation is None else [*_surveys(validation, encoder, num_documents, None)],
         [first[slot][0] for slot in slots],
+        order.num_documents,
+        num_held_out,
     )
 
 
 def _surveys(
-    corpus: Corpus | Streamed | StreamPass, encoder: Encoder, most: int | None
+    corpus: Corpus | Streamed | StreamPass,
+    encoder: Encoder,
+    most: int | None,
+    weights: tuple[float, ...] | None,
 ) -> Iterator[Survey]:
     if isinstance(corpus, Corpus):
-        for name, _, numbers in sources_of(corpus):
+        parts = sources_of(corpus)
+        sizes = Counter[int]()
+        for part in parts:
+            sizes[part.group] += len(part.numbers)
+        for name, group, numbers in parts:
+            share = len(numbers) / len(corpus)
+            if weights is not None:
+                share = weights[group] / sum(weights) * len(numbers) / sizes[group]
             chosen = numbers if most is None else spread(numbers, most)
-            yield Survey(name, len(numbers)).add(corpus, encoder, chosen, math.inf)
+            survey = Survey(name, len(numbers), share)
+            yield survey.add(corpus, encoder, chosen, math.inf)
         return
     stream = corpus.stream if isinstance(corpus, StreamPass) else corpus
     for alone in stream.alone():

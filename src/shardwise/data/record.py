@@ -9,6 +9,16 @@ from shardwise.config import UserError
 Record = dict[str, Any]
 """A document as it is stored: its fields by name."""
 
+KINDS = {
+    "NoneType": "null",
+    "bool": "true or false",
+    "dict": "an object",
+    **dict.fromkeys(("int", "float"), "a number"),
+    **dict.fromkeys(("list", "tuple"), "a list"),
+    "str": "text",
+}
+"""Kinds of values in a document, by their types."""
+
 CORRECT_LINE = "correct or remove the line"
 """The way out of an error in a document."""
 
@@ -31,8 +41,8 @@ class OutOfBounds(UserError):
 def string(value: Any, name: str) -> str:
     """Return `value` if it is a string for a tokenizer; BadDocument, with `name` in it, if not."""
     if not isinstance(value, str):
-        kind = type(value).__name__
-        raise BadDocument("wrong type", f"{name} is a {kind}, not a string; {CORRECT_LINE}")
+        kind = KINDS.get(type(value).__name__, "no text")
+        raise BadDocument("wrong type", f"{name} is {kind}, not text in quotes; {CORRECT_LINE}")
     try:
         value.encode()  # JSON can escape half of a surrogate pair, which no tokenizer accepts
     except UnicodeEncodeError:

@@ -29,6 +29,8 @@ class Survey:
     name: str
     num_documents: int | None
     """All that the source has; None for a stream."""
+    share: float | None = None
+    """The share of the documents of an epoch that are its own; None where it is not known."""
     read: int = 0
     tokens: int = 0
     """Tokens that rows have, of the documents that have a target."""
@@ -72,6 +74,10 @@ class Survey:
             if length > self.longest:
                 self.longest, self.where = length, documents.where(number)
         return self
+
+    def mean(self, count: int) -> float:
+        """Return a count for each document of an epoch, of all sources, that this source gives."""
+        return (self.share or 0.0) * count / max(self.read, 1)
 
     @property
     def scale(self) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 from shardwise.config import Data, UserError
 from shardwise.data.columns import fields_beside, fields_of
 from shardwise.data.files import SUFFIXES, expanded, files_below, files_of_folder, parts_of
+from shardwise.data.known_forms import way_to_read
 from shardwise.data.record import BadDocument, Record
 from shardwise.data.rows import JSON_ROW, check_text, csv_lines, csv_rows, json_rows, suffix
 from shardwise.data.text import read_object
@@ -366,10 +367,14 @@ def _columns(name: str, columns: Sequence[str], data: Data) -> list[str]:
     fields = fields_of(data)
     for field in fields:
         if field not in columns:
-            raise UserError(
-                f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format, and "
-                "data.text_field or data.fields, to fit them, or name the files to read"
+            way_out = (
+                "set data.format, and data.text_field or data.fields, to fit them, or name the "
+                "files to read"
             )
+            if len(columns) == 1 and ";" in columns[0]:
+                way_out = "write commas between its cells in place of semicolons"
+            way_out = way_to_read(columns, data) or way_out
+            raise UserError(f"{name}: no column {field!r}, only {', '.join(columns)}; {way_out}")
     return [*fields, *(field for field in fields_beside(data) if field in columns)]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.config import UserError
 from shardwise.data.files import raise_unreadable
-from shardwise.data.record import CORRECT_LINE, BadDocument, Record
+from shardwise.data.record import CORRECT_LINE, KINDS, BadDocument, Record
 from shardwise.data.rows import check_text, is_blank, is_rows, rows_of
 
 STRIDE = 32
@@ -102,11 +102,17 @@ def read_object(line: str) -> Record:
     """Return the JSON object of a line; BadDocument where it is none."""
     try:
         record = json.loads(line)
+    except json.JSONDecodeError as error:
+        way_out = CORRECT_LINE
+        if line.lstrip()[:1] not in ("{", "["):
+            way_out = f"{way_out}, or rename the file to .txt if it is one text"
+        problem = f"not JSON ({error.msg}, at character {error.pos + 1} of the document)"
+        raise BadDocument("not JSON", f"{problem}; {way_out}") from None
     except (ValueError, RecursionError) as error:
         raise BadDocument("not JSON", f"not JSON ({error}); {CORRECT_LINE}") from None
     if not isinstance(record, dict):
-        kind = type(record).__name__
-        raise BadDocument("not JSON", f"a JSON {kind}, not an object; {CORRECT_LINE}")
+        kind = KINDS[type(record).__name__]
+        raise BadDocument("not JSON", f"{kind} in JSON, not an object; {CORRECT_LINE}")
     return record
 
 

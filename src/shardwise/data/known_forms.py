@@ -1,0 +1,47 @@
+"""Forms in which documents are published, known by the names of their fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from shardwise.config import Data
+
+
+def _keys(format_name: str, **fields: str | list[str]) -> dict[str, Any]:
+    return {"format": format_name, **({"fields": fields} if fields else {})}
+
+
+# fmt: off
+FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
+    ({"messages"}, _keys("chat")),
+    ({"conversations"}, _keys("chat", messages="conversations")),
+    ({"prompt", "completion"}, _keys("completion")),
+    ({"instruction", "input", "output"},
+     _keys("completion", prompt=["instruction", "input"], completion="output")),
+    ({"instruction", "output"}, _keys("completion", prompt="instruction", completion="output")),
+    ({"question", "answer"}, _keys("completion", prompt="question", completion="answer")),
+    ({"prompt", "response"}, _keys("completion", completion="response")),
+    ({"text"}, _keys("text")),
+)
+# fmt: on
+"""Fields of a document, and the keys of section `data` that read them; the first that fit."""
+
+
+def keys_of_form(names: Collection[str]) -> dict[str, Any]:
+    """Return the keys of section `data` that read documents with these fields; {} for none."""
+    return next((keys for fields, keys in FITS if fields <= {*names}), {})
+
+
+def way_to_read(names: Collection[str], data: Data) -> str | None:
+    """Return the keys that read documents with these fields, as a way out of an error.
+
+    None where no form is known, or where it is what `data` reads.
+    """
+    found = keys_of_form(names)
+    keys = {key: value for key, value in found.items() if getattr(data, key) != value}
+    if not keys:
+        return None
+    written = [f"data.{key}: {json.dumps(v).replace(chr(34), '')}" for key, v in keys.items()]
+    return f"its fields are {', '.join(names)}: set {' and '.join(written)}"
