@@ -34,9 +34,6 @@ V_SHAPED = ("zbv", "dualpipe-v")
 """Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends
 of the model."""
 
-AXIS_PARTS = ("pp", "cp", "ep", "tp", "sp")
-"""The parts of a layout's name that are no data-parallel strategy."""
-
 
 class StrategyFacts:
     """What others may ask of a data-parallel strategy: see `parallel/strategies/`."""
@@ -58,10 +55,20 @@ class StrategyFacts:
     """Whether a plan tries it without being asked."""
     needs_ranks: bool = False
     """Whether it cannot run on a single rank."""
-    has_buckets: bool = False
-    """Whether buckets for all gradients stay beside them."""
+    frees_weights: bool = False
+    """Whether it gathers weights that `parallel.reshard_after_forward` lets it free early."""
+    is_flat: bool = False
+    """Whether parameters are views into flat ones, which hold plain floating-point tensors only."""
+    takes_stages: bool = True
+    """Whether it is proven in a pipeline."""
+    takes_late_sums: bool = True
+    """Whether gradients may be completed after the last backward, as `tp` completes some."""
     shares: str = ""
     """What its ranks divide among them, in words; "": what others of its axis do."""
+
+
+ALONE = Parallel().data
+"""The layout that splits nothing, and the strategy that it has."""
 
 
 @cache
@@ -87,7 +94,7 @@ def layout_names() -> tuple[str, ...]:
     data and context axes.
     """
     return tuple(
-        "-".join(filter(None, parts)) or "single"
+        "-".join(filter(None, parts)) or ALONE
         for tensor, experts, context, pipeline, data in product(
             ("", "tp", "tp-sp"), ("", "ep"), ("", "cp"), ("", "pp"), ("", *data_parts())
         )
@@ -114,10 +121,10 @@ def shortened(names: Iterable[str]) -> list[str]:
     """
     tails: dict[str, set[str]] = {}
     for name in names:
-        parts = [part for part in name.split("-") if part != "single"]
+        parts = [part for part in name.split("-") if part != ALONE]
         tail = "".join(f"-{part}" for part in parts if part in ("cp", "ep", "tp", "sp"))
         base = "-".join(part for part in parts if part not in ("cp", "ep", "tp", "sp"))
-        tails.setdefault(base or "single", set()).add(tail)
+        tails.setdefault(base or ALONE, set()).add(tail)
     alike: dict[tuple[str, ...], list[str]] = {}
     for base, offered in tails.items():
         alike.setdefault(_patterns(offered), []).append(base)
@@ -265,24 +272,17 @@ def layout_of(parallel: Parallel) -> str:
         "tp": parallel.tp > 1,
         "sp": parallel.sequence_parallel,
     }
-    return "-".join(name for name, is_in_use in in_use.items() if is_in_use) or "single"
+    return "-".join(name for name, is_in_use in in_use.items() if is_in_use) or ALONE
 
 
 def parallel_of(layout: str) -> Parallel:
     """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
-    of_part = data_parts()
-    given = (of_part[part] for part in parts if part in of_part)
-    data, replicas = next(given, (Parallel().data, 1))
-    return Parallel(
-        data=data,
-        dp_replicate=replicas,
-        pp=2 if "pp" in parts else 1,
-        cp=2 if "cp" in parts else 1,
-        ep=2 if "ep" in parts else 1,
-        tp=2 if "tp" in parts else 1,
-        sequence_parallel="sp" in parts,
-    )
+    pp, cp, ep, tp = (2 if axis in parts else 1 for axis in ("pp", "cp", "ep", "tp"))
+    given = (of_part for part, of_part in data_parts().items() if part in parts)
+    data, replicas = next(given, (ALONE, 1))
+    sizes = Parallel(data=data, dp_replicate=replicas, pp=pp, cp=cp, ep=ep, tp=tp)
+    return replace(sizes, sequence_parallel="sp" in parts)
 
 
 def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
@@ -326,7 +326,7 @@ def fitted(cfg: RunConfig, num_ranks: int) -> RunConfig:
         replicas, left_over = divmod(ranks_for_data, num_shards)
         parallel = replace(parallel, dp_replicate=1 if left_over else max(1, replicas))
     if strategy_facts(parallel).needs_ranks and num_ranks == 1:  # there is nothing to shard over
-        parallel = replace(parallel, data=Parallel().data)
+        parallel = replace(parallel, data=ALONE)
     cfg = replace(cfg, parallel=parallel)
     if not has_copies(cfg, num_ranks):  # nothing can be compared
         cfg = replace(cfg, training=replace(cfg.training, check_copies_every=0))

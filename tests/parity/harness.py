@@ -30,7 +30,7 @@ from shardwise.config import (
 )
 from shardwise.interfaces import Mesh
 from shardwise.kernels import eight_bit, float8
-from shardwise.layouts import AXIS_PARTS, HALVING
+from shardwise.layouts import ALONE, HALVING, data_parts
 from shardwise.models import families
 from shardwise.parallel.mesh import build_mesh
 from shardwise.proof.harness import (
@@ -192,7 +192,7 @@ class Cell:
     @property
     def data(self) -> str:
         """The data-parallel part of the layout; single where there is none."""
-        return next((part for part in self.layout.split("-") if part not in AXIS_PARTS), "single")
+        return next((part for part in self.layout.split("-") if part in data_parts()), ALONE)
 
     @property
     def pp(self) -> int:

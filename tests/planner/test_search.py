@@ -352,6 +352,23 @@ def test_a_large_cluster_is_ordered_quickly_and_bounds_are_bounds():
             assert states <= estimates.least_bytes(candidate)
 
 
+def test_a_strategy_that_only_a_run_file_asks_for_has_a_bound_below_its_memory():
+    """fsdp1 shards as fsdp2 does: its bound once had the whole model on every rank."""
+    asked = question("llama-3.1-8b", "8xH100-80GB", lora=False)
+    cfg = replace(asked.cfg, parallel=Parallel(data="fsdp1"))
+    asked = replace(asked, cfg=cfg, fixed=frozenset({"parallel.data"}))
+    subject = subject_of(asked)
+    space, estimates = Space(asked, subject), Estimates(asked, subject)
+    (division,) = (d for d in space.divisions() if title(d) == "fsdp1:8")
+    least, *_ = space.candidates(division)
+    choice = Exact(asked, subject).of(least)
+    assert choice is not None
+    # Float32 weights, gradients and two states over 8 ranks, and the embedding, which is gathered.
+    num_bytes = 16 * subject.counts.parameters / 8 + 4 * 128_256 * 4096
+    assert estimates.state_bytes(division) == pytest.approx(num_bytes, rel=1e-3)
+    assert estimates.state_bytes(division) < choice.memory.total
+
+
 def test_a_search_with_a_stored_base_asks_once_for_each_size_how_its_blocks_lie(monkeypatch):
     asked_for, problem = [], quantise.problem
 

@@ -16,7 +16,14 @@ from shardwise import rules
 from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
-from shardwise.layouts import AXES, Facts, axis_sizes, context_joins_of, num_strategy_ranks
+from shardwise.layouts import (
+    AXES,
+    Facts,
+    axis_sizes,
+    context_joins_of,
+    num_strategy_ranks,
+    strategy_facts,
+)
 from shardwise.models.activations import UnitMemory
 from shardwise.models.facts import context_facts
 from shardwise.parallel.pipeline_parallel import pipeline_of
@@ -161,13 +168,9 @@ def _cut_axes(cfg: RunConfig, part: str) -> tuple[str, ...]:
     parallel = cfg.parallel
     if part == "activations":
         return ("cp", "tp") if parallel.sequence_parallel else ("cp",)
-    sharded = {
-        "zero1": ("optimizer", "gradients"),
-        "zero2": ("optimizer", "gradients"),
-        "fsdp1": ("weights", "adapters", "gradients", "optimizer"),
-        "fsdp2": ("weights", "adapters", "gradients", "optimizer"),
-    }.get(parallel.data, ())
-    data = (context_joins_of(cfg), "cp") if part in sharded else ()
+    sharded = strategy_facts(parallel).sharded
+    held_with = {"adapters": "weights"}.get(part, part)
+    data = (context_joins_of(cfg), "cp") if held_with in sharded else ()
     return ("pp", "tp", *data)
 
 
@@ -236,7 +239,9 @@ def holding_of(placed: Placed, one: Placed, title: str) -> Holding:
     def all_of(part: str, num_bytes: Sequence[int], total: int) -> Held:
         return _held(placed, part, [Section(_cut_axes(cfg, part), num_bytes, total)])
 
-    if cfg.parallel.data == "ddp" and any(buckets := placed.most("buffers", "backward")):
+    if not strategy_facts(cfg.parallel).sharded and any(
+        buckets := placed.most("buffers", "backward")
+    ):
         parts.append(all_of("buckets", buckets, gradients.whole))
     parts.append(held("optimizer", "optimizer", set))
     # What layers keep: with the head's, which is freed at once, no layer is left to compute.

@@ -33,6 +33,7 @@ from shardwise.assembly.step_time import check_step_time
 from shardwise.batches import AnyBatch
 from shardwise.config import Checkpointing, Lora, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, State
+from shardwise.layouts import strategy_facts
 from shardwise.models import adapter_start, lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
@@ -268,8 +269,8 @@ def _replicated_note(
     if cut is not None:
         largest = max(_bytes_on_rank(rank, units, cut) for rank in range(cut.pipeline.num_ranks))
         note += f", on a rank of the pipeline at most {largest:,}"
-    if cfg.parallel.data == "fsdp2" and mesh.size("dp_shard") > 1:
-        note += f", of which fsdp2 leaves 1/{mesh.size('dp_shard')} on each rank"
+    if "weights" in strategy_facts(cfg.parallel).sharded and mesh.size("dp_shard") > 1:
+        note += f", of which {cfg.parallel.data} leaves 1/{mesh.size('dp_shard')} on each rank"
     return note
 
 

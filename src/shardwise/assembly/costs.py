@@ -14,7 +14,7 @@ from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
 from shardwise.config import Parallel, Recomputation, RunConfig
 from shardwise.kernels import eight_bit
-from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks
+from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks, strategy_facts
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import unit_memory
 from shardwise.models.alike import same_structure
@@ -232,7 +232,7 @@ class _Ranks:
         num_processes: int,
     ) -> _Ranks:
         """Return those of a run; `stored`: the model in the form of `model.base`."""
-        is_sharded = cfg.parallel.data == "fsdp2"
+        is_sharded = "weights" in strategy_facts(cfg.parallel).sharded
         num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1
         modules = [m for _, m in experts_of(stored, spec)] if cfg.parallel.ep > 1 else []
         experts = frozenset(p for module in modules for p in module.parameters())

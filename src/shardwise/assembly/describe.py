@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from shardwise import rules
 from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
-from shardwise.layouts import Facts, ModelFacts, axis_sizes
+from shardwise.layouts import Facts, ModelFacts, axis_sizes, strategy_facts
 from shardwise.models import adapter_start, load, lora, published
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
@@ -103,7 +103,7 @@ def _of_one_process(cfg: RunConfig, num_ranks: int) -> tuple[str, ...]:
     num_gpus = torch.cuda.device_count() if device_type(cfg) == "cuda" else 1
     if num_gpus > 1:
         return (f"one of {num_gpus} GPUs is used; --nproc {num_gpus} uses all of them",)
-    if cfg.parallel.data == "single":
+    if strategy_facts(cfg.parallel).axis is None:
         return ()
     return (
         f"parallel.data is {cfg.parallel.data}, but one process splits nothing; --nproc N starts N",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.commands.command import with_preset
 from shardwise.config import Parallel, RunConfig, UserError, require
 from shardwise.keys import facts_of, is_searched, nearest
-from shardwise.layouts import layout_names, layout_of
+from shardwise.layouts import data_parts, layout_names, layout_of
 from shardwise.presets import MODELS, preset_names, published_runs
 from shardwise.presets.compose import FirstRun, compose, write_new
 from shardwise.run_file import apply_override, parse_config, read_config, read_yaml
@@ -234,12 +234,16 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
     )
     for part in ("pp", "cp", "ep", "tp"):
         require(parts.get(part) != (1,), f"--explain {text[:80]}: leave out {part}:1")
-    sized = [part for part, size in parts.items() if len(size) > 1 and part != "hsdp"]
-    require(not sized, f"--explain {text[:80]}: only hsdp has two sizes, replicas x shards")
-    require(
-        len(parts.get("hsdp", ())) != 1,
-        f"--explain {text[:80]}: hsdp has two sizes, replicas x shards, such as hsdp:2x8",
-    )
+    replicated = [part for part, (_, replicas) in data_parts().items() if replicas > 1]
+    for part, sizes in parts.items():
+        require(
+            len(sizes) < 2 or part in replicated,
+            f"--explain {text[:80]}: only {', '.join(replicated)} has two sizes, replicas x shards",
+        )
+        require(
+            len(sizes) != 1 or part not in replicated,
+            f"--explain {text[:80]}: {part} has two sizes, replicas x shards, such as {part}:2x8",
+        )
     return parts
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.layouts import strategy_facts
 from shardwise.models.spec import ModelSpec
 
 
@@ -31,7 +32,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     if all(p.dtype == torch.float32 for p in pm.trained().values()):
         return pm
     pm = replace(pm, make_optimizer=_rounding_once(pm.make_optimizer))
-    if cfg.parallel.data == "fsdp2":
+    if "weights" in strategy_facts(cfg.parallel).sharded:
         return replace(pm, run=_moving_shards(pm.run))
     _accept_float32(pm.trained().values())
     return pm

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwise.batches import AnyBatch, Batch, OnHost
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.layouts import strategy_facts
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import context_facts
 from shardwise.models.patches.cores import use_attention
@@ -48,7 +49,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         return tokens_of(batch, group, cut, isolated)
 
     pm = replace(pm, shard_batch=(*pm.shard_batch, shard))
-    if cfg.parallel.data != "single":
+    if strategy_facts(cfg.parallel).axis is not None:
         return pm
 
     def reduce() -> None:

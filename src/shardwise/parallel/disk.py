@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config import RunConfig, UserError, require
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.layouts import strategy_facts
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.disk_units import Layout, Pages, stand_in
@@ -85,7 +86,7 @@ def _dtype_of_gradients(
     With LoRA they are small, and what adds up those of several ranks finds them in memory.
     """
     parallel = cfg.parallel
-    is_alone = parallel.data == "single" and parallel.ranks_of_a_model == parallel.pp
+    is_alone = strategy_facts(parallel).axis is None and parallel.ranks_of_a_model == parallel.pp
     if cfg.lora is not None or not is_alone or (spec.tied and parallel.pp > 1):
         return None
     in_float32 = cfg.training.accumulation == "float32"

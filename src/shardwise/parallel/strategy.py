@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import RunConfig
 from shardwise.layouts import StrategyFacts
 from shardwise.parallel.holding import ChunkUnits, Whole
 from shardwise.parallel.sent import DataStep, Messages
@@ -52,8 +52,10 @@ class Strategy(StrategyFacts):
         """Return the model of a rank under it."""
         return pm
 
-    def reduces_each(self, parallel: Parallel) -> bool:
-        """Return whether gradients are reduced in each backward, so that they add up in shards."""
+    def reduces_each(self, pp: int) -> bool:
+        """Return whether each backward of a stage, of `pp`, reduces gradients, so that shards of
+        them add up.
+        """
         return False
 
     def sums_at_last(self, cfg: RunConfig, itemsizes: Iterable[int]) -> bool:

@@ -20,6 +20,7 @@ from shardwise.layouts import Facts, ModelFacts, parallel_of
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
 from shardwise.models.dtypes import product_dtype
+from shardwise.parallel.strategies import STRATEGIES
 from shardwise.planner.choices import Recomputed, as_checkpointing, hashable, is_budget
 from shardwise.planner.cluster import HERE, Cluster
 from shardwise.planner.divisions import Division, divisors, is_meant, layout_name, with_two_ranks
@@ -102,7 +103,7 @@ class Candidate(NamedTuple):
             memory_limit_gib=limit if is_given and "parallel.split" in question.fixed else None,
             speeds=given.speeds if has_speeds else None,
             cp_attention=given.cp_attention if self.division.cp > 1 else "auto",
-            fsdp1_wrap=given.fsdp1_wrap if self.division.data == "fsdp1" else "separate",
+            fsdp1_wrap=given.fsdp1_wrap if self.division.strategy.is_flat else "separate",
             schedule=self.schedule,
             virtual_stages=self.num_virtual if is_pipeline and self.num_virtual > 1 else None,
             split=question.values("parallel.split", ["uniform" if is_pipeline else "balanced"])[0],
@@ -243,10 +244,10 @@ class Space:
         if "parallel.schedule" in question.fixed:
             parallel = question.cfg.parallel
             schedules = ((parallel.schedule, parallel.num_virtual),)
-        is_fsdp = division.data == "fsdp2"
+        may_keep = division.strategy.frees_weights
         for (schedule, num_virtual), reshards, offload, size, recomputation in product(
             schedules,
-            values("parallel.reshard_after_forward", (True, False) if is_fsdp else (True,)),
+            values("parallel.reshard_after_forward", (True, False)[: 1 + may_keep]),
             values("parallel.offload", [o for o in self.offloads if o in division.offloads]),
             [size for size in values("training.micro_batch_size", sizes) if size <= most_rows],
             recomputations(question),
@@ -292,17 +293,23 @@ class Space:
     def _data(self, num_data: int, cp: int) -> Iterator[tuple[str, int]]:
         """Yield the data-parallel strategies over so many ranks, each with its replicas."""
         question = self.question
-        simple = ("single",) if num_data == 1 else ("ddp", "zero1", "zero2")
-        sharded = ("fsdp2",) if num_data * cp > 1 else ()
-        # Only fsdp2 has a key for its replicas; a rule refuses it with anything else.
+        is_offered = {
+            None: num_data == 1,
+            "dp_replicate": num_data > 1,
+            "dp_shard": num_data * cp > 1,
+        }
+        searched = [strategy for strategy in STRATEGIES.values() if strategy.is_searched]
+        offered = [strategy.name for strategy in searched if is_offered[strategy.axis]]
+        # A rule refuses the key for replicas where a strategy has none beside its shards.
         has_replicas = question.values("parallel.dp_replicate", (1,)) != (1,)
-        for data in question.values("parallel.data", (*simple, *sharded)):
-            if data == "fsdp2":
+        for data in question.values("parallel.data", offered):
+            strategy = STRATEGIES[data]
+            if strategy.with_replicas is not None:
                 for replicas in question.values("parallel.dp_replicate", divisors(num_data)):
                     if num_data % replicas == 0 and (replicas == 1 or replicas < num_data * cp):
                         yield data, replicas
-            elif (data == "single") == (num_data == 1) and not has_replicas:
-                yield data, num_data
+            elif (strategy.axis is None) == (num_data == 1) and not has_replicas:
+                yield data, 1 if strategy.axis == "dp_shard" else num_data
 
     def _is_open(self, division: Division) -> bool:
         """Return whether a division is in question, and no rule refuses a layout of its name."""
@@ -317,7 +324,8 @@ class Space:
     def _why_no_layout(self, layout: str) -> str | None:
         """Return why a layout is refused with two ranks along each axis, None if it is not."""
         parallel = parallel_of(layout)
-        data_ranks = 1 if parallel.data == "single" else 2 * parallel.dp_replicate
+        is_split = STRATEGIES[parallel.data].axis is not None
+        data_ranks = 2 * parallel.dp_replicate if is_split else 1
         return self._message(parallel, parallel.ranks_of_a_model * data_ranks)
 
     def _message(

@@ -98,7 +98,7 @@ def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate
         if size % 2 == 0:
             yield f"micro-batch {size // 2}", candidate._replace(micro_batch_size=size // 2)
     is_open = "parallel.reshard_after_forward" not in question.fixed
-    if candidate.division.data == "fsdp2" and is_open:
+    if is_open and candidate.division.strategy.frees_weights:
         resharded = not candidate.is_resharded
         word = "frees" if resharded else "keeps"
         yield f"{word} gathered weights", candidate._replace(is_resharded=resharded)

@@ -9,7 +9,9 @@ from itertools import permutations
 from typing import NamedTuple
 
 from shardwise.config import Parallel, RunConfig
-from shardwise.layouts import layout_of
+from shardwise.layouts import data_parts, layout_of
+from shardwise.parallel.strategies import STRATEGIES
+from shardwise.parallel.strategy import Strategy
 
 
 class Division(NamedTuple):
@@ -27,6 +29,16 @@ class Division(NamedTuple):
     is_sequence: bool
 
     @property
+    def strategy(self) -> Strategy:
+        """Its data-parallel strategy."""
+        return STRATEGIES[self.data]
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks among which the strategy divides what it shards."""
+        return self.cp * (self.shards if self.strategy.axis == "dp_shard" else self.num_data)
+
+    @property
     def num_data(self) -> int:
         """Ranks among which the rows are divided."""
         return self.replicas * self.shards
@@ -34,16 +46,14 @@ class Division(NamedTuple):
     @property
     def offloads(self) -> tuple[str, ...]:
         """The values of `parallel.offload` that it may have."""
-        if self.data == "fsdp2":
-            return ("none", "optimizer", "all")
-        return ("none", "optimizer") if self.data in ("single", "ddp") else ("none",)
+        return tuple(offload for offload in self.strategy.offloads if offload != "disk")
 
     def parallel(self, base: Parallel) -> Parallel:
         """Return the section of a run file."""
         return replace(
             base,
             data=self.data,
-            dp_replicate=self.replicas if self.data == "fsdp2" else 1,
+            dp_replicate=self.replicas if self.strategy.with_replicas else 1,
             **{axis: getattr(self, axis) for axis in ("pp", "cp", "ep", "tp")},
             sequence_parallel=self.is_sequence,
         )
@@ -65,8 +75,9 @@ def most_sharded(division: Division) -> Division:
 
     Of those that differ in their replicas it needs least memory.
     """
-    is_fsdp = division.data == "fsdp2"
-    return division._replace(replicas=1, shards=division.num_data) if is_fsdp else division
+    if division.strategy.with_replicas is None:
+        return division
+    return division._replace(replicas=1, shards=division.num_data)
 
 
 def moved(division: Division) -> Iterator[Division]:
@@ -99,16 +110,16 @@ def _name(division: Division) -> str:
 def sizes_of(division: Division) -> dict[str, tuple[int, ...]]:
     """Return the parts of a layout with their sizes, in the order of its name.
 
-    `hsdp` has two: replicas, and shards of each.
+    A strategy with replicas has two: these, and shards of each.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for part in layout_name(division).split("-"):
         if part in ("pp", "cp", "ep", "tp"):
             sizes[part] = (getattr(division, part),)
-        elif part == "hsdp":
+        elif part == division.strategy.with_replicas:
             sizes[part] = (division.replicas, division.shards)
         else:
-            sizes[part] = () if part in ("sp", "single") else (division.num_data,)
+            sizes[part] = (division.num_data,) if part in data_parts() else ()
     return sizes
 
 
@@ -130,7 +141,8 @@ def division_of(cfg: RunConfig, num_ranks: int) -> Division:
     """Return how a run divides its ranks."""
     parallel = cfg.parallel
     num_data = num_ranks // parallel.ranks_of_a_model
-    replicas = parallel.dp_replicate if parallel.data in ("fsdp1", "fsdp2") else num_data
+    is_sharded = STRATEGIES[parallel.data].axis == "dp_shard"
+    replicas = parallel.dp_replicate if is_sharded else num_data
     return Division(
         pp=parallel.pp,
         data=parallel.data,

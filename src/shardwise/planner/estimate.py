@@ -127,10 +127,10 @@ class Estimates:
         num_micro = self.rows / division.num_data / rows
         activations = rows * self._activations(division, candidate.recomputation, num_micro)
         others, gradients = self._states(division, candidate.offload)
-        is_sharded = division.data == "fsdp2" and division.shards * division.cp > 1
+        is_sharded = "weights" in division.strategy.sharded and division.num_sharing > 1
         # torch's stage of a pipeline never frees what it has gathered.
         if is_sharded and (division.pp > 1 or not candidate.is_resharded):
-            is_whole = division.ep == division.shards * division.cp  # each rank has its experts
+            is_whole = division.ep == division.num_sharing  # each rank has its experts
             gathered = 0 if is_whole else self.expert_bytes / division.ep
             whole = self.weight_bytes - self.tied_bytes[0] - self.expert_bytes + gathered
             kept = (whole - self.largest_unit_bytes) / division.pp / division.tp
@@ -186,9 +186,7 @@ class Estimates:
     def _states_of(self, division: Division, offload: str) -> tuple[float, float]:
         """Return lower bounds of the weights and optimizer states, and of the gradients."""
         local = division.pp * division.tp
-        shards = division.num_data * division.cp
-        if division.data == "fsdp2":
-            shards = division.shards * division.cp
+        shards, sharded = division.num_sharing, division.strategy.sharded
         tied = self.tied_bytes if division.pp == 1 else (0, 0, 0)
         weights, gradients, states = (
             total - double
@@ -197,17 +195,17 @@ class Estimates:
             )
         )
         # Ranks of `ep` are among the shards. Of what these leave whole it spreads the experts.
-        if division.data == "fsdp2":
+        if "weights" in sharded:
             weights /= shards
         else:
             weights -= self.expert_bytes * (1 - 1 / division.ep)
         gradients /= _shards_of_gradients(division)
-        states /= shards if division.data in ("fsdp2", "zero1", "zero2") else division.ep
+        states /= shards if "optimizer" in sharded else division.ep
         if offload != "none":
             states = 0.0
         if offload == "all":
             weights = gradients = 0.0
-        if division.data == "fsdp2" and shards > division.ep:
+        if "weights" in sharded and shards > division.ep:
             weights += self.largest_unit_bytes / division.pp / division.ep
         return (weights + states) / local, gradients / local
 
@@ -227,9 +225,10 @@ class Estimates:
         if candidate.schedule == "zbv":
             idle *= self.left_idle
         sent = self._data(candidate, num_micro)
-        covering = computed if division.data == "fsdp2" else computed / num_micro
+        is_sharded = "weights" in division.strategy.sharded
+        covering = computed if is_sharded else computed / num_micro
         if candidate.offload != "none":
-            shards = division.shards * division.cp if division.data == "fsdp2" else 1
+            shards = division.num_sharing if is_sharded else 1
             copied = self.optimizer_bytes / (division.pp * division.tp * shards)
             sent += copied / self.question.cluster.host.bandwidth
         added = (num_micro - 1) * self.adding_seconds / division.pp / division.tp
@@ -317,11 +316,11 @@ class Estimates:
         if division.ep > 1:  # a rank gathers no experts but its own
             share = 1 - self.expert_bytes / self.weight_bytes * (1 - 1 / division.ep)
             reduced, weights = share * reduced, share * weights
-        if division.data != "fsdp2":
-            times = num_micro if division.data == "zero2" else 1
+        if "weights" not in division.strategy.sharded:
+            times = num_micro if _is_reduced_in_each(division) else 1
             share = (together - 1) / together
             return (1 + times) * share * reduced / link.bandwidth
-        shards = division.shards * division.cp
+        shards = division.num_sharing
         inner = self.ring(shards, inside=division.tp)
         share = (shards - 1) / shards
         gathers = num_micro * (2 if candidate.is_resharded else 1)
@@ -342,9 +341,12 @@ def _shards_of_gradients(division: Division) -> int:
 
     A stage of a pipeline reduces them after the last micro-batch only.
     """
-    if division.data == "fsdp2" and division.pp == 1:
-        return division.shards * division.cp
-    return division.num_data * division.cp if division.data == "zero2" else division.ep
+    return division.num_sharing if _is_reduced_in_each(division) else division.ep
+
+
+def _is_reduced_in_each(division: Division) -> bool:
+    """Return whether each backward of a micro-batch reduces its gradients."""
+    return division.strategy.reduces_each(division.pp)
 
 
 def _sort_of(candidate: Candidate) -> tuple[str, bool]:

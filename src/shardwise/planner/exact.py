@@ -12,7 +12,7 @@ from shardwise import rules
 from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.config import Recomputation, RunConfig, UserError
-from shardwise.layouts import Facts, axis_sizes, num_microbatches
+from shardwise.layouts import ALONE, Facts, axis_sizes, data_parts, num_microbatches
 from shardwise.metrics.flops import model_flops_per_token, utilization
 from shardwise.models.activations import UnitMemory
 from shardwise.models.alike import counts_of, first_alike
@@ -31,8 +31,6 @@ from shardwise.planner.shares import Shares
 from shardwise.planner.step_time import StepTime, alike_ranks, time_of_step
 from shardwise.words import runs
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
-"""From the simplest."""
 NEARLY_FULL = 0.98
 """A choice that takes more of what may be used comes after others that are as fast."""
 
@@ -88,11 +86,12 @@ class Choice:
         full, then how simple they are.
         """
         candidate, parts = self.candidate, layout_name(self.candidate.division).split("-")
+        known = [ALONE, *data_parts()]
         return (
             float(f"{self.time.total:.2e}"),
             self.is_tight,
             len(parts) + (candidate.offload != "none"),
-            next((STRATEGIES.index(part) for part in parts if part in STRATEGIES), len(STRATEGIES)),
+            next((known.index(part) for part in parts if part in known), len(known)),
             candidate.recomputation != "none",
             self.memory.total,
         )

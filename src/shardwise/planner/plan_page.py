@@ -204,7 +204,8 @@ def why_not_fitting(choice: Choice, question: Question) -> str:
     limit, memory = usable_bytes(question), choice.memory
     text = f"does not fit: {needs(memory.total, limit)}"
     states = memory.weights + memory.gradients + memory.optimizer
-    if choice.candidate.division.data == "fsdp2" and memory.total - states > limit:
+    is_sharded = "weights" in choice.candidate.division.strategy.sharded
+    if is_sharded and memory.total - states > limit:
         # A stage of a pipeline keeps what it has gathered too.
         is_alone = choice.candidate.division.pp == 1
         is_freed = choice.candidate.is_resharded and is_alone
@@ -300,7 +301,7 @@ def time_table(choice: Choice) -> Table:
 def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator[str]:
     """Yield sentences that derive the largest numbers of one layout."""
     division, counts, cluster = choice.candidate.division, subject.counts, question.cluster
-    shards = division.shards * division.cp if division.data == "fsdp2" else 1
+    shards = division.num_sharing if "weights" in division.strategy.sharded else 1
     weights = subject.weight_bytes
     yield (
         f"weights: {in_words(counts.parameters)} parameters are {size(weights)}; over tp "

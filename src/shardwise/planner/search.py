@@ -13,6 +13,7 @@ from math import prod
 from time import perf_counter
 
 from shardwise.config import UserError
+from shardwise.layouts import ALONE, data_parts
 from shardwise.planner.candidates import Candidate, Question, Space, Subject, subject_of
 from shardwise.planner.changes import (
     Climb,
@@ -180,13 +181,15 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     for size in given.get("ep", some) if "ep" in wanted else ():
         if message := space.why_no_size("ep", size):
             raise UserError(message)
-    if (hsdp := wanted.get("hsdp")) and hsdp[0] == 1:
-        raise UserError(f"hsdp:1x{hsdp[1]} has one replica; --explain it as fsdp2:{hsdp[1]}")
-    if hsdp and hsdp[1] == 1 and "cp" not in wanted:
-        raise UserError(f"hsdp:{hsdp[0]}x1 shards nothing; --explain it as ddp:{hsdp[0]}")
+    for part, (data, _) in data_parts().items():
+        replicas, shards = size if len(size := wanted.get(part, ())) == 2 else (2, 2)
+        if replicas == 1:
+            raise UserError(f"{part}:1x{shards} has one replica; --explain it as {data}:{shards}")
+        if shards == 1 and "cp" not in wanted:
+            raise UserError(f"{part}:{replicas}x1 shards nothing; --explain it as ddp:{replicas}")
     # Ranks along `ep` are among those of the data-parallel axes and of cp.
     ranks = prod(prod(size) for part, size in given.items() if part != "ep")
-    is_whole = bool(wanted) and all(part in given or part in ("single", "sp") for part in wanted)
+    is_whole = bool(wanted) and all(part in given or part in (ALONE, "sp") for part in wanted)
     if num_ranks % ranks or (is_whole and ranks != num_ranks):
         sizes = ", ".join(f"{part}:{'x'.join(map(str, size))}" for part, size in given.items())
         raise UserError(
@@ -204,7 +207,7 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     if any(key.startswith("parallel.") for key in question.fixed) and layouts:
         raise UserError(refused[layouts[0]])
     for part in wanted:
-        if wanted.keys() <= {"single", "pp", "cp", "tp", "sp"} and f"{part}:{num_ranks}" in refused:
+        if wanted.keys() <= {ALONE, "pp", "cp", "tp", "sp"} and f"{part}:{num_ranks}" in refused:
             raise UserError(refused[f"{part}:{num_ranks}"])
     replicas = question.cfg.parallel.dp_replicate
     if "parallel.dp_replicate" in question.fixed and num_ranks % replicas:
@@ -212,8 +215,8 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
             f"parallel.dp_replicate {replicas} does not divide {counted(num_ranks, 'device')}; set "
             "one that does, or give other --devices"
         )
-    if num_ranks == 1 and wanted and not wanted.keys() <= {"single"}:
-        raise UserError(f"{name} needs several devices; give more --devices, or --explain single")
+    if num_ranks == 1 and wanted and not wanted.keys() <= {ALONE}:
+        raise UserError(f"{name} needs several devices; give more --devices, or --explain {ALONE}")
     raise UserError(
         f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
         "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "

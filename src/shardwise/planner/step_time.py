@@ -20,7 +20,7 @@ from typing import NamedTuple, get_args
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
-from shardwise.layouts import EXPERT_AXES, num_microbatches
+from shardwise.layouts import EXPERT_AXES, num_microbatches, strategy_facts
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.matrices import muon_dtype
@@ -249,7 +249,7 @@ def _is_cpu(cluster: Cluster) -> bool:
 
 def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) -> float:
     """Return the seconds of the update of a rank's shards, with the norm and clipping before it."""
-    is_sharded = cfg.parallel.data not in ("single", "ddp")
+    is_sharded = "optimizer" in strategy_facts(cfg.parallel).sharded
     numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
     moved = moved_bytes(cfg, numels)
     calibration, is_offloaded = cluster.calibration, cfg.parallel.offload != "none"

@@ -15,6 +15,7 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches, num_strategy_ranks
 from shardwise.models.dtypes import hidden_dtype, product_dtype
+from shardwise.parallel.strategies import strategy_of
 from shardwise.planner.cluster import Cluster, efficiency
 from shardwise.planner.traffic import DIRECTIONS, Direction, passes
 from shardwise.planner.unit_work import Product, Rest, UnitWork, work_of_units
@@ -109,8 +110,7 @@ def _shards_added(cfg: RunConfig, run: Description) -> tuple[int, int]:
     It is added up whole where it is not reduced after each backward.
     """
     parallel = cfg.parallel
-    is_fsdp = parallel.data in ("fsdp1", "fsdp2") and parallel.pp == 1
-    if not is_fsdp and parallel.data != "zero2":
+    if not strategy_of(cfg).reduces_each(parallel.pp):
         return 1, 1
     number = num_strategy_ranks(cfg, run.sizes)
     return number, number // parallel.ep

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from shardwise.config import RunConfig
+from shardwise.layouts import strategy_facts
 from shardwise.models.eight_bit import chunk_numel
 from shardwise.models.matrices import muon_dtype
 from shardwise.parallel.muon import STEPS
@@ -37,7 +38,8 @@ def update_bytes(cfg: RunConfig, numels: Mapping[Weight, int], is_gloo: bool) ->
 
 def _is_strided(cfg: RunConfig, weight: Weight) -> bool:
     """Return whether zero's shard is a view along a later dim: see `by_element.AdamW`."""
-    is_view = cfg.parallel.data in ("zero1", "zero2")
+    sharded = strategy_facts(cfg.parallel).sharded
+    is_view = "optimizer" in sharded and "weights" not in sharded
     return is_view and weight.shard_dim is not None and prod(weight.shape[: weight.shard_dim]) > 1
 
 

@@ -24,7 +24,7 @@ from shardwise.config import (
     UserError,
     require,
 )
-from shardwise.layouts import axis_sizes, layout_of, num_data_ranks
+from shardwise.layouts import axis_sizes, layout_of, num_data_ranks, strategy_facts
 from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.proof.harness import Rows
@@ -186,7 +186,7 @@ def _smaller_layout(parallel: Parallel, nproc: int | None) -> tuple[Parallel, in
         return least, _fewest_ranks(least)
     for layout in reversed(smaller):
         shares, rest = divmod(nproc, layout.ranks_of_a_model * layout.dp_replicate)
-        has_place = shares == 1 if layout.data == "single" else shares >= 2
+        has_place = shares == 1 if strategy_facts(layout).axis is None else shares >= 2
         if rest == 0 and has_place and shares * layout.cp % layout.ep == 0:
             return layout, nproc
     raise UserError(
@@ -206,7 +206,7 @@ def _fewest_ranks(parallel: Parallel) -> int:
 
 def _fewest_shares(parallel: Parallel) -> int:
     """Return the fewest data-parallel ranks of a replica over which experts can be spread."""
-    if parallel.data == "single":
+    if strategy_facts(parallel).axis is None:
         return 1
     return lcm(2, parallel.ep // gcd(parallel.ep, parallel.cp))
 

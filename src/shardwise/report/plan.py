@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 from typing import Any
 
+from shardwise.layouts import strategies
 from shardwise.report.page import page_templates
 from shardwise.words import number, percent, seconds, size
 
@@ -26,8 +27,6 @@ SHARED = {
     "ep": "experts: tokens go to the rank that has theirs",
     "shards": "weights, gradients or states of one replica; each has other rows",
     "replicas": "nothing: they add up gradients",
-    "zero1": "the optimizer's states; each has other rows",
-    "zero2": "the optimizer's states and gradients; each has other rows",
     "pp": "the layers: each stage has some, and sends hidden states to the next",
 }
 """Parts that the ranks along an axis divide among them."""
@@ -158,9 +157,8 @@ def groups(division: dict[str, Any]) -> list[dict[str, Any]]:
         if axis == "shards" and division["ep"] > 1:
             lines.append(_group("ep", division["ep"], division["tp"]) | {"share": SHARED["ep"]})
         if number_of_ranks > 1:
-            is_zero = axis == "replicas" and division["data"] in SHARED
-            share = SHARED[division["data"] if is_zero else axis]
-            lines.append(_group(axis, number_of_ranks, stride) | {"share": share})
+            own = strategies()[division["data"]].shares if axis == "replicas" else ""
+            lines.append(_group(axis, number_of_ranks, stride) | {"share": own or SHARED[axis]})
         stride *= number_of_ranks
     return lines
 

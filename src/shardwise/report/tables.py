@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwise.keys import flat
+from shardwise.layouts import strategies
 from shardwise.records.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.records.record import RoutingRecord, Status
 from shardwise.report.folder import Bench
@@ -258,7 +259,8 @@ def _nearest(row: Row, others: Sequence[Row]) -> Row | None:
 def _is_ddp(row: Row) -> bool:
     """Return whether each rank of a cell has the whole model, cut neither by pp nor by tp."""
     is_replicated = all(setting(row.record, "parallel", axis) in (1, None) for axis in ("pp", "tp"))
-    return is_replicated and setting(row.record, "parallel", "data") == "ddp"
+    facts = strategies().get(setting(row.record, "parallel", "data"))
+    return is_replicated and facts is not None and facts.axis is not None and not facts.sharded
 
 
 def scaling_kind(sweep: SweepRecord) -> str:

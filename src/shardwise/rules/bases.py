@@ -30,8 +30,8 @@ RULES = (
     ),
     Rule(
         "a quantised base under fsdp1",
-        applies=lambda case: _is_stored(case) and case.parallel.data == "fsdp1",
-        problem="model.base is {cfg.model.base}, which fsdp1 cannot shard",
+        applies=lambda case: _is_stored(case) and case.strategy.is_flat,
+        problem="model.base is {cfg.model.base}, which {parallel.data} cannot shard",
         way_out="use fsdp2",
         why="torch's FullyShardedDataParallel flattens floating-point parameters only",
     ),

@@ -52,7 +52,7 @@ RULES = (
     ),
     Rule(
         "ep with fsdp1",
-        applies=lambda case: _is_spread(case) and case.parallel.data == "fsdp1",
+        applies=lambda case: _is_spread(case) and case.strategy.is_flat,
         problem="{layout} is not offered: fsdp1's flat parameters hold no DTensors",
         way_out="use fsdp2",
         why="torch's FullyShardedDataParallel flattens plain tensors only",
@@ -81,7 +81,7 @@ GRID_RULES = (
         ),
         way_out=lambda case: (
             "lower parallel.ep, or use more processes"
-            if case.parallel.data != "single"
+            if case.strategy.axis is not None
             else "set parallel.data to ddp or fsdp2, or parallel.cp to a multiple of parallel.ep"
         ),
         why="experts are spread over ranks that have tokens of their own",

@@ -252,7 +252,7 @@ RULES = (
     ),
     Rule(
         "fsdp1 with adapters on experts that PEFT folds",
-        applies=lambda case: case.parallel.data == "fsdp1" and case.model.folds_adapters,
+        applies=lambda case: case.strategy.is_flat and case.model.folds_adapters,
         problem=(
             "parallel.data fsdp1: PEFT needs the parameter itself to compute adapters on these "
             "experts, and finds a view into a flat parameter in its place"
@@ -265,7 +265,7 @@ RULES = (
         applies=lambda case: (
             _sums_in_16_bits(case)
             and case.parallel.pp > 1
-            and (case.parallel.data == "fsdp2" or case.parallel.schedule in HALVING)
+            and ("weights" in case.strategy.sharded or case.parallel.schedule in HALVING)
         ),
         problem=(
             "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble "
@@ -286,7 +286,7 @@ RULES = (
     ),
     Rule(
         "float32 sums with fsdp1",
-        applies=lambda case: _sums_in_16_bits(case) and case.parallel.data == "fsdp1",
+        applies=lambda case: _sums_in_16_bits(case) and case.strategy.is_flat,
         problem=(
             "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights "
             "in bfloat16"
@@ -299,7 +299,7 @@ RULES = (
         applies=lambda case: (
             case.model.is_tied
             and case.parallel.schedule in V_SHAPED
-            and case.parallel.data == "fsdp2"
+            and "weights" in case.strategy.sharded
             and case.parallel.pp > 1
         ),
         problem=(

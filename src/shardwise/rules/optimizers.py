@@ -17,7 +17,7 @@ def _is_8_bit(case: Case) -> bool:
 def _has_muon(case: Case) -> bool:
     parallel = case.parallel
     is_whole = parallel.pp == parallel.cp == parallel.tp == parallel.ep == 1
-    return is_whole and parallel.data in ("single", "ddp", "fsdp2")
+    return is_whole and "optimizer" in case.strategy.offloads
 
 
 def _cut_blocks(case: Case) -> str | None:
@@ -26,7 +26,7 @@ def _cut_blocks(case: Case) -> str | None:
     if case.model.indivisible(parallel.tp) is not None:
         return None
     num_shards = 1
-    if parallel.data in ("zero1", "zero2", "fsdp2"):
+    if "optimizer" in case.strategy.sharded:
         num_shards = num_strategy_ranks(case.cfg, axis_sizes(case.cfg, case.facts.num_ranks))
     return case.model.cut_blocks(parallel.tp, parallel.ep, num_shards)
 
@@ -55,7 +55,7 @@ RULES = (
     ),
     Rule(
         "8-bit AdamW under fsdp1",
-        applies=lambda case: _is_8_bit(case) and case.parallel.data == "fsdp1",
+        applies=lambda case: _is_8_bit(case) and case.strategy.is_flat,
         problem="optimizer.name adamw8bit has a scale for each block, and fsdp1 cuts within blocks",
         way_out="use fsdp2, or optimizer.name adamw",
         why="a rank's piece of a flat parameter begins and ends anywhere in a row",

@@ -51,7 +51,7 @@ GRID_RULES = (
     Rule(
         "single on several ranks",
         applies=lambda case: (
-            case.parallel.data == "single" and case.facts.num_ranks > case.parallel.ranks_of_a_model
+            case.strategy.axis is None and case.facts.num_ranks > case.parallel.ranks_of_a_model
         ),
         problem=lambda case: (
             f"parallel.data is single but there are {case.facts.num_ranks} processes"
@@ -73,8 +73,10 @@ GRID_RULES = (
     ),
     Rule(
         "fsdp1 on one rank",
-        applies=lambda case: case.parallel.data == "fsdp1" and case.facts.num_ranks == 1,
-        problem="parallel.data is fsdp1 but there is one process, and nothing to shard over",
+        applies=lambda case: case.strategy.needs_ranks and case.facts.num_ranks == 1,
+        problem=(
+            "parallel.data is {parallel.data} but there is one process, and nothing to shard over"
+        ),
         way_out="use single",
         why="torch's FullyShardedDataParallel falls back to another strategy there",
     ),

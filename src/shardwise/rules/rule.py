@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.config import Parallel, RunConfig, Training
-from shardwise.layouts import AdapterFacts, Facts, ModelFacts, layout_of
+from shardwise.layouts import (
+    AdapterFacts,
+    Facts,
+    ModelFacts,
+    StrategyFacts,
+    layout_of,
+    strategy_facts,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,11 @@ class Case:
     def parallel(self) -> Parallel:
         """The section `parallel` of the run file."""
         return self.cfg.parallel
+
+    @property
+    def strategy(self) -> StrategyFacts:
+        """The facts of the data-parallel strategy."""
+        return strategy_facts(self.parallel)
 
     @property
     def training(self) -> Training:

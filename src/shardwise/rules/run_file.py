@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.config import Parallel
-from shardwise.layouts import HALVING, virtual_stages_of
+from shardwise.layouts import HALVING, strategies, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
 from shardwise.rules import (
     bases,
@@ -61,23 +61,14 @@ def _is_pipeline(case: Case) -> bool:
     return case.parallel.pp > 1
 
 
-_STEPS_ON_WEIGHTS = ("single", "ddp", "fsdp2")
-"""Strategies whose optimizer updates the parameters that the model has."""
-
-
 def _offload_strategies(case: Case) -> tuple[str, ...]:
     """Return the values of `parallel.data` beside which what is offloaded can be."""
-    return {"all": ("fsdp2",), "disk": ("single", "ddp")}.get(
-        case.parallel.offload, _STEPS_ON_WEIGHTS
-    )
+    offload = case.parallel.offload
+    return tuple(s.name for s in strategies().values() if offload in s.offloads)
 
 
 def _halves(case: Case) -> bool:
     return _is_pipeline(case) and case.parallel.schedule in HALVING
-
-
-def _is_fsdp2(case: Case) -> bool:
-    return case.parallel.data == "fsdp2"
 
 
 def _is_compiled(case: Case) -> bool:
@@ -114,8 +105,18 @@ RULES = (
         "context parallelism",
         "set parallel.cp to 2 or more",
     ),
-    _belongs_to("dp_replicate", _is_fsdp2, "parallel.data fsdp2 (HSDP)", "leave it at 1"),
-    _belongs_to("reshard_after_forward", _is_fsdp2, "parallel.data fsdp2", "leave it at true"),
+    _belongs_to(
+        "dp_replicate",
+        lambda case: case.strategy.with_replicas is not None,
+        "parallel.data fsdp2 (HSDP)",
+        "leave it at 1",
+    ),
+    _belongs_to(
+        "reshard_after_forward",
+        lambda case: case.strategy.frees_weights,
+        "parallel.data fsdp2",
+        "leave it at true",
+    ),
     Rule(
         "offload without its strategy",
         applies=lambda case: (
@@ -132,10 +133,7 @@ RULES = (
         ),
     ),
     _belongs_to(
-        "fsdp1_wrap",
-        lambda case: case.parallel.data == "fsdp1",
-        "parallel.data fsdp1",
-        "leave it out",
+        "fsdp1_wrap", lambda case: case.strategy.is_flat, "parallel.data fsdp1", "leave it out"
     ),
     *disk.RULES,
     *duration.RULES,
@@ -204,14 +202,14 @@ RULES = (
     ),
     Rule(
         "fsdp1 with tp",
-        applies=lambda case: case.parallel.data == "fsdp1" and case.parallel.tp > 1,
+        applies=lambda case: case.strategy.is_flat and case.parallel.tp > 1,
         problem="{layout} is not offered: fsdp1's flat parameters hold no DTensors",
         way_out="use fsdp2",
         why="torch's FullyShardedDataParallel flattens plain tensors only",
     ),
     Rule(
         "zero2 with tp",
-        applies=lambda case: case.parallel.data == "zero2" and case.parallel.tp > 1,
+        applies=lambda case: not case.strategy.takes_late_sums and case.parallel.tp > 1,
         problem=(
             "{layout} is not offered: zero2 reduces gradients before those that tensor parallelism "
             "sums are complete"
@@ -224,9 +222,7 @@ RULES = (
     ),
     Rule(
         "zero or fsdp1 in a pipeline",
-        applies=lambda case: (
-            _is_pipeline(case) and case.parallel.data in ("zero1", "zero2", "fsdp1")
-        ),
+        applies=lambda case: _is_pipeline(case) and not case.strategy.takes_stages,
         problem="{layout} is not offered: {parallel.data} is not proven in a pipeline",
         way_out="use ddp or fsdp2",
         why="no cell of the parity matrix runs both",
@@ -234,7 +230,7 @@ RULES = (
     Rule(
         "fsdp1 naive with adapters of another dtype",
         applies=lambda case: (
-            case.parallel.data == "fsdp1"
+            case.strategy.is_flat
             and case.parallel.fsdp1_wrap == "naive"
             and case.cfg.lora is not None
             and case.cfg.lora.dtype == "float32"
@@ -324,7 +320,7 @@ RULES = (
     Rule(
         "halved backwards with fsdp2 that reshards",
         applies=lambda case: (
-            _halves(case) and _is_fsdp2(case) and case.parallel.reshard_after_forward
+            _halves(case) and case.strategy.frees_weights and case.parallel.reshard_after_forward
         ),
         problem=(
             "{parallel.schedule} halves backwards, and torch loses gradients of weights that "

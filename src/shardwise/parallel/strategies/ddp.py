@@ -23,7 +23,6 @@ class Ddp(Strategy):
     name = "ddp"
     order = 1
     offloads = ("none", "optimizer", "disk")
-    has_buckets = True
 
     def apply(
         self, pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec

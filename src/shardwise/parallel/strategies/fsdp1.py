@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import RunConfig
 from shardwise.parallel.gathered import ShardedHolding, Unit, units_of
 from shardwise.parallel.holding import ChunkUnits, Held, Whole
 from shardwise.parallel.sent import DataStep, Messages, sums_over_copies
@@ -29,6 +29,8 @@ class Fsdp1(Strategy):
     sharded = ("weights", "gradients", "optimizer")
     is_searched = False
     needs_ranks = True
+    is_flat = True
+    takes_stages = False
     is_before_loading = True
 
     def apply(
@@ -39,9 +41,9 @@ class Fsdp1(Strategy):
 
         return fsdp1.apply(pm, mesh, cfg, spec)
 
-    def reduces_each(self, parallel: Parallel) -> bool:
+    def reduces_each(self, pp: int) -> bool:
         """See Strategy."""
-        return parallel.pp == 1
+        return pp == 1
 
     def left_whole(self, cfg: RunConfig, chunk: ChunkWeights) -> frozenset[Weight]:
         """See Strategy."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import RunConfig
 from shardwise.parallel.gathered import ShardedHolding, units_of
 from shardwise.parallel.holding import ChunkUnits, Held, Whole
 from shardwise.parallel.sent import (
@@ -33,6 +33,7 @@ class Fsdp2(Strategy):
     axis = "dp_shard"
     sharded = ("weights", "gradients", "optimizer")
     offloads = ("none", "optimizer", "all")
+    frees_weights = True
     is_before_loading = True
 
     def apply(
@@ -43,9 +44,9 @@ class Fsdp2(Strategy):
 
         return fsdp2.apply(pm, mesh, cfg, spec)
 
-    def reduces_each(self, parallel: Parallel) -> bool:
+    def reduces_each(self, pp: int) -> bool:
         """Return whether a backward reduces gradients: a stage of a pipeline does so at last."""
-        return parallel.pp == 1
+        return pp == 1
 
     def left_whole(self, cfg: RunConfig, chunk: ChunkWeights) -> frozenset[Weight]:
         """See Strategy.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.config import Parallel
 from shardwise.parallel.holding import ChunkUnits, Held, Whole
 from shardwise.parallel.strategies.zero1 import Zero1, Zero1Holding, buckets
 from shardwise.parallel.weights import ChunkWeights, Weight
@@ -16,9 +15,10 @@ class Zero2(Zero1):
 
     name = "zero2"
     order = 3
+    takes_late_sums = False
     shares = "the optimizer's states and gradients; each has other rows"
 
-    def reduces_each(self, parallel: Parallel) -> bool:
+    def reduces_each(self, pp: int) -> bool:
         """See Strategy."""
         return True
 
