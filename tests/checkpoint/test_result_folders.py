@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from shardwise.training.evaluate import encode_prompt
 from tests.data.templates import CHATML, INST
 from tests.distributed import run_ranks
 from tests.integration.conftest import make_corpus
+from tests.integration.test_train import config, run_on
 from tests.models.tiny import tiny
 from tests.parity.harness import Cell, run_config
 
@@ -129,3 +131,21 @@ def test_a_sample_after_chats_is_asked_as_a_user_asks(folder: Path) -> None:
     assert prompt_of(folder, INST, chat=True).endswith("[INST] Where is it? [/INST]")
     with pytest.raises(UserError, match=r"the chat template refuses .*never alone"):
         prompt_of(folder, "{{ raise_exception('never alone') }}", chat=True)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+@pytest.mark.parametrize("lora", [True, False])
+def test_what_a_run_writes_has_the_permissions_of_any_new_file(folder, lora, mask, tmp_path):
+    cfg = config(folder, "unused", lora=lora, steps=2, eval_every=0, save_every=1)
+    cfg = replace(cfg, training=replace(cfg.training, output_dir=str(tmp_path / "run")))
+    before = os.umask(mask)
+    try:
+        run_on(1, cfg)
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    weights = {path.parent.name for path in files if path.suffix == ".safetensors"}
+    assert weights == {"adapter" if lora else "model", "step-1", "step-2"}
+    assert {path: path.stat().st_mode & 0o777 for path in files} == dict.fromkeys(
+        files, 0o666 & ~mask
+    )

@@ -70,3 +70,14 @@ def test_a_folder_of_somebody_else_stays_where_the_disk_is_full(folder, tmp_path
     done = run_command(arguments(folder, str(tmp_path), ["--merge"]))
     assert done.returncode == 1
     assert (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_what_is_written_has_the_permissions_of_any_new_file(mask, folder, tmp_path):
+    for place, form in enumerate((*FORMS, ["--for", "vllm"])):
+        out = tmp_path / str(place)
+        done = run_command(arguments(folder, str(out), form), before=lambda: os.umask(mask))
+        assert done.returncode == 0, done.stderr
+        modes = {path.name: path.stat().st_mode & 0o777 for path in out.iterdir()}
+        assert any(name.endswith(".safetensors") for name in modes)
+        assert modes == dict.fromkeys(modes, 0o666 & ~mask)

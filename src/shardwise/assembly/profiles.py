@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from shardwise.metrics.hardware import environment, version
 from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
 from shardwise.process.world import device_type, num_cores
-from shardwise.safety import cache_folder
+from shardwise.safety import cache_folder, write_atomically
 from shardwise.schedule.costs import Cost
 
 SCHEMA_VERSION = 3
@@ -134,9 +132,7 @@ def write(profile: Profile, path: Path) -> None:
     """Write the file, all or nothing, also where another process writes it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(content + "\n")
-    os.replace(file.name, path)
+    write_atomically(path, content + "\n")
 
 
 def read(path: Path) -> Profile | None:

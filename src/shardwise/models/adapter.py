@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
@@ -34,7 +33,7 @@ from shardwise.models.lora import adapter_layers, num_sharing, peft_config
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.quantise import read_back, rounding_of_merge
-from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
+from shardwise.models.save import checkpoint_entries, save_for_generation, save_model, write_tensors
 from shardwise.models.stored import plain_names
 from shardwise.models.weight_files import weights_from_files
 
@@ -89,7 +88,7 @@ def save_adapter(
         _file_key(renamed(name)): _for_each_expert(model, name, tensor).contiguous()
         for name, tensor in state.items()
     }
-    save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    write_tensors(tensors, folder / SAFETENSORS_WEIGHTS_NAME)
 
 
 def _for_each_expert(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import Model, UserError
@@ -26,7 +25,7 @@ from shardwise.models.families.servers import (
     target_modules,
 )
 from shardwise.models.multimodal import Multimodal
-from shardwise.models.save import save_for_generation
+from shardwise.models.save import save_for_generation, write_tensors
 
 READERS = ("peft", "hf", *SERVERS)
 """Who may read an exported adapter: `peft` on the class that `architectures` names, `hf` on the
@@ -71,7 +70,7 @@ def export_adapter(
     else:
         config, tensors = _for_peft(reading, reading.multimodal if reader == "peft" else None)
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    write_tensors(tensors, out / SAFETENSORS_WEIGHTS_NAME)
     (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_for_generation(out, tokenizer)
 

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -126,6 +127,17 @@ def _each_once(
     assert not expected, f"no value for {sorted(expected)[:5]}"
 
 
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions of any new file, by the process's umask.
+
+    safetensors itself lets nobody else read it.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(stat.S_IMODE(mode))
+
+
 def write_shards(
     entries: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
@@ -144,7 +156,7 @@ def write_shards(
 
     def flush() -> None:
         shards.append(folder / f"model-part-{len(shards) + 1:05d}.safetensors")
-        save_file(pending, shards[-1], metadata={"format": "pt"})
+        write_tensors(pending, shards[-1])
         pending.clear()
 
     for key, tensor in entries:
