@@ -45,6 +45,20 @@ def test_import_is_light():
     assert done.stdout.strip() == "set()"
 
 
+def test_a_first_run_is_written_without_heavy_imports(tmp_path):
+    """Neither torch nor transformers, nor what other commands need."""
+    (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')
+    words = ["init", "--recipe", "lfm2-1.2b-fsdp2", "--data", "chats.jsonl"]
+    heavy = "{'torch', 'transformers', 'huggingface_hub', 'shardwise.launch.local'}"
+    code = f"import sys; from shardwise import cli; cli.main({words}); "
+    code += f"print({heavy} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert "A GPU holds at most 1.2 GiB" in (tmp_path / "run.yaml").read_text()
+
+
 def test_public_names_are_there_for_users_and_checkers():
     for name in shardwise.__all__:
         assert getattr(shardwise, name).__doc__, name

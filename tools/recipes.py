@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from itertools import groupby
 from pathlib import Path
 
-from shardwise.config import Model
+from shardwise.assembly.describe import describe
+from shardwise.config import Model, RunConfig
 from shardwise.models.load import build_meta, read_config
-from shardwise.planner.memory import most_state_bytes
-from shardwise.presets import MODELS, Recipe, recipes
-from shardwise.presets.compose import config_of
+from shardwise.planner.memory import state_bytes
+from shardwise.planner.share import boundaries_of, share_of
+from shardwise.presets import MODELS, Recipe, recipes, sections_of
+from shardwise.run_file import parse_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "recipes.md"
 HEAD = """\
@@ -67,8 +70,27 @@ def page() -> str:
 
 def cell(recipe: Recipe) -> str:
     """Return the GPUs of a recipe, and the GiB of states on one of them."""
-    gib = most_state_bytes(config_of(recipe), recipe.num_gpus) / 2**30
-    return f"{recipe.num_gpus} × {gib:.1f}"
+    return f"{recipe.num_gpus} × {recipe.gib:.1f}"
+
+
+def config_of(recipe: Recipe) -> RunConfig:
+    """Return the run of a recipe with its preset's shape in place of the model, and no data."""
+    sections = sections_of("fine_tuning")
+    sections["model"]["path"] = str(MODELS / recipe.preset)
+    sections["data"]["train"] = sections["training"]["output_dir"] = "unused"
+    return parse_config({**sections, "parallel": recipe.parallel})
+
+
+def gib_of(recipe: Recipe) -> float:
+    """Return the GiB of weights, gradients and optimizer states on the rank with the most."""
+    cfg = config_of(recipe)
+    run = describe(cfg, recipe.num_gpus)
+    boundaries, most = boundaries_of(cfg, run), 0
+    for place in itertools.product(*map(range, run.sizes.values())):
+        coordinates = dict(zip(run.sizes, place, strict=True))
+        share = share_of(cfg, run, coordinates, boundaries)
+        most = max(most, sum(state_bytes(cfg, share, run.sizes, coordinates).values()))
+    return round(most / 2**30, 1)
 
 
 def num_parameters(preset: str) -> int:
@@ -82,6 +104,8 @@ def main() -> None:
     if "--check" not in sys.argv:
         PAGE.write_text(page(), encoding="utf-8")
         print(PAGE)
+    elif wrong := [name for name, one in recipes().items() if one.gib != gib_of(one)]:
+        sys.exit(f"recipes.yaml: gib of {', '.join(wrong)} is not what the formulas say")
     elif PAGE.read_text(encoding="utf-8") != page():
         sys.exit(f"{PAGE} is out of date; run python -m tools.recipes")
 

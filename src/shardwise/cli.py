@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.commands import COMMANDS
+from shardwise.commands import commands_of
 from shardwise.commands.command import OVERRIDE, is_completing
 from shardwise.config import UserError, require
 from shardwise.keys import known_keys, nearest
@@ -62,9 +62,9 @@ def parse(arguments: list[str]) -> Namespace:
     # Overrides are taken out first: to argparse, a value with a space in it is positional.
     overrides = [argument for argument in arguments if _is_override(argument)]
     options = [argument for argument in arguments if argument not in overrides]
-    parser = build_parser()
     if is_completing():
-        _complete(parser)
+        _complete(build_parser())
+    parser = build_parser(next((text for text in arguments if not text.startswith("-")), None))
     args, unknown = parser.parse_known_args(options)
     if "run" in args:  # the commands that read a run file
         args.overrides = overrides
@@ -114,8 +114,8 @@ def _is_override(argument: str) -> bool:
     return key.startswith("--") and bool(equals) and ("." in key or key[2:] in known_keys())
 
 
-def build_parser() -> Parser:
-    """Return the parser of the subcommands and their options."""
+def build_parser(name: str | None = None) -> Parser:
+    """Return the parser of the subcommands and their options: of this one, or of all."""
     parser = Parser(
         prog="shardwise",
         description="Fine-tune hybrid-attention language models.",
@@ -123,7 +123,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
+    for command in commands_of(name):
         subparser = parsers.add_parser(
             command.name, help=command.summary, description=command.text, allow_abbrev=False
         )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from itertools import product
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
@@ -243,6 +242,8 @@ class AdapterFacts:
 @cache
 def torch_version() -> tuple[int, int]:
     """Return the major and minor version of the installed torch, without importing it."""
+    from importlib.metadata import version  # late: it imports much
+
     major, minor = version("torch").split(".")[:2]
     return int(major), int(minor)
 

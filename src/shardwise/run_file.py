@@ -86,6 +86,7 @@ def _adapter() -> Any:
     return pydantic.TypeAdapter(RunConfig)
 
 
+@functools.cache
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a run file: types, words, ranges, and descriptions of its keys."""
     schema = _adapter().json_schema()

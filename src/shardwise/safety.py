@@ -8,13 +8,12 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import secrets
 import stat
 import sys
 import tempfile
 from pathlib import Path
 
-from shardwise.config import Model, UserError
+from shardwise.config import Model, UserError, require
 
 
 @functools.cache
@@ -81,6 +80,27 @@ def check_no_pipes(folder: str | Path) -> None:
                 f"{path} is no file, but a pipe, a socket or a device, and may have no end; remove "
                 "it, or choose another folder"
             )
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a model's path may be a name on the hub, such as gpt2 or owner/name.
+
+    UserError where it is neither that nor a folder with a config.json.
+    """
+    folder = Path(path)
+    check_no_pipes(folder)
+    problem = "is a folder without a config.json"
+    if folder.is_file():
+        problem = "is a file, and not a folder with a config.json"
+    elif folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        problem = "is no folder here, so it has no config.json"
+    elif not folder.is_dir():
+        return True
+    require(
+        (folder / "config.json").is_file(),
+        f"{path}: the path of the model {problem}; correct it, or give a hub id such as owner/name",
+    )
+    return False
 
 
 def check_output(path: str | Path, option: str) -> None:
@@ -155,7 +175,7 @@ def write_atomically(path: str | Path, content: str | bytes, mode: int | None = 
     by default those of a new file. Raises OSError where the file cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         with os.fdopen(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:

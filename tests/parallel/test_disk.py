@@ -24,7 +24,6 @@ from shardwise.parallel.disk_window import Window
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
-from shardwise.planner.memory import most_state_bytes
 from shardwise.planner.search import search
 from shardwise.process.ending import RunError
 from shardwise.training.step import NonFiniteLossError, training_step
@@ -292,8 +291,6 @@ def test_copies_on_disk_are_compared():
 
 def test_a_plan_says_where_the_formulas_are():
     cfg = config(Cell("llama", "single", "full", 1, DISK))
-    with pytest.raises(UserError, match=r"disk-offload\.md"):
-        most_state_bytes(cfg, 1)
     with pytest.raises(UserError, match=r"disk-offload\.md"):
         search(Question(cfg, cluster_of("H100-80GB")))
 

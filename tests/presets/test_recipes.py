@@ -14,7 +14,6 @@ import pytest
 from shardwise import cli
 from shardwise.layouts import layout_of
 from shardwise.presets import MODELS, STARTER, preset_names, recipes
-from shardwise.presets.compose import config_of
 from tests.command import run_command
 from tests.left_out import some_now
 
@@ -44,7 +43,7 @@ def proven() -> set[tuple[str, str]]:
 def test_the_layout_of_a_recipe_is_proven_for_its_family(name):
     recipe = recipes()[name]
     config = json.loads((MODELS / recipe.preset / "config.json").read_text(encoding="utf-8"))
-    layout = layout_of(config_of(recipe).parallel)
+    layout = layout_of(tool()["config_of"](recipe).parallel)
     assert layout == {"one-gpu": "single"}.get(recipe.layout, recipe.layout)
     # One process is what the others are compared with.
     assert layout == "single" or (config["model_type"], layout) in proven()
@@ -57,9 +56,8 @@ def test_a_recipe_is_proven_and_states_its_memory(name, tmp_path, monkeypatch):
     recipe = recipes()[name]
     assert cli.main(["init", "--recipe", name]) == 0
     text = Path("run.yaml").read_text(encoding="utf-8")
-    ((number, unit),) = re.findall(r"^# A GPU holds at most ([\d.]+) ([MG])iB of", text, re.M)
-    gib = float(number) / {"M": 1024, "G": 1}[unit]
-    assert gib == pytest.approx(float(tool()["cell"](recipe).rpartition(" ")[2]), abs=0.06)
+    (gib,) = re.findall(r"^# A GPU holds at most ([\d.]+) GiB of", text, re.M)
+    assert float(gib) == tool()["gib_of"](recipe)
     # Ranks of `tp` may share key/value heads, which fewer of them do not.
     options = [f"--nproc={recipe.num_gpus}"] if recipe.layout == "tp" else []
     done = run_command(["prove", "run.yaml", "--json", "out.json", *options])
@@ -80,7 +78,9 @@ def test_a_recipe_fits_the_published_model(preset):
     (row,) = (line for line in page().splitlines() if line.startswith(f"| `{preset}` |"))
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     assert cells[2] == f"{count:.2f} B"
-    assert cells[4] == tool()["cell"](recipes()[f"{preset}-fsdp2"])
+    recipe = recipes()[f"{preset}-fsdp2"]
+    assert cells[4] == tool()["cell"](recipe)
+    assert recipe.gib == tool()["gib_of"](recipe)
     assert len(cells) == 3 + len(tool()["LAYOUTS"])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def find(output_dir: str | Path) -> Path | None:
 def draw_name(output_dir: str | Path) -> None:
     """Give the folders of a run a name, unless it has one."""
     if find(output_dir) is None:
-        write_atomically(Path(output_dir) / MEMORY_NAME, secrets.token_hex(16))
+        write_atomically(Path(output_dir) / MEMORY_NAME, os.urandom(16).hex())
 
 
 def make_private(folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.commands.command import Command, add_run_file
 from shardwise.config import UserError
 from shardwise.run_file import load_config
+from shardwise.safety import is_hub_name
 from shardwise.words import percent
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ def run(args: Namespace) -> int:
 
     from shardwise.data.preview import preview
     from shardwise.data.tokenizer import load_tokenizer
-    from shardwise.models.hub import check_source
 
     logging.set_verbosity_error()
-    check_source(cfg.model.path)
+    is_hub_name(cfg.model.path)
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     found = preview(cfg, tokenizer, None if args.all else args.documents, args.rows)
     if args.json:

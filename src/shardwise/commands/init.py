@@ -10,9 +10,8 @@ from typing import Any
 
 from shardwise.commands.command import Command
 from shardwise.config import UserError
-from shardwise.presets import Recipe, preset_names, recipes
-from shardwise.presets.compose import compose, config_of, find_recipe, write_new
-from shardwise.words import size
+from shardwise.presets import preset_names, recipes
+from shardwise.presets.compose import compose, find_recipe, write_new
 
 _RUN_FILE = "run.yaml"
 
@@ -27,7 +26,11 @@ def run(args: Namespace) -> int:
     recipe = None if args.recipe is None else find_recipe(args.recipe)
     first = compose(Path(args.file), recipe, args.model, args.data, _data_keys(args.data))
     if recipe is not None:
-        first = replace(first, head=(*first.head, _memory(recipe)))
+        memory = (
+            f"A GPU holds at most {recipe.gib:g} GiB of weights, gradients and optimizer states; "
+            "activations come on top."
+        )
+        first = replace(first, head=(*first.head, memory))
     for path in write_new(first):
         print(f"wrote {path}")
     if args.data:
@@ -43,17 +46,6 @@ def _data_keys(entries: list[str] | None) -> dict[str, Any]:
     from shardwise.data.detect import keys_for  # late: numpy takes long to import
 
     return keys_for(entries, "--data")
-
-
-def _memory(recipe: Recipe) -> str:
-    """Return a line on the memory that a recipe needs, by formula."""
-    from shardwise.planner.memory import most_state_bytes
-
-    num_bytes = most_state_bytes(config_of(recipe), recipe.num_gpus)
-    return (
-        f"A GPU holds at most {size(num_bytes)} of weights, gradients and optimizer states; "
-        "activations come on top."
-    )
 
 
 def _print_list() -> None:

@@ -1,4 +1,4 @@
-"""What a key of the run file may be, in words, for who wrote something else."""
+"""Types of the keys of the run file in words, for who wrote something else."""
 
 from __future__ import annotations
 

@@ -8,19 +8,17 @@ tests/parallel/test_state_bytes.py counts the tensors that real ranks hold.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardwise.assembly.costs import optimizer_bytes
-from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, require
 from shardwise.layouts import context_joins_of, num_strategy_ranks
 from shardwise.parallel.strategies import strategy_of
 from shardwise.parallel.strategy import Elements
 from shardwise.parallel.weights import gradient_bytes
-from shardwise.planner.share import Share, boundaries_of, share_of
+from shardwise.planner.share import Share
 
 USABLE = 0.95
 """The share of a device's memory that a plan may use, and of a budget that a choice may; the rest
@@ -86,20 +84,6 @@ def state_bytes(
         for times, elements in strategy.held(cfg, chunk, num_shards, rank):
             _add(total, cfg, times, elements)
     return dict(total)
-
-
-def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
-    """Return the bytes of weights, gradients and optimizer states on the rank with the most.
-
-    UserError where the run may not begin.
-    """
-    run = describe(cfg, num_ranks)
-    boundaries, most = boundaries_of(cfg, run), 0
-    for place in itertools.product(*map(range, run.sizes.values())):
-        coordinates = dict(zip(run.sizes, place, strict=True))
-        share = share_of(cfg, run, coordinates, boundaries)
-        most = max(most, sum(state_bytes(cfg, share, run.sizes, coordinates).values()))
-    return most
 
 
 def _add(total: Counter[str], cfg: RunConfig, times: int, held: Elements) -> None:

@@ -32,6 +32,8 @@ class Recipe:
     """The hub's id of the model, which has the weights."""
     layout: str
     num_gpus: int
+    gib: float
+    """GiB of weights, gradients and optimizer states that a GPU holds, at most."""
     parallel: dict[str, Any]
     """The section of the run file."""
 
@@ -51,7 +53,8 @@ def recipes() -> dict[str, Recipe]:
                 key: num_gpus if value == "num_gpus" else value
                 for key, value in content["layouts"][layout].items()
             }
-            recipe = Recipe(preset, model["path"], layout, num_gpus, parallel)
+            gib = model["gib"][layout]
+            recipe = Recipe(preset, model["path"], layout, num_gpus, gib, parallel)
             by_name[f"{preset}-{layout}"] = recipe
     return by_name
 

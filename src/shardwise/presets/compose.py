@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import UserError, require
 from shardwise.keys import nearest
 from shardwise.presets import MODELS, STARTER, Recipe, preset_names, recipes, sections_of
 from shardwise.run_file import json_schema, parse_config
@@ -94,14 +94,6 @@ def compose(
         command += f" --nproc {recipe.num_gpus}"
     what = f"{name}, from random weights" if is_preset else f"LoRA on {name}"
     return FirstRun(path, sections, command, (f"{what}: {command}", *notes), files)
-
-
-def config_of(recipe: Recipe) -> RunConfig:
-    """Return the run of a recipe with its preset's shape in place of the model, and no data."""
-    sections = sections_of("fine_tuning")
-    sections["model"]["path"] = str(MODELS / recipe.preset)
-    sections["data"]["train"] = sections["training"]["output_dir"] = "unused"
-    return parse_config({**sections, "parallel": recipe.parallel})
 
 
 def _check_model(name: str) -> None:
