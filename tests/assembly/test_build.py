@@ -13,7 +13,7 @@ import torch
 from shardwise.assembly import build as training_build
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.state import MemoryState, portable_tensors
-from shardwise.config import Lora, Parallel, RunConfig, UserError
+from shardwise.config import Lora, Optimizer, Parallel, RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
@@ -98,3 +98,22 @@ def test_rows_beyond_the_positions_of_the_model_are_noted():
     ((within, beyond),) = run_ranks(1, notes_by_length)
     assert within == ()
     assert "max_position_embeddings 4096" in beyond[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "note"),
+    [
+        (
+            Optimizer(warmup_steps=100),
+            2,
+            (
+                "optimizer.warmup_steps is 100, and the run has 2: the learning rate reaches 2% of "
+                "optimizer.lr",
+            ),
+        ),
+        (Optimizer(warmup_steps=2), 2, ()),
+        (Optimizer(warmup_ratio=1.0), 9, ()),
+    ],
+)
+def test_a_warmup_that_the_run_does_not_end_is_told(optimizer, steps, note):
+    assert training_build._short_warmup(optimizer, steps) == note

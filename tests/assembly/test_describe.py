@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,3 +78,14 @@ def test_what_computes_attention_and_convolutions_under_cp(family, way, kernels)
     sections = {"parallel": {"cp": 2, "cp_attention": way}}
     assert kernels.items() <= describe(run_of(tiny(family), sections), 2).kernels.items()
     assert "attention" not in describe(run_of(tiny(family), {}), 1).kernels
+
+
+@pytest.mark.parametrize(
+    ("init", "lora", "is_told"),
+    [("random", LORA, True), ("weights", LORA, False), ("random", None, False)],
+)
+def test_an_adapter_of_a_base_that_is_saved_nowhere_says_so(init, lora, is_told):
+    cfg = run_of(tiny("llama"), {"lora": lora} if lora else {})
+    cfg = replace(cfg, model=replace(cfg.model, init=init))
+    notes = "\n".join(describe(cfg, 1).notes)
+    assert ("saved nowhere: the adapter fits nothing else" in notes) == is_told

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 
+from shardwise import cli
 from shardwise.config import Lora
 from shardwise.models import adapter
 from shardwise.models.adapter import save_adapter
@@ -81,3 +83,14 @@ def test_what_is_written_has_the_permissions_of_any_new_file(mask, folder, tmp_p
         modes = {path.name: path.stat().st_mode & 0o777 for path in out.iterdir()}
         assert any(name.endswith(".safetensors") for name in modes)
         assert modes == dict.fromkeys(modes, 0o666 & ~mask)
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=["merge", "copy"])
+def test_a_base_without_weights_is_not_offered_random_ones(form, folder, tmp_path, capsys):
+    shutil.copytree(folder / "base", tmp_path / "base", ignore=lambda *_: ["model.safetensors"])
+    shutil.copytree(folder / "adapter", tmp_path / "adapter")
+    assert cli.main(arguments(tmp_path, str(tmp_path / "out"), form)) == 2
+    line = capsys.readouterr().err
+    assert "no model.safetensors and no model.safetensors.index.json here; give the model" in line
+    assert "start from random" not in line
+    assert "train in full first" in line

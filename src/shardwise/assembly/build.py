@@ -20,6 +20,7 @@ from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.loss_scale import LossScale
 from shardwise.assembly.optimizer import (
     is_decayed,
+    lr_phases,
     make_lr_schedule,
     make_optimizer,
     optimized_parameters,
@@ -31,7 +32,7 @@ from shardwise.assembly.routing import Routing
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.assembly.step_time import check_step_time
 from shardwise.batches import AnyBatch
-from shardwise.config import Checkpointing, Lora, RunConfig
+from shardwise.config import Checkpointing, Lora, Optimizer, RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, State
 from shardwise.layouts import strategy_facts
 from shardwise.models import adapter_start, lora, tensor_plan
@@ -161,7 +162,7 @@ def build(
     if facts.pipeline is not None:
         costs = own_costs(cfg, own) if own else _costs(cfg, mesh, facts, counts)
         cut = _cut(cfg, facts.pipeline, costs)
-    notes = _notes(cfg, mesh, facts, cut)
+    notes = (*_notes(cfg, mesh, facts, cut), *_short_warmup(cfg.optimizer, num_steps))
     # By the shapes of full parameters.
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, facts.family)}
     dtype = muon_dtype(cfg.training.precision)
@@ -254,6 +255,17 @@ def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
         if any(units):
             notes.append(_replicated_note(units, cut, cfg, mesh))
     return (*notes, *facts.notes)
+
+
+def _short_warmup(cfg: Optimizer, num_steps: int) -> tuple[str, ...]:
+    """Return a note where the run ends before its learning rate has risen."""
+    warmup, _ = lr_phases(cfg, num_steps)
+    if warmup <= num_steps:
+        return ()
+    return (
+        f"optimizer.warmup_steps is {warmup}, and the run has {num_steps}: the learning rate "
+        f"reaches {num_steps / warmup:.0%} of optimizer.lr",
+    )
 
 
 def _replicated_note(

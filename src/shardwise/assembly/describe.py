@@ -78,6 +78,11 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
     notes += _of_quantised_folder(cfg, hf.config)
+    if cfg.lora and cfg.model.init == "random":
+        notes += (
+            "model.init is random, and the base is saved nowhere: the adapter fits nothing else; "
+            "train in full first (lora: null), then an adapter on what that saves",
+        )
     if cfg.model.init == "weights" and (unread := unread_note(cfg.model.path)):
         notes += (f"model.path: {unread}",)
     if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):

@@ -62,9 +62,13 @@ class Checkpointer:
         loaders: Loaders,
         start: Start,
         check: Callable[[int], object] = lambda step: None,
+        saved: Callable[[Path], object] = lambda folder: None,
     ) -> None:
-        """Take what is saved; `check` is called with the step before each save, on every rank."""
-        self._cfg, self._loaders, self._check = cfg, loaders, check
+        """Take what is saved; `check` is called with the step before each save, on every rank.
+
+        `saved` is called on rank 0 with each folder that is written.
+        """
+        self._cfg, self._loaders, self._check, self._report = cfg, loaders, check, saved
         self.job = job
         """The job to save; another one after layers have moved."""
         self._output_dir = Path(cfg.training.output_dir)
@@ -253,6 +257,7 @@ class Checkpointer:
             if manifest.best is not None and manifest.best.step == manifest.step:
                 folders.mark_best(folder)
             folders.prune(self._output_dir, manifest.step, self._cfg.training.keep_last)
+            self._report(folder)
 
         try:
             self._on_main(begin, folder)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.commands.command import Command
-from shardwise.config import Model, require
+from shardwise.config import Model, UserError, require
 from shardwise.process.ending import RunError, system_error
 
 READERS = ("peft", "hf", "vllm", "sglang")
@@ -21,6 +21,15 @@ def run(args: Namespace) -> int:
     is_new = not (os.path.isdir(args.out) and os.listdir(args.out))
     try:
         return _export(args)
+    except UserError as error:
+        from shardwise.models.weight_folder import NoWeights
+
+        if not isinstance(error, NoWeights):
+            raise
+        raise UserError(
+            f"{str(error).rpartition('; ')[0]}; give the model with its weights. The base of a run "
+            "with model.init: random is saved nowhere: train in full first (lora: null)"
+        ) from None
     except Exception as error:
         cause = system_error(error)
         if cause is None or cause.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -18,6 +18,10 @@ from shardwise.ranges import shown
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+class NoWeights(UserError):
+    """The error of a folder without weight files. Its way out is one of a run that trains."""
+
+
 def fetch(model: Model) -> None:
     """Get the model's weight files onto this machine; UserError if the hub refuses them."""
     if model.init == "weights":
@@ -145,7 +149,7 @@ def _chosen(folder: Path) -> Path:
             return folder / name
     others = sorted(file.name for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}"))
     hint = f" (but {', '.join(others[:3])})" if others else ""
-    raise UserError(
+    raise NoWeights(
         f"{folder}: no {SINGLE} and no {INDEX} here{hint}; give a folder with safetensors weights "
         "under these names, or start from random ones (model.init: random)"
     )

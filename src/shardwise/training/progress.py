@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import TextIO
 
 from rich import progress as bars
 from rich.console import Console
 
-from shardwise.words import duration, size
+from shardwise.words import size
+
+MOST_SECONDS = 100 * 365 * 86_400.0
+"""The longest time to come that is told."""
 
 
 class Progress:
@@ -19,8 +23,8 @@ class Progress:
     With `epochs`, those that the steps come to, it also shows how far into them the run is.
 
     In a terminal one line at the bottom follows the steps and stays when the run ends. Elsewhere,
-    as in a log file, `update` prints a line where the last one is `every_seconds` old by `clock`,
-    and the end prints the last state.
+    as in a log file, `update` prints a line with the time of day for the first step, then where
+    the last line is `every_seconds` old by `clock`; and the end prints the last state.
     """
 
     def __init__(
@@ -31,12 +35,13 @@ class Progress:
         stream: TextIO | None = None,
         every_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
     ) -> None:
         stream = stream or sys.stdout
         self._console = Console(file=stream, quiet=not show)
         self._total_steps = total_steps
         self._epochs = epochs
-        self._every_seconds, self._clock = every_seconds, clock
+        self._every_seconds, self._clock, self._now = every_seconds, clock, now
         self._started = self._printed = clock()
         self._num_done = 0
         self._last = ""
@@ -77,13 +82,33 @@ class Progress:
         self._last = f"step {step}/{self._total_steps}  {state}"
         if self._live:
             self._bar.update(self._task, completed=step, description=state)
-        elif (now := self._clock()) >= self._printed + self._every_seconds:
-            self.message(f"{self._last} · time left {self._time_left(step, now)}")
-            self._printed, self._last = now, ""
+        elif self._num_done == 1 or self._clock() >= self._printed + self._every_seconds:
+            self.log(f"{self._last}{self._end(step)}")
+            self._printed, self._last = self._clock(), ""
 
-    def _time_left(self, step: int, now: float) -> str:
-        """Return how long the steps to come take, if they are like those since the start."""
-        return duration((now - self._started) / self._num_done * (self._total_steps - step))
+    def _end(self, step: int) -> str:
+        """Return when the last step ends, if those to come are like those since the start.
+
+        The first one, which is slower than the others, tells nothing.
+        """
+        num_left = self._total_steps - step
+        if num_left == 0 or self._num_done == 1:
+            return ""
+        seconds = (self._clock() - self._started) / self._num_done * num_left
+        now = self._now()
+        end = now + timedelta(seconds=min(seconds, MOST_SECONDS))
+        return f" · ends about {end:{'%H:%M' if end.date() == now.date() else '%Y-%m-%d %H:%M'}}"
+
+    def flush(self) -> None:
+        """Print the last state, where a line of it is still due and no bar shows it."""
+        if self._last:
+            self.log(self._last)
+        self._last = ""
+
+    def log(self, text: str) -> None:
+        """Print a line with the time of day, and nothing in a terminal, where a bar shows it."""
+        if not self._live:
+            self.message(f"{self._now():%H:%M:%S} {text}")
 
     def message(self, text: str) -> None:
         """Print a line, above the bar where there is one."""
@@ -99,5 +124,4 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._bar.stop()
-        elif self._last:
-            self.message(self._last)
+        self.flush()

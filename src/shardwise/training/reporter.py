@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ class Reporter:
         """Notes for a reader of the record."""
         self.saved_step: int | None = None
         self._last_step = start.step
+        self._result = ""
         self._output_dir = Path(cfg.training.output_dir)
         self._num_steps = job.num_steps
         self._progress = Progress(
@@ -112,6 +114,8 @@ class Reporter:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+        if error[0] is None and self._result:
+            self._progress.message(self._result)
 
     def step(self, step: int, result: StepResult, lr: float, meter: Meter) -> None:
         """Report that a step is done, with learning rate `lr`, in the last seconds of `meter`."""
@@ -213,8 +217,25 @@ class Reporter:
         if self.early_stop is not None or step != self._last_step:
             self._progress.message(f"the result has the weights after step {step}")
 
+    def checkpoint(self, folder: Path) -> None:
+        """Report a checkpoint that is written."""
+        self._progress.log(f"saved {folder}")
+
+    def result(self, folder: Path | None) -> None:
+        """Keep the folder of the result, which is rank 0's, for the last line of the run."""
+        if folder is None:
+            return
+        base = self.cfg.model
+        self._result = f"wrote {folder}"
+        if self.cfg.lora is not None and base.init == "weights" and not base.is_callers:
+            words = ["shardwise", "export", base.path, str(folder), f"{folder}-merged", "--merge"]
+            self._result += f"; next: {shlex.join(words)}"
+        elif self.cfg.lora is None and not base.is_callers:
+            self._result += "; transformers and servers read it as it is"
+
     def end(self, documents: Mapping[str, Counts]) -> None:
         """Report that the steps are done, and what they have read."""
+        self._progress.flush()
         if self.early_stop is not None:
             self._progress.message(str(self.early_stop))
         self.documents = documents

@@ -62,7 +62,9 @@ class Session:
             self.reporter.say(loaders.sample)
         for note in loaders.notes:
             self.reporter.note(note)
-        self._checkpointer = Checkpointer(cfg, job, loaders, start, self._check_copies)
+        self._checkpointer = Checkpointer(
+            cfg, job, loaders, start, self._check_copies, self.reporter.checkpoint
+        )
         self._began = start.step
         self._checked = start.step  # the step after which copies were compared last
         self._meter = meter
@@ -256,7 +258,8 @@ class Session:
         self.reporter.saved(self._checkpointer.load_best(self.reporter.note))
         # The result and the record come before what may fail.
         folder = Path(self.cfg.training.output_dir)
-        save_result(self.job, self.cfg, self.mesh, folder, tokenizer, self.reporter.note)
+        result = save_result(self.job, self.cfg, self.mesh, folder, tokenizer, self.reporter.note)
+        self.reporter.result(result)
         self.reporter.check_folder()
         self._record = write_record(self.cfg, self.mesh, self.job, self.reporter, self._meter)
         fields = record_timeline(self.cfg, self.mesh, self.job, self._recorder)
