@@ -3,6 +3,7 @@ every layout, resumed as if undisturbed, and with one line for each wrong use.""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -575,3 +576,56 @@ class Reshaped(own_module.Classifier):
 def test_stages_that_are_not_the_module_are_refused(module, message, tmp_path):
     with pytest.raises(RuntimeError, match=f"UserError: .*{message}"):
         run_example(own_module, tmp_path, 2, with_module(module), parallel={"pp": 2})
+
+
+class Regression(nn.Module):
+    """A module whose weights have shapes that look like vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Conv1d(4, 4, 3, groups=4, padding=1)  # [4, 1, 3]
+        self.norm = nn.LayerNorm(24)
+        self.last = nn.Linear(24, 1)
+
+    def forward(self, batch):
+        hidden = self.norm(self.mixed(batch["points"].view(-1, 4, 6)).flatten(1))
+        return ((self.last(hidden)[:, 0] - batch["values"]) ** 2).sum()
+
+    def layer_names(self):
+        return ["mixed", "last"]
+
+
+def regression_rows(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    points = torch.randn(8, 24, generator=generator)
+    return {"points": points, "values": points[:, 0]}
+
+
+def test_a_module_decays_as_by_plain_adamw(tmp_path):
+    torch.manual_seed(3)
+    module = Regression()
+    plain = copy.deepcopy(module)
+    matrices = [p for p in plain.parameters() if p.dim() > 1]
+    vectors = [p for p in plain.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.5)
+    for step in range(1, 4):
+        adamw.zero_grad()
+        (plain(regression_rows(step)) / 8).backward()
+        adamw.step()
+
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, module) as run:
+            for step in run.steps():
+                rows = {
+                    name: value[list(run.slots)] for name, value in regression_rows(step).items()
+                }
+                run.step(run.microbatches(step, rows, [1] * len(run.slots)))
+            run.finish()
+
+    optimizer = {"lr": 0.05, "weight_decay": 0.5, "lr_schedule": "constant", "max_grad_norm": None}
+    training = {"output_dir": str(tmp_path), "steps": 3, "global_batch_size": 8, "device": "cpu"}
+    shardwise.run(main, {"optimizer": optimizer, "training": {**training, "micro_batch_size": 8}})
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(saved[name], expected, rtol=1e-5, atol=1e-6)

@@ -164,7 +164,8 @@ def build(
         cut = _cut(cfg, facts.pipeline, costs)
     notes = (*_notes(cfg, mesh, facts, cut), *_short_warmup(cfg.optimizer, num_steps))
     # By the shapes of full parameters.
-    decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, facts.family)}
+    family = None if own else facts.family
+    decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}
     dtype = muon_dtype(cfg.training.precision)
 
     # By the model on meta: what the strategies make of its weights has other sizes.

@@ -51,16 +51,20 @@ def zero_states(
     return {"exp_avg": like, "exp_avg_sq": like, "step": adamw8bit.count_of_steps}
 
 
-def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
+def is_decayed(name: str, parameter: nn.Parameter, family: Family | None) -> bool:
     """Return whether weight decay acts on a full (not sharded) parameter.
 
-    It acts on LoRA factors, also of rank 1, and on whatever has two dims longer than 1: a
-    convolution ([C, 1, K]) and the gate of an MLP are weights of a product like any other.
+    Without a family, in a module of the caller, it acts on all with two dims or more, as plain
+    recipes of AdamW do. In a model of a family it acts on LoRA factors, also of rank 1, and on
+    whatever has two dims longer than 1: a convolution ([C, 1, K]) and the gate of an MLP are
+    weights of a product like any other.
     It does not act on norms, magnitudes of DoRA, biases, rates of decay (`A_log`, in Mamba one per
     channel and state; `dt_bias`, `D`) and the linears that make gates and rates out of the input
     (`Family.gating`): their size is no sign of overfitting, and pulled to 0 they change what the
     layer computes.
     """
+    if family is None:
+        return parameter.dim() > 1
     if is_adapter(name):
         return not is_magnitude(name)
     module, _, leaf = hf_name(name).rpartition(".")

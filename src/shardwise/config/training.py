@@ -36,7 +36,7 @@ class Optimizer(Section):
     weight_decay: float = with_facts(0.0, between=(0, 1_000_000))
     """For weight matrices, LoRA factors included. Norms, biases, scalars of recurrent layers,
     routers of experts, and linears that set how fast a state decays or is written (such as Gated
-    DeltaNet's a and b) have none."""
+    DeltaNet's a and b) have none. In a module of the caller, all with two dims or more have it."""
     warmup_steps: int = with_facts(0, between=(0, 1_000_000_000))
     """Steps over which the learning rate rises linearly, from lr / warmup_steps in the first to lr
     in the last of them."""
