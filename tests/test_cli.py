@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise import __version__, cli
-from shardwise.commands import train
 from shardwise.config import Model, RunConfig
+from shardwise.launch import local
 from shardwise.models import adapter
 from tests.command import run_command
 from tests.distributed import PATIENCE
@@ -177,7 +177,7 @@ def launched(monkeypatch) -> list[tuple[RunConfig, int | None]]:
         calls.append((cfg, nproc))
         return 3
 
-    monkeypatch.setattr(train, "launch", launch)
+    monkeypatch.setattr(local, "launch", launch)
     return calls
 
 

@@ -18,6 +18,10 @@ from shardwise.config import UserError, require
 from shardwise.keys import known_keys, nearest
 from shardwise.process.ending import is_full, report_error
 
+NO_CYCLES = ("models", "plan", "check")
+"""Commands that make hardly any cycles. Python would look for them in all modules as these are
+imported: a second of five."""
+
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, whose errors are reported as every other mistake of the user is."""
@@ -41,7 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         args = parse(given)
-        return args.call(args)
+        if args.command not in NO_CYCLES:
+            return args.call(args)
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return args.call(args)
+        finally:
+            if was_enabled:
+                gc.enable()
     except BrokenPipeError:  # who reads the output, such as `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -133,7 +133,7 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
         run_ranks(nproc, on_mesh, train, cfg)
         return 0
 
-    monkeypatch.setattr("shardwise.commands.split.start_processes", start_processes)
+    monkeypatch.setattr("shardwise.launch.local.start_processes", start_processes)
     monkeypatch.setattr(profile, "FEWEST", 3)
     monkeypatch.setattr(profile, "MOST", 3)
     assert cli.main(["split", "tiny.yaml", "--profile", "-o", "cut"]) == 0

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from shardwise.commands.command import Command
 from shardwise.config import require
-from shardwise.launch.local import start_processes
 from shardwise.safety import check_output
 
 
@@ -17,6 +16,7 @@ def run(args: Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
+    from shardwise.launch.local import start_processes
     from shardwise.planner.calibration import default_path, read
     from shardwise.planner.calibration_view import collectives_table, summary
     from shardwise.planner.measure_machine import calibrate

@@ -15,7 +15,6 @@ from shardwise.commands.command import Command, add_resume, add_run_file, overri
 from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.data.files import SUFFIXES, expanded, parts_of
 from shardwise.keys import input_paths
-from shardwise.launch import elastic, kubernetes
 from shardwise.rules import check
 from shardwise.run_file import load_config
 
@@ -55,6 +54,8 @@ def run(args: Namespace) -> int:
             args.on in ("slurm", "torchrun"),
             f"launch.min_nodes is for slurm and torchrun, and not for {args.on}; leave it out",
         )
+        from shardwise.launch import elastic
+
         each = cfg.launch.processes
         for problem in elastic.problems(cfg, cfg.launch.min_nodes * each):
             raise UserError(f"launch.min_nodes is {cfg.launch.min_nodes}: {problem}; or raise it")
@@ -96,7 +97,9 @@ def _unseen(cfg: RunConfig, launcher: str) -> Iterator[str]:
     """Yield a note on each input outside of the folders that the processes see."""
     here, mounts = os.getcwd(), cfg.launch.mounts
     if launcher == "kubernetes":
-        begin, folders = kubernetes.WORK, [*mounts]
+        from shardwise.launch.kubernetes import WORK
+
+        begin, folders = WORK, [*mounts]
         note = "is in no folder of launch.mounts: only what is in the image is read there"
     elif launcher == "skypilot":
         begin, folders = "/copied", ["/copied", *mounts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -30,19 +29,6 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> int:
     """Print the layouts that fit and train fastest, or the arithmetic of one."""
-    # A plan makes hardly any cycles, and Python would look for them in all modules as they are
-    # imported: a second of six.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return plan(args)
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def plan(args: Namespace) -> int:
-    """Do what `run` says."""
     args = with_published(args)
     require(args.top >= 1, f"--top is {args.top}; give at least 1")
     for option in ("write", "html"):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.commands.command import Command, add_run_file, with_preset
-from shardwise.launch.local import start_processes
 from shardwise.layouts import fewest_ranks
 from shardwise.run_file import load_config
 
@@ -21,6 +20,7 @@ def run(args: Namespace) -> int:
     from transformers.utils import logging
 
     from shardwise.drawing.text_chart import text_chart
+    from shardwise.launch.local import start_processes
     from shardwise.planner.profile import measure
     from shardwise.planner.split_view import (
         FILES,

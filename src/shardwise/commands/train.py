@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from shardwise.commands.command import Command, add_resume, add_run_file, overrides_of, with_preset
 from shardwise.config import RunConfig, require
-from shardwise.launch.local import launch
 from shardwise.run_file import load_config
 
 
@@ -24,6 +23,8 @@ def run(args: Namespace) -> int:
         )
         require(args.nproc is None or args.nproc >= 1, f"--nproc is {args.nproc}; give at least 1")
         return dry_run(cfg, args.devices, args.nproc or 1, args.nodes, args.link)
+    from shardwise.launch.local import launch
+
     return launch(cfg, args.nproc)
 
 
