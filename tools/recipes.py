@@ -83,14 +83,18 @@ def config_of(recipe: Recipe) -> RunConfig:
 
 def gib_of(recipe: Recipe) -> float:
     """Return the GiB of weights, gradients and optimizer states on the rank with the most."""
-    cfg = config_of(recipe)
-    run = describe(cfg, recipe.num_gpus)
+    return round(most_state_bytes(config_of(recipe), recipe.num_gpus) / 2**30, 1)
+
+
+def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
+    """Return the bytes of weights, gradients and optimizer states on the rank with the most."""
+    run = describe(cfg, num_ranks)
     boundaries, most = boundaries_of(cfg, run), 0
     for place in itertools.product(*map(range, run.sizes.values())):
         coordinates = dict(zip(run.sizes, place, strict=True))
         share = share_of(cfg, run, coordinates, boundaries)
         most = max(most, sum(state_bytes(cfg, share, run.sizes, coordinates).values()))
-    return round(most / 2**30, 1)
+    return most
 
 
 def num_parameters(preset: str) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tools.pictures.placed import Placed, holding_of
 from tools.pictures.ranks import Held
+from tools.recipes import most_state_bytes
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.layouts import parallel_of
-from shardwise.planner.memory import most_state_bytes
 
 MODELS = Path(__file__).parents[2] / "src" / "shardwise" / "presets" / "models"
 
