@@ -74,6 +74,19 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
             "unknown argument --=5; see shardwise --help (an override is written",
         ),
         (
+            ("train", "run.yaml", "--lr=1"),
+            "unknown argument --lr=1; lr belongs to optimizer: write optimizer.lr, as an override",
+        ),
+        (
+            ("train", "run.yaml", "--batch-size", "8"),
+            "unknown argument --batch-size; write training.global_batch_size, as an override",
+        ),
+        (
+            ("train", "run.yaml", "--training.steps="),
+            "--training.steps: no value; write null for none",
+        ),
+        (("train", "run.yaml", "--lora="), "--lora: no value; write null for none"),
+        (
             ("train", "run.yaml", "--foo=1"),
             "unknown argument --foo=1; see shardwise --help (an override is written",
         ),

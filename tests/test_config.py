@@ -405,3 +405,27 @@ def test_a_rank_and_alpha_of_a_target_are_two_numbers_in_range(size):
     with pytest.raises(UserError, match=r"lora.targets: k_proj has .*; give a rank from 1 to"):
         config.Lora(targets={"q_proj": None, "k_proj": size})
     assert config.Lora(targets={"q_proj": None, "k_proj": [4, 8.0]}).sizes == {"k_proj": [4, 8.0]}
+
+
+@pytest.mark.parametrize(
+    ("sections", "way_out"),
+    [
+        ({"lr": 0.001}, "unknown key lr; lr belongs to optimizer: write optimizer.lr"),
+        ({"training": {"lr": 1}}, "unknown key training.lr; lr belongs to optimizer: write optim"),
+        ({"optimizer": {"learning_rate": 1}}, "optimizer.learning_rate; write optimizer.lr"),
+        ({"training": {"bf16": True}}, "training.bf16; write training.precision: bfloat16"),
+        ({"data": {"path": "x"}}, "path belongs to model and lora: write model.path or lora.path"),
+    ],
+)
+def test_a_key_of_another_section_or_library_is_named(sections, way_out):
+    data = {"model": {"path": "m"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
+    for section, values in sections.items():
+        data[section] = {**data.get(section, {}), **values} if isinstance(values, dict) else values
+    with pytest.raises(UserError, match=re.escape(way_out)):
+        parse_config(data)
+
+
+def test_other_libraries_names_lead_to_keys_and_are_none():
+    for name, way_out in keys._ALIASES.items():
+        assert re.findall(r"\w+\.\w+", way_out)[0] in keys.all_keys()
+        assert name not in {key.partition(".")[2] for key in keys.all_keys()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import gc
 import os
 import re
@@ -15,7 +16,7 @@ from shardwise import __version__
 from shardwise.commands import commands_of
 from shardwise.commands.command import OVERRIDE, is_completing
 from shardwise.config import UserError, require
-from shardwise.keys import known_keys, nearest
+from shardwise.keys import elsewhere, known_keys, nearest
 from shardwise.process.ending import is_full, report_error
 
 NO_CYCLES = ("models", "plan", "check")
@@ -86,8 +87,13 @@ def parse(arguments: list[str]) -> Namespace:
         way_out = f"see shardwise --help (an override is written {OVERRIDE})"
         name, options = unknown[0], re.findall(r"--[a-z][a-z-]+", args.usage())
         if name.startswith("--") and "." not in name:
-            near = nearest(name.partition("=")[0], options, "options")
-            way_out = near if near.startswith("did you mean") else way_out
+            key, _, _ = name.partition("=")
+            near = nearest(key, options, "options")
+            is_near = difflib.get_close_matches(key, options, n=1, cutoff=0.8)
+            if "run" in args and not is_near and (others := elsewhere(key[2:].replace("-", "_"))):
+                way_out = f"{others}, as an override {OVERRIDE}"
+            elif near.startswith("did you mean"):
+                way_out = near
         raise UserError(f"unknown argument {name}; {way_out}")
     return args
 

@@ -53,6 +53,48 @@ def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
     return f"did you mean {near[0]}?" if near else f"known {what}: {', '.join(known)}"
 
 
+_ALIASES = {
+    "learning_rate": "optimizer.lr",
+    "optim": "optimizer.name",
+    "lr_scheduler_type": "optimizer.lr_schedule",
+    "batch_size": "training.global_batch_size",
+    "train_batch_size": "training.global_batch_size",
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size, of which each process takes "
+    "training.micro_batch_size rows at once",
+    "max_steps": "training.steps",
+    "num_steps": "training.steps",
+    "num_epochs": "training.epochs",
+    "num_train_epochs": "training.epochs",
+    "save_steps": "training.save_every",
+    "eval_steps": "training.eval_every",
+    "bf16": "training.precision: bfloat16",
+    "fp16": "training.precision: float16",
+    "gradient_checkpointing": "training.checkpointing: full",
+    "max_length": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "dataset": "data.train",
+    "model_name_or_path": "model.path",
+    "load_in_4bit": "model.base: nf4",
+    "lora_r": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets",
+}
+"""Names of other libraries, and what to write in place of each."""
+
+
+def elsewhere(name: str) -> str:
+    """Return the way out for a key that another section has, or another library; "" for neither."""
+    if name in _ALIASES:
+        return f"write {_ALIASES[name]}"
+    homes = [section for section in known_keys() if name in known_keys(section)]
+    if not homes:
+        return ""
+    keys = " or ".join(f"{section}.{name}" for section in homes)
+    return f"{name} belongs to {' and '.join(homes)}: write {keys}"
+
+
 def known_keys(*section: str) -> list[str]:
     """Return the keys of a section of the run file; without an argument the sections.
 

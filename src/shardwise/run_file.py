@@ -16,7 +16,7 @@ import yaml
 from shardwise import rules
 from shardwise.config import MOVED, REMOVED, RunConfig, Section, UserError, require
 from shardwise.config.wanted import wanted
-from shardwise.keys import all_keys, facts_of, known_keys, nearest
+from shardwise.keys import all_keys, elsewhere, facts_of, known_keys, nearest
 from shardwise.ranges import shown
 
 
@@ -226,7 +226,9 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     start = f"--{key[:80]}"
     require(bool(equals and section), f"{override[:80]}: write an override as --section.key=value")
     known = known_keys()
-    require(section in known, f"{start}: unknown key {section[:80]}; {nearest(section, known)}")
+    way_out = elsewhere(section) or nearest(section, known)
+    require(section in known, f"{start}: unknown key {section[:80]}; {way_out}")
+    require(bool(text.strip()), f"{start}: no value; write null for none")
     try:
         value = yaml.load(text, _PlainData)
     except (yaml.YAMLError, ValueError):
@@ -259,7 +261,8 @@ def _first_problem(error: Any, data: Any) -> str:
             return f"{key} is called {MOVED[key]}; rename it"
         if key in REMOVED:
             return f"{key} was removed; leave it out"
-        return f"unknown key {key}; {nearest(location[-1], known_keys(*location[:-1]))}"
+        near = nearest(location[-1], known_keys(*location[:-1]))
+        return f"unknown key {key}; {elsewhere(location[-1]) or near}"
     is_in_list = any(isinstance(part, int) for part in problem["loc"][-1:])  # one of a pair
     if kind in ("missing", "missing_argument") and not is_in_list:
         return f"{'.'.join(location)} is missing; add it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from shardwise.assembly.describe import describe
 from tests.assembly.test_costs import tiny
-from tests.test_rules import refusal, run_of
+from tests.test_rules import refusal, refusal_by_description, run_of
 
 LORA = {"r": 4}
 WITHOUT_A_RULE: list[tuple[str, dict[str, dict[str, Any]], str]] = [
@@ -33,6 +34,15 @@ def test_names_and_devices_are_checked_before_a_rank_starts(model, sections, par
     for parallel in ({}, {"pp": 2}):
         cfg = run_of(tiny(model), {**sections, "parallel": parallel})
         assert part in (refusal(cfg, cfg.parallel.pp) or "")
+
+
+def test_too_many_stages_are_told_before_their_micro_batches():
+    cfg = run_of(tiny("llama"), {"parallel": {"pp": 9}})
+    problem = "9 pipeline stages .* are more than the model's 4 layers; lower parallel.pp$"
+    assert re.search(problem, refusal_by_description(cfg, 9) or "")
+    cfg = run_of(tiny("llama"), {"parallel": {"pp": 4}})
+    cfg = replace(cfg, training=replace(cfg.training, micro_batch_size=8))
+    assert "1f1b on 4 ranks needs 4 micro-batches" in (refusal_by_description(cfg, 4) or "")
 
 
 def test_a_run_that_may_begin_is_described_and_takes_no_memory():

@@ -82,7 +82,7 @@ REFUSED = {
     ),
     "more stages than layers": (
         config("looped-bfs", virtual_stages=3),
-        r"6 pipeline stages \(2 ranks x 3\) are more than the model's 4 layers; use fewer",
+        r"6 pipeline stages \(2 ranks x 3\) are more than the model's 4 layers; lower parallel.pp",
     ),
     "a split of another model": (
         config(split=[1, 2]),

@@ -59,7 +59,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     """
     if device is None and device_type(cfg) == "cpu":
         device = torch.device("cpu")
-    rules.check(cfg, Facts(num_ranks))
+    rules.check(cfg, Facts(num_ranks), but="step")  # too many stages are told before
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
     multimodal = multimodal_of(cfg.model, hf)
@@ -72,7 +72,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
             lora.adapter_facts(hf, section, spec, seen.model_type),
             contradicted=adapter_start.contradicted(cfg.lora, section),
         )
-        rules.check(replace(cfg, lora=section), Facts(num_ranks, adapters=adapters))
+        rules.check(replace(cfg, lora=section), Facts(num_ranks, adapters=adapters), but="step")
     model = prepare(WholeModel(hf, spec, family, coverage=None, lora=section), cfg)
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))

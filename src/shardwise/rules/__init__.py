@@ -29,7 +29,6 @@ from shardwise.rules.rule import Case, Rule
 RULES: dict[str, tuple[Rule, ...]] = {
     "run file": (*run_file.RULES, *recomputation.RULES, *adapters.ON_THE_RUN_FILE),
     "grid": (*ranks.GRID_RULES, *experts.GRID_RULES),
-    "step": ranks.STEP_RULES,
     "adapters": adapters.RULES,
     "model": (
         *models.RULES,
@@ -40,21 +39,24 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *optimizers.MODEL_RULES,
         *recomputation.MODEL_RULES,
     ),
+    "step": ranks.STEP_RULES,
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only
 where no earlier group refuses."""
 
 
-def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, str]]:
+def refusals(
+    cfg: RunConfig, facts: Facts | None = None, but: str = ""
+) -> Iterator[tuple[str, str]]:
     """Yield the name and the message of every rule of the first group that forbids a run.
 
     Without `facts` only the rules on the run file are asked; without `facts.model` or
-    `facts.adapters`, all except those on models or on adapters.
+    `facts.adapters`, all except those on models or on adapters. Nor is the group `but`.
     """
     case = Case(cfg, facts or Facts(num_ranks=1))
     unknown = {"model": case.facts.model is None, "adapters": case.facts.adapters is None}
     for group, rules in RULES.items():
-        if unknown.get(group, facts is None and group != "run file"):
+        if group == but or unknown.get(group, facts is None and group != "run file"):
             continue
         refused = [(rule.name, rule.message(case)) for rule in rules if rule.applies(case)]
         if refused:
@@ -62,9 +64,12 @@ def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, 
             return
 
 
-def check(cfg: RunConfig, facts: Facts | None = None) -> None:
-    """Raise UserError with the message of the first rule that forbids a run."""
-    for _, message in refusals(cfg, facts):
+def check(cfg: RunConfig, facts: Facts | None = None, but: str = "") -> None:
+    """Raise UserError with the message of the first rule that forbids a run.
+
+    `but`: a group that is not asked yet, since what comes first for the user is not known yet.
+    """
+    for _, message in refusals(cfg, facts, but):
         raise UserError(message)
 
 

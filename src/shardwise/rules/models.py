@@ -316,7 +316,12 @@ RULES = (
             f"{_num_stages(case)} pipeline stages ({case.parallel.pp} ranks x "
             f"{case.parallel.num_virtual}) are more than the model's {case.model.num_layers} layers"
         ),
-        way_out="use fewer",
+        way_out=lambda case: (
+            "lower parallel.pp"
+            if case.parallel.num_virtual == 1
+            else "lower parallel.pp or parallel.virtual_stages, or use parallel.schedule 1f1b, "
+            "which has one stage per rank"
+        ),
         why="a stage would hold nothing",
     ),
     Rule(
