@@ -208,17 +208,6 @@ def ran(study: Study) -> str:
     )
 
 
-def published(name: str, results: Path) -> str:
-    """Return the planned memory of a published run beside what was published, in GB (10^9)."""
-    text = (results / name / "memory.md").read_text(encoding="utf-8")
-    lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
-    wanted = ["layout", "rows", "states", "peak", "plain loss", "published"]
-    places = [lines[0].index(column) for column in wanted]
-    head = ["", "rows of a GPU", "weights, gradients, AdamW", "planned peak"]
-    rows = [[line[place] for place in places] for line in lines[2:]]
-    return markdown([*head, "with all logits at once", "published peak"], rows)
-
-
 TABLES: dict[str, Callable[[Study], str]] = {
     "speed": speed,
     "speed_by_rows": speed_by_rows,
@@ -235,8 +224,6 @@ def content(
     kind: str, name: str, studies: Studies, figures: Figures, page: Path, results: Path
 ) -> str:
     """Return what belongs between two comments of a page."""
-    if kind == "published":
-        return published(name, results)
     if kind != "figure":
         table = TABLES[kind](studies[name]) if name in studies else ""
         if table and kind == "ran":
