@@ -1,4 +1,4 @@
-"""Try every chat template of a folder, and print the table of docs/guides/data.md.
+"""Try every chat template of a folder, and print a table of which docs/guides/data.md has the sum.
 
 TRL's package has copies of published templates:
 
