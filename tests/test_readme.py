@@ -52,6 +52,15 @@ def test_few_words_before_the_first_command():
     assert len(README.partition("```")[0].split()) <= 120
 
 
+def test_pages_say_things_once():
+    """A page costs the others its words; what tools write is not counted."""
+    written = {"config.md", "compatibility.md"}
+    texts = [page.read_text(encoding="utf-8") for page in PAGES if page.name not in written]
+    by_hand = [text for text in texts if "This page is written by" not in text]
+    block = re.compile(r"<!-- tools/.*?<!-- end -->", re.DOTALL)
+    assert sum(len(block.sub("", text).split()) for text in by_hand) <= 60_000
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = {
