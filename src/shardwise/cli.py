@@ -19,7 +19,7 @@ from shardwise.config import UserError, require
 from shardwise.keys import elsewhere, known_keys, nearest
 from shardwise.process.ending import is_full, report_error
 
-NO_CYCLES = ("models", "plan", "check")
+NO_CYCLES = ("init", "models", "plan", "check")
 """Commands that make hardly any cycles. Python would look for them in all modules as these are
 imported: a second of five."""
 

@@ -102,7 +102,7 @@ def known_keys(*section: str) -> list[str]:
     """
     cls: Any = RunConfig
     for part in section:
-        hint = get_type_hints(cls).get(part)
+        hint = _hints_of(cls).get(part)
         cls = cls if hint is None else next(_sections_in(hint), hint)
     return [f.name for f in dataclasses.fields(cls)]
 
@@ -111,7 +111,7 @@ def known_keys(*section: str) -> list[str]:
 def facts_of(key: str) -> Facts:
     """Return the facts of a key of the run file, or those of a section."""
     section, _, name = key.partition(".")
-    cls = next(_sections_in(get_type_hints(RunConfig)[section]))
+    cls = next(_sections_in(_hints_of(RunConfig)[section]))
     return facts_in(cls)[name] if name else cls.facts
 
 
@@ -123,6 +123,9 @@ def is_searched(key: str) -> bool:
 def all_keys() -> list[str]:
     """Return the keys of all sections, as `section.key`."""
     return [f"{section}.{key}" for section in known_keys() for key in known_keys(section)]
+
+
+_hints_of = functools.cache(get_type_hints)  # which evaluates the texts of all annotations
 
 
 def _sections_in(hint: Any) -> Iterator[Any]:
