@@ -107,6 +107,20 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
             "measure.trackers names trackio, which is not installed",
         ),
         (
+            ("calibrate", "--device", "gpu"),
+            "argument --device: invalid choice: 'gpu'; give cpu or ",
+        ),
+        (
+            ("prove", "run.yaml", "--precision", "bfloat16"),
+            "argument --precision: invalid choice: 'bfloat16'; give float32 or run",
+        ),
+        (("schema", "run.yaml"), "unknown argument run.yaml; schema takes no file"),
+        (("prove", "sweep.yaml"), "sweep.yaml is a sweep; give a run file"),
+        (("bench", "run.yaml", "--out=out"), "run.yaml is a run file; give a sweep"),
+        (("report", "full"), "full is the folder of a run; give the folder of a bench"),
+        (("train", "full"), "full is the folder of a run; give a run file"),
+        (("models", "run.yaml"), "run.yaml is a run file; give the folder of a model"),
+        (
             ("bench", "run.yaml"),
             "the following arguments are required: --out; see shardwise bench --help",
         ),
@@ -115,8 +129,8 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
             "none.yaml: cannot read the file (No such file or directory)",
         ),
         (
-            ("bench", "run.yaml", "--out", "out"),
-            "run.yaml: unknown key model; known keys: title, base",
+            ("bench", "sweep.yaml", "--out", "out", "--only"),
+            "argument --only: expected at least one argument",
         ),
         (
             ("bench", "run.yaml", "--out=out", "--training.steps=2"),
@@ -149,6 +163,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, fragment, folder):
     (folder / "broken.yaml").write_text("model: {path: [}\n")
     (folder / "list.yaml").write_text("- model\n")
     (folder / "unknown.yaml").write_text(RUN.replace("output_dir: out", "output_dir: out, step: 5"))
+    (folder / "sweep.yaml").write_text("base: run.yaml\naxes: {}\n")
     (folder / "full").mkdir()
     (folder / "full" / "metrics.jsonl").write_text("{}\n")
     done = shardwise(*arguments)

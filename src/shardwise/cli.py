@@ -24,13 +24,20 @@ NO_CYCLES = ("init", "models", "plan", "check")
 imported: a second of five."""
 
 
+FEW = 3
+"""The most choices of an option that are all named where another value is given."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's parser, whose errors are reported as every other mistake of the user is."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with the message of argparse, and the nearest name that it knows."""
         if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            way_out = nearest(found[1], re.findall(r"[\w.-]+", found[2]), "choices")
+            choices = re.findall(r"[\w.-]+", found[2])
+            way_out = nearest(found[1], choices, "choices")
+            if len(choices) <= FEW:  # "did you mean cpu?" is none where gpu was written for cuda
+                way_out = f"give {' or '.join(choices)}"
             message = f"{message[: found.start()]}invalid choice: '{found[1]}'; {way_out}"
         raise UserError(f"{message}; see {self.prog} --help")
 
@@ -94,6 +101,9 @@ def parse(arguments: list[str]) -> Namespace:
                 way_out = f"{others}, as an override {OVERRIDE}"
             elif near.startswith("did you mean"):
                 way_out = near
+        takes = {"run", "sweep", "folder", "path", "model"} & vars(args).keys()
+        if not name.startswith("-") and not takes:
+            way_out = f"{args.command} takes no file; see shardwise {args.command} --help"
         raise UserError(f"unknown argument {name}; {way_out}")
     return args
 

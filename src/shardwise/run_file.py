@@ -18,6 +18,7 @@ from shardwise.config import MOVED, REMOVED, RunConfig, Section, UserError, requ
 from shardwise.config.wanted import wanted
 from shardwise.keys import all_keys, elsewhere, facts_of, known_keys, nearest
 from shardwise.ranges import shown
+from shardwise.safety import check_given
 
 
 def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
@@ -107,6 +108,7 @@ def json_schema() -> dict[str, Any]:
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a run file and apply `--section.key=value` overrides, whose values are YAML."""
+    check_given(path, "a run file")
     data = read_yaml(path, "a run file is a mapping of sections; shardwise init writes one")
     for override in overrides or []:
         apply_override(data, override)

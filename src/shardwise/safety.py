@@ -5,9 +5,11 @@ And how files are written, so that none is lost. This file needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -31,6 +33,33 @@ def warn_of_code(model: Model) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+_FOLDERS = {
+    "sweep.json": "the folder of a bench",
+    "record.json": "the folder of a run",
+    "metrics.jsonl": "the folder of a run",
+    "adapter_config.json": "the folder of an adapter",
+    "config.json": "the folder of a model",
+}
+"""Kinds of folders, by a file in them."""
+
+
+def check_given(path: str | Path, wanted: str) -> None:
+    """Raise UserError where a path is of another kind than `wanted`, which is what a command takes.
+
+    Kinds are "a run file", "a sweep" and those of folders. Anything else is left to its reader.
+    """
+    path, kind = Path(path), ""
+    if path.is_dir():
+        kind = next((kind for name, kind in _FOLDERS.items() if (path / name).exists()), "")
+    elif path.suffix in (".yaml", ".yml") and path.is_file():
+        keys: set[str] = set()
+        with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+            keys |= set(re.findall(r"(?m)^(\w+):", file.read(1 << 20)))
+        kind = "a sweep" if "axes" in keys else "a run file" if "model" in keys else ""
+    if kind not in ("", wanted):
+        raise UserError(f"{path} is {kind}; give {wanted}")
 
 
 def cache_folder() -> Path:
@@ -89,6 +118,8 @@ def is_hub_name(path: str) -> bool:
     """
     folder = Path(path)
     check_no_pipes(folder)
+    if not (folder / "config.json").is_file():
+        check_given(path, "the folder of a model")
     problem = "is a folder without a config.json"
     if folder.is_file():
         problem = "is a file, and not a folder with a config.json"

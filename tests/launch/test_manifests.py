@@ -190,6 +190,7 @@ def test_hostile_words_are_only_words(nodes, monkeypatch, tmp_path):
         (kubernetes, {"mounts": {"/data": "a", "/data/": "b"}}, "/data/, where something else is"),
         (kubernetes, {"mounts": {"/etc/shardwise": "a"}}, "where something else is mounted"),
         (kubernetes, {"resources": {"cpu": True}}, "cpu: true; on Kubernetes give an amount"),
+        (kubernetes, {"resources": {"gpus": 8}}, "'gpus', which no node of Kubernetes has"),
         (skypilot, {"container": None}, "the machines have no shardwise"),
         (skypilot, {"mounts": {"/data": "./here"}}, "would be lost with its node"),
         (skypilot, {"mounts": {"/data": "s3://b"}, "nodes": 2}, "a volume, which several nodes"),

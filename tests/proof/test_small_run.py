@@ -20,6 +20,7 @@ from shardwise.config import (
     UserError,
 )
 from shardwise.proof import small_run as module
+from shardwise.proof.prove import heading
 from shardwise.proof.small_run import SmallRun, small_run
 from tests.parity.harness import CONFIGS
 
@@ -124,6 +125,14 @@ def test_heads_that_ranks_share_are_named(tmp_path: Path):
     run = small(config(Parallel(tp=8), "qwen3_5-9b"), tmp_path)
     assert run.num_ranks == 2
     assert "--nproc 8 proves that too" in run.notes[0]
+
+
+def test_one_process_says_that_it_proves_no_layout(tmp_path: Path):
+    for parallel, is_told in ((Parallel(), True), (Parallel("ddp"), False)):
+        folder = tmp_path / parallel.data
+        folder.mkdir()
+        lines = "\n".join(heading(small(config(parallel), folder)))
+        assert ("one process is compared with one process" in lines) == is_told
 
 
 @pytest.mark.parametrize(

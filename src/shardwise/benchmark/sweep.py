@@ -21,6 +21,7 @@ from shardwise.layouts import Facts
 from shardwise.ranges import shown
 from shardwise.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.run_file import parse_config, read_yaml
+from shardwise.safety import check_given
 
 KEYS = (
     "title",
@@ -70,6 +71,7 @@ def read_sweep(path: str | Path, out: str | Path, command: list[str] | None = No
     would be unfair, and where no cell is a valid run.
     """
     path = Path(path)
+    check_given(path, "a sweep")
     data = read_yaml(path, "a sweep has base and axes; see docs/guides/benchmarking.md")
     try:
         return _expand(data, path, Path(out), command or [])

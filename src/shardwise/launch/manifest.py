@@ -17,11 +17,14 @@ from typing import Any
 import yaml
 
 from shardwise.config import Launch, RunConfig, UserError, require
+from shardwise.ranges import shown
 from shardwise.safety import write_output
 
 HEADER = "# Written by shardwise launch, which replaces it."
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 """A name in Kubernetes."""
+_NATIVE = ("cpu", "memory", "ephemeral-storage")
+"""Kubernetes' own resources. Those of devices have the domain of who offers them in their names."""
 Script = Callable[[RunConfig, str, Sequence[str]], str]
 """Returns the file of a run, given the run, the name of its file, and the overrides."""
 
@@ -80,6 +83,11 @@ def check_claims(launch: Launch, taken: set[str]) -> None:
         )
         taken = {*taken, folder}
     for resource, amount in launch.resources.items():
+        require(
+            "/" in resource or resource in _NATIVE or resource.startswith("hugepages-"),
+            f"launch.resources has {shown(resource)}, which no node of Kubernetes has; give a name "
+            f"with its domain, such as nvidia.com/gpu, or one of {', '.join(_NATIVE)}, hugepages-*",
+        )
         require(
             not isinstance(amount, bool),
             f"launch.resources has {resource}: {str(amount).lower()}; on Kubernetes give an amount",

@@ -15,7 +15,7 @@ import pydantic
 from shardwise.config import UserError
 from shardwise.records.cell import CELL_ID, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
 from shardwise.records.record import PipelineRecord, RoutingRecord
-from shardwise.safety import check_no_pipes
+from shardwise.safety import check_given, check_no_pipes
 from shardwise.schedule.timeline import unpack
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class Bench:
 def read_bench(folder: str | Path) -> Bench:
     """Read the folder of a bench. Raises UserError where it has no readable `sweep.json`."""
     folder = Path(folder)
+    check_given(folder, "the folder of a bench")
     check_no_pipes(folder)
     bench = Bench(_read_sweep(folder / SWEEP))
     for plan in bench.sweep.cells:
