@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwise import cli
 from shardwise.benchmark.fairness import check_group
 from shardwise.benchmark.sweep import MAX_ID_LENGTH, Sweep, read_sweep
 from shardwise.config import UserError
@@ -261,7 +262,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"base": {**BASE, "training": {"output_dir": "x"}}}, "base sets training.output_dir"),
     ({"base": {**BASE, "training": {"resume": "latest"}}}, "base sets training.resume"),
     ({"base": {**BASE, "training": {"patience": 2}}}, "base sets training.patience"),
-    ({"base": {**BASE, "training": {"step": 1}}}, "none of the 2 cells is a valid run"),
+    (
+        {"base": {**BASE, "training": {"step": 1}}},
+        "cell single: unknown key training.step; did you ",
+    ),
+    (
+        {"base": {**BASE, "measure": {"nudge_weights": True}, "parallel": {"virtual_stages": 3}}},
+        "none of the 2 cells is a valid run",
+    ),
     ({"base": {**BASE, "training": 5}}, "training is 5"),
     ({"axes": {}}, "axes is empty"),
     ({"axes": ["strategy"]}, "axes is ['strategy']"),
@@ -403,3 +411,30 @@ def test_values_that_are_no_text_have_names(tmp_path):
         "concat-null",
         "concat-1.0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallel.data": "dpp"}, "cell x: parallel.data is 'dpp'; give "),
+        ({"parallel.date": "ddp"}, "axes.strategy.x: unknown key parallel.date; did you mean data"),
+        ({"parallel.tp": 0}, "cell x: parallel.tp is 0; give at least 1"),
+    ],
+)
+def test_what_no_run_file_may_have_is_a_mistake_in_the_sweep(settings, message, tmp_path):
+    axes = {"strategy": {**STRATEGIES, "x": {"nproc": 2, **settings}}}
+    with pytest.raises(UserError, match=message):
+        read_sweep(sweep_file(tmp_path, axes=axes), tmp_path / "out")
+
+
+def test_a_dry_run_lists_the_cells_and_their_runs(tmp_path, capsys):
+    odd = {"nproc": 3, "parallel.data": "ddp"}
+    path = sweep_file(tmp_path, axes={"strategy": {**STRATEGIES, "odd": odd}}, rounds=3)
+    out = tmp_path / "out"
+    assert cli.main(["bench", str(path), "--out", str(out), "--dry-run"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[:3] == [["cell", "processes", "runs"], ["single", "1", "3"], ["ddp", "2", "3"]]
+    assert rows[3][:4] == ["odd", "3", "0", "unsupported:"]
+    assert rows[4] == ["control-single", "1", "1", "noise", "control"]
+    assert rows[5] == ["7", "runs", "of", "4", "cells,", "of", "up", "to", "3", "processes", "each"]
+    assert not out.exists()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardwise.benchmark.cells import CellState
+from shardwise.benchmark.sweep import Cell
 from shardwise.records.cell import CellPlan, CellRecord
-from shardwise.words import duration, percent
+from shardwise.words import counted, duration, percent
 
 MIB = 2**20
 COLUMNS = ("cell", "status", "rounds", "tokens/s", "peak MiB", "reason")
@@ -54,19 +56,37 @@ def _round_seconds(state: CellState) -> list[float]:
     return [entry.wall_seconds for entry in state.rounds if entry.wall_seconds is not None]
 
 
+def plan_table(cells: Sequence[Cell], total: int) -> str:
+    """Return one line of plain text per cell that would run, and the number of all runs."""
+    runs = [len(CellState(cell, Path()).remaining(total)) for cell in cells]
+    rows = [("cell", "processes", "runs", "")]
+    for cell, number in zip(cells, runs, strict=True):
+        remark = f"unsupported: {cell.refusal}" if cell.refusal else ""
+        remark = "noise control" if cell.plan.control else remark
+        rows.append((cell.plan.id, str(cell.plan.nproc), str(number), remark))
+    most = max(cell.plan.nproc for cell in cells)
+    last = f"{sum(runs)} runs of {counted(len(cells), 'cell')}, of up to {most} processes each"
+    return f"{_aligned(rows, ('processes', 'runs'))}\n{last}"
+
+
 def result_table(records: Sequence[CellRecord]) -> str:
     """Return one line of plain text per cell.
 
     Columns: id, status, number of rounds, tokens/s as median [min-max], peak memory of a rank in
     MiB, reason.
     """
-    rows = [COLUMNS, *map(_row, records)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
+    return _aligned([COLUMNS, *map(_row, records)], NUMBERS)
+
+
+def _aligned(rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> str:
+    """Return rows, of which the first has the names of columns, as lines; the last is not filled."""
+    names = rows[0]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names) - 1)]
     lines = []
     for row in rows:
         columns = []
-        for name, text, width in zip(COLUMNS, row, widths, strict=False):
-            columns.append(text.rjust(width) if name in NUMBERS else text.ljust(width))
+        for name, text, width in zip(names, row, widths, strict=False):
+            columns.append(text.rjust(width) if name in numbers else text.ljust(width))
         lines.append("  ".join([*columns, row[-1]]).rstrip())
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from shardwise.keys import flat, known_keys, nearest
 from shardwise.layouts import Facts
 from shardwise.ranges import shown
 from shardwise.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
-from shardwise.run_file import parse_config, read_yaml
+from shardwise.run_file import read_config, read_yaml
 from shardwise.safety import check_given
 
 KEYS = (
@@ -300,15 +300,16 @@ def _applied(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _resolve(plan: CellPlan, run: dict[str, Any], out: Path) -> Cell:
-    """Return a cell with its run file resolved, or refused."""
+    """Return a cell with its run file resolved; refused where a rule refuses it.
+
+    Raises UserError for a wrong key, type or range, which is a mistake in the sweep.
+    """
     run = _applied(run, {"training.output_dir": str(out / plan.id / "round-1")})
-    source = f"cell {plan.id}"
-    try:
-        cfg = parse_config(run, source)
-        rules.check(cfg, Facts(plan.nproc))
-        return Cell(plan, cfg.to_dict())
-    except UserError as error:
-        return Cell(plan, run, str(error).removeprefix(f"{source}: "))
+    cfg = read_config(run, f"cell {plan.id}")
+    for facts in (None, Facts(plan.nproc)):
+        for _, refusal in rules.refusals(cfg, facts):
+            return Cell(plan, run, refusal)
+    return Cell(plan, cfg.to_dict())
 
 
 def _equal(group: str, cells: list[Cell], axes: tuple[Axis, ...], weak: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
+from pathlib import Path
 
 from shardwise.commands.command import Command
 from shardwise.config import require
@@ -18,7 +19,7 @@ LAUNCHERS = {
 }
 """Where cells may run. Jobs of cells are submitted by the module of that name in `benchmark`.
 
-The module has `script`, what `--dry-run` prints, `run`, which submits the cells and returns the
+That of slurm has `script`, what `--dry-run` prints, `run`, which submits the cells and returns the
 exit code, and `name_of_job`, what a record says of a job with these environment variables. The
 first two take the sweep file, the folder, and the patterns of `--only` and `--rerun`.
 """
@@ -30,8 +31,14 @@ def run(args: Namespace) -> int:
     Returns 0, 1 where no cell succeeded, or 128 + the signal that ended it.
     """
     if args.on in ("local", "ray"):
-        is_plain = not args.dry_run and args.cell is None
-        require(is_plain, "--dry-run and --cell are for what is submitted; give --on slurm")
+        require(args.cell is None, "--cell is for what is submitted; give --on slurm")
+        if args.dry_run:
+            from shardwise.benchmark.progress import plan_table
+            from shardwise.benchmark.runner import select
+
+            sweep, selected, _ = select(args.sweep, Path(args.out), args.only, args.rerun)
+            print(plan_table(selected, sweep.record.rounds))
+            return 0
         return _run_here(args)
     launcher = import_module(f"shardwise.benchmark.{args.on}")
     what = args.sweep, args.out, args.only, args.rerun
@@ -86,7 +93,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="; ".join(f"{name}: {where}" for name, where in LAUNCHERS.items()),
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be submitted, and submit nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the cells and their runs, or what would be submitted, and start nothing",
     )
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # what a job of `--on` runs
 

@@ -154,10 +154,7 @@ def heading(run: SmallRun) -> Iterator[str]:
         f"({axes or 'nothing is split'}) against one process, on this CPU"
     )
     if run.num_ranks == 1:
-        yield (
-            "note: one process is compared with one process; to prove a layout give one, such as "
-            "--parallel.data=ddp"
-        )
+        yield "note: one process is compared with one process; give a layout (--parallel.data=ddp)"
     precision = "in the run's own precision" if is_in_16_bits(run.cfg) else "in float32"
     yield f"compared {precision} under SGD, with random weights and rows"
     layout = {key: pair for key, pair in run.changes.items() if key.startswith("parallel.")}
