@@ -239,9 +239,8 @@ def holding_of(placed: Placed, one: Placed, title: str) -> Holding:
     def all_of(part: str, num_bytes: Sequence[int], total: int) -> Held:
         return _held(placed, part, [Section(_cut_axes(cfg, part), num_bytes, total)])
 
-    if not strategy_facts(cfg.parallel).sharded and any(
-        buckets := placed.most("buffers", "backward")
-    ):
+    has_buckets = num_copies > 1 and not strategy_facts(cfg.parallel).sharded
+    if has_buckets and any(buckets := placed.most("buffers", "backward")):
         parts.append(all_of("buckets", buckets, gradients.whole))
     parts.append(held("optimizer", "optimizer", set))
     # What layers keep: with the head's, which is freed at once, no layer is left to compute.
