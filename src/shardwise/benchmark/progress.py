@@ -79,7 +79,7 @@ def result_table(records: Sequence[CellRecord]) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> str:
-    """Return rows, of which the first has the names of columns, as lines; the last is not filled."""
+    """Return rows as lines; the first has the names of columns, and the last column is as it is."""
     names = rows[0]
     widths = [max(len(row[i]) for row in rows) for i in range(len(names) - 1)]
     lines = []
