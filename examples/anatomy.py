@@ -19,19 +19,19 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.assembly import order
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.describe import describe
+from shardwise.base.interfaces import Mesh
+from shardwise.base.words import size
 from shardwise.checkpoint.export import save_result
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig
+from shardwise.config.presets import MODELS, STARTER
+from shardwise.config.run_file import parse_config
 from shardwise.data.loader import Loaders, build_loaders
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.interfaces import Mesh
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
-from shardwise.presets import MODELS, STARTER
-from shardwise.run_file import parse_config
 from shardwise.training.evaluate import evaluate
 from shardwise.training.step import training_step
-from shardwise.words import size
 
 SECTIONS = {
     "model": {

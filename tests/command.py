@@ -58,7 +58,7 @@ def _main(
     after: Callable[[], None] | None,
     streams: Sequence[str],
 ) -> None:
-    from shardwise.cli import main
+    from shardwise.commands.cli import main
 
     _become_a_command(env, [os.open(stream, os.O_WRONLY | os.O_CREAT) for stream in streams])
     sys.argv = ["shardwise", *arguments]

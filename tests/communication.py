@@ -10,16 +10,16 @@ import torch
 
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import Description, describe
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.lab.planner.collectives import Collectives, targets_on_rank
+from shardwise.lab.planner.communication import messages_of_step
+from shardwise.lab.planner.messages import Total, add_up
+from shardwise.lab.planner.share import share_of
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.patches.experts import Compute
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.planner.collectives import Collectives, targets_on_rank
-from shardwise.planner.communication import messages_of_step
-from shardwise.planner.messages import Total, add_up
-from shardwise.planner.share import share_of
 from shardwise.training.step import training_step
 from tests.parity.harness import Cell, microbatches, numerics_of, run_config
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise import __version__, cli
+from shardwise import __version__
+from shardwise.commands import cli
 from shardwise.config import Model, RunConfig
 from shardwise.launch import local
 from shardwise.models import adapter
@@ -189,7 +190,7 @@ def test_version_and_help():
 
 def test_torch_is_not_imported_before_it_is_needed(folder):
     code = (
-        "import sys; from shardwise.cli import main;"
+        "import sys; from shardwise.commands.cli import main;"
         "code = main(['train', 'run.yaml', '--nproc', '0']);"
         "print(code, {'torch', 'transformers', 'rich'} & set(sys.modules))"
     )

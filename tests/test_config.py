@@ -12,11 +12,17 @@ from typing import Any, get_type_hints
 import pytest
 import yaml
 
-from shardwise import config, keys, rules
-from shardwise.benchmark.sweep import read_sweep
-from shardwise.config import Recomputation, UserError
-from shardwise.library import read_config
-from shardwise.run_file import MOST_BYTES, _PlainData, load_config, parse_config, without_removed
+from shardwise import config
+from shardwise.config import Recomputation, UserError, keys, rules
+from shardwise.config.run_file import (
+    MOST_BYTES,
+    _PlainData,
+    load_config,
+    parse_config,
+    without_removed,
+)
+from shardwise.lab.benchmark.sweep import read_sweep
+from shardwise.launch.library import read_config
 
 RANGES = {key: keys.facts_of(key).between for key in keys.all_keys() if keys.facts_of(key).between}
 

@@ -56,7 +56,7 @@ def test_copied_paths_exist_and_are_sent():
     for source in COPIED:
         assert (ROOT / source).exists(), source
         assert is_sent(source), source
-    assert is_sent("src/shardwise/cli.py")
+    assert is_sent("src/shardwise/commands/cli.py")
     for path in ("runs/first/model", ".git/config", ".venv/bin/python", "src/a/__pycache__/b.pyc"):
         assert not is_sent(path), path
 

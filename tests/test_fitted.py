@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
-from shardwise.layouts import (
+from shardwise.base.layouts import (
     Facts,
     axis_sizes,
     fitted,
@@ -17,7 +16,8 @@ from shardwise.layouts import (
     num_data_ranks,
     num_microbatches,
 )
-from shardwise.rules import refusals
+from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
+from shardwise.config.rules import refusals
 
 
 def config(

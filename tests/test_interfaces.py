@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from shardwise.interfaces import Part
+from shardwise.base.interfaces import Part
 
 
 @pytest.mark.parametrize("mode", [True, False])

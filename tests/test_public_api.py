@@ -50,7 +50,7 @@ def test_a_first_run_is_written_without_heavy_imports(tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"text": "a"}\n')
     words = ["init", "--recipe", "lfm2-1.2b-fsdp2", "--data", "chats.jsonl"]
     heavy = "{'torch', 'transformers', 'huggingface_hub', 'shardwise.launch.local'}"
-    code = f"import sys; from shardwise import cli; cli.main({words}); "
+    code = f"import sys; from shardwise.commands import cli; cli.main({words}); "
     code += f"print({heavy} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path

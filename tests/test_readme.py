@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwise.benchmark.sweep import read_sweep
-from shardwise.cli import build_parser
+from shardwise.commands.cli import build_parser
 from shardwise.config import Model, RunConfig
+from shardwise.config.run_file import load_config, parse_config
+from shardwise.lab.benchmark.sweep import read_sweep
 from shardwise.models import load
 from shardwise.models.save import save_model
-from shardwise.run_file import load_config, parse_config
 from tests.command import run_command
 
 ROOT = Path(__file__).parents[1]

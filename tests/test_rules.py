@@ -19,14 +19,23 @@ import pytest
 import torch
 from examples.own_module import Classifier
 
-from shardwise import rules
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.assembly.own import describe_own, own_facts
-from shardwise.benchmark import sweep
-from shardwise.config import CALLERS, Entry, Lora, Model, Recomputation, RunConfig, UserError
-from shardwise.keys import known_keys
-from shardwise.layouts import Facts, axis_sizes, layout_names, layout_of, parallel_of, shortened
+from shardwise.base.layouts import (
+    Facts,
+    axis_sizes,
+    layout_names,
+    layout_of,
+    parallel_of,
+    shortened,
+)
+from shardwise.config import CALLERS, Entry, Lora, Model, Recomputation, RunConfig, UserError, rules
+from shardwise.config.keys import known_keys
+from shardwise.config.rules.rule import Case
+from shardwise.config.run_file import parse_config
+from shardwise.lab.benchmark import sweep
+from shardwise.lab.planner.split_view import plan
 from shardwise.models import load, lora
 from shardwise.models.adapter import save_adapter
 from shardwise.models.adapter_start import contradicted, section_of
@@ -34,9 +43,6 @@ from shardwise.models.catalogue import model_table
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.own import OwnModel
-from shardwise.planner.split_view import plan
-from shardwise.rules.rule import Case
-from shardwise.run_file import parse_config
 from tests.left_out import some_now
 from tests.models.tiny import tiny, trained, with_adapters
 from tests.models.unproven import write_config

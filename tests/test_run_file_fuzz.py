@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise import keys
-from shardwise.config import RunConfig, UserError
-from shardwise.run_file import load_config, parse_config
+from shardwise.config import RunConfig, UserError, keys
+from shardwise.config.run_file import load_config, parse_config
 
 KEYS = [(section, key) for section in keys.known_keys() for key in keys.known_keys(section)]
 WAYS_OUT = (

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.safety import check_output, write_output
 from shardwise.checkpoint.output_dir import claim
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.safety import check_output, write_output
 from tests.command import run_command
 from tests.report.conftest import strategies, write
 
@@ -120,7 +120,7 @@ def test_a_path_that_cannot_be_written_gets_one_line(name, tmp_path, monkeypatch
 
 def test_standard_output_may_be_a_file_that_has_more(tmp_path):
     code = (
-        "from shardwise.safety import write_output\n"
+        "from shardwise.base.safety import write_output\n"
         "print('before')\n"
         "write_output('/dev/stdout', 'between\\n')\n"
         "print('after')\n"
@@ -222,8 +222,8 @@ def test_a_command_keeps_links_and_pipes(command, tmp_path):
 
 def test_no_command_writes_a_named_file_in_another_way():
     source = Path(__file__).parents[1] / "src" / "shardwise"
-    modules = [*(source / "commands").glob("*.py"), source / "report" / "plan.py"]
-    modules += [source / name for name in ("planner/split_view.py", "planner/calibration.py")]
+    modules = [*(source / "commands").glob("*.py"), source / "lab" / "report" / "plan.py"]
+    modules += [source / "lab" / "planner" / f"{name}.py" for name in ("split_view", "calibration")]
     for path in modules:
         text = path.read_text()
         for way in ("write_text(", "write_bytes(", "write_atomically(", "os.replace(", '"w"'):

@@ -19,18 +19,18 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.benchmark.runner import bench
+from shardwise.base.interfaces import Mesh
+from shardwise.base.records.cell import RECORD, RUN_FILE, SWEEP
+from shardwise.base.records.record import RunRecord
+from shardwise.base.safety import warn_of_code, write_atomically
 from shardwise.checkpoint.output_dir import claim, locked
 from shardwise.config import Model, RunConfig, UserError
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.interfaces import Mesh
+from shardwise.lab.benchmark.runner import bench
+from shardwise.lab.report.folder import read_bench
 from shardwise.models.adapter_folder import read_adapter
 from shardwise.models.load import read_config, weights
 from shardwise.parallel import compile as compiling
-from shardwise.records.cell import RECORD, RUN_FILE, SWEEP
-from shardwise.records.record import RunRecord
-from shardwise.report.folder import read_bench
-from shardwise.safety import warn_of_code, write_atomically
 from tests.benchmark.sweeps import sweep_file
 from tests.launch.test_local import config, launch_in_a_fork
 from tests.models.tiny import on_meta

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shardwise import words
+from shardwise.base import words
 
 
 @pytest.mark.parametrize(

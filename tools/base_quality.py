@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tools.paired import write_json
 
-from shardwise.drawing.svg import colour, drawing, svg_file
+from shardwise.lab.drawing.svg import colour, drawing, svg_file
 
 ROOT = Path(__file__).parents[1]
 BENCH, OUT = Path("runs/bases"), ROOT / "results" / "bases" / "quality.json"

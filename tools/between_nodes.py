@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from shardwise.assembly.describe import Description
+from shardwise.base.layouts import AXES, EXPERT_AXES, context_joins_of
+from shardwise.base.schedule.context import MessageKind
 from shardwise.config import RunConfig
-from shardwise.layouts import AXES, EXPERT_AXES, context_joins_of
+from shardwise.lab.planner.communication import each_message, ring_bytes
+from shardwise.lab.planner.messages import sizes_of
+from shardwise.lab.planner.share import share_of
 from shardwise.parallel.sent import Messages, parts_of
-from shardwise.planner.communication import each_message, ring_bytes
-from shardwise.planner.messages import sizes_of
-from shardwise.planner.share import share_of
-from shardwise.schedule.context import MessageKind
 
 
 def bytes_between_nodes(

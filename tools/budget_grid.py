@@ -27,11 +27,11 @@ from tools.paired import Results, command_line, table, write_json
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.recomputation import Chosen
 from shardwise.config import Recomputation, RunConfig
+from shardwise.lab.planner.memory import USABLE
+from shardwise.lab.planner.recompute import WAYS, TooSmallError, as_way, within_budget
+from shardwise.lab.planner.share import counts_of
 from shardwise.metrics.flops import hardware_flops_per_token
 from shardwise.metrics.hardware import environment
-from shardwise.planner.memory import USABLE
-from shardwise.planner.recompute import WAYS, TooSmallError, as_way, within_budget
-from shardwise.planner.share import counts_of
 
 SHARES = tuple(place / 16 for place in range(1, 18, 2))
 """The budgets of a case, between its smallest and its largest peak, and one above."""

@@ -2,7 +2,7 @@
 
     python -m tools.communication
 
-The numbers are those of shardwise.planner.communication: no process is started.
+The numbers are those of shardwise.lab.planner.communication: no process is started.
 tests/parallel/test_communication.py counts the collectives of real steps, and finds the same calls
 and bytes. docs/concepts/communication.md explains the numbers.
 """
@@ -19,12 +19,12 @@ from typing import Any
 from tools.between_nodes import bytes_between_nodes
 
 from shardwise.assembly.describe import Description, describe
+from shardwise.base.layouts import AXES, num_microbatches, parallel_of
 from shardwise.config import Data, Lora, Model, RunConfig, Training
-from shardwise.layouts import AXES, num_microbatches, parallel_of
-from shardwise.planner.communication import bytes_leaving, messages_of_step
-from shardwise.planner.messages import sizes_of
-from shardwise.planner.share import Share, boundaries_of, share_of
-from shardwise.rules import offered_layouts
+from shardwise.config.rules import offered_layouts
+from shardwise.lab.planner.communication import bytes_leaving, messages_of_step
+from shardwise.lab.planner.messages import sizes_of
+from shardwise.lab.planner.share import Share, boundaries_of, share_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "communication.json"
@@ -69,8 +69,8 @@ first bucket of ddp: 1 MiB) take one call per bucket. Each number is that of the
 most, with a target at every position.
 
 `tools/communication.py` has written this page and [`communication.json`](communication.json) with
-the formulas of `shardwise.planner.communication`. `tests/parallel/test_communication.py` counts the
-calls and bytes of real steps, on gloo, of every strategy and of compositions, and they are equal.
+the formulas of `shardwise.lab.planner.communication`. `tests/parallel/test_communication.py` counts
+the calls and bytes of real steps, on gloo, of every strategy and of compositions. They are equal.
 
 ## One strategy
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from shardwise.layouts import shortened
+from shardwise.base.layouts import shortened
+from shardwise.config.rules import RULES, offered_layouts
 from shardwise.models.families import FAMILIES
-from shardwise.rules import RULES, offered_layouts
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "compatibility.md"
 HEAD = """\
@@ -39,7 +39,7 @@ processes:
     python -m tests.parity --out proof.json --only jamba-pp-tp-1f1b
 
 **Rules.** `shardwise` refuses a run before it takes memory where one of these rules forbids it, in
-one line with a way out. The rules stand in `src/shardwise/rules/`.
+one line with a way out. The rules stand in `src/shardwise/config/rules/`.
 """
 TITLES = {
     "run file": "On the run file alone",

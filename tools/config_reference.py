@@ -6,8 +6,8 @@ import ast
 from pathlib import Path
 from typing import get_args
 
+from shardwise.config.keys import facts_of
 from shardwise.config.parallel import StrategyName
-from shardwise.keys import facts_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "config.md"

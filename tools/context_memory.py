@@ -29,9 +29,9 @@ import numpy as np
 import yaml
 from tools.paired import Results, command_line
 
-from shardwise.drawing.svg import colour, drawing, svg_file
+from shardwise.config.presets import STARTER
+from shardwise.lab.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment
-from shardwise.presets import STARTER
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 WAYS, PACKINGS = ("ring", "gather", "ulysses"), ("concat", "isolated")

@@ -2,9 +2,9 @@
 
     python -m tools.diagrams
 
-Bytes are those of shardwise.planner, timelines those of shardwise.schedule, packages and order
-those of the code: nothing here is a number by hand. tests/tools/test_diagrams.py draws them all
-again and compares.
+Bytes are those of shardwise.lab.planner, timelines those of shardwise.base.schedule, packages and
+order those of the code: nothing here is a number by hand. tests/tools/test_diagrams.py draws them
+all again and compares.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tools.pictures.steps import Chart, Way, draw_attention, draw_pipelines, dra
 
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.order import AFTER_LOADING, BEFORE_LOADING, ON_THE_WHOLE
+from shardwise.base.words import seconds, size
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.lab.planner.communication import bytes_leaving
+from shardwise.lab.planner.context import Mixer, sent_by_layers
+from shardwise.lab.planner.messages import sizes_of
 from shardwise.models.facts import context_facts
 from shardwise.models.patches import PATCHES
-from shardwise.planner.communication import bytes_leaving
-from shardwise.planner.context import Mixer, sent_by_layers
-from shardwise.planner.messages import sizes_of
 from shardwise.training.step import forward_backward, training_step
-from shardwise.words import seconds, size
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "diagrams"
@@ -43,7 +43,7 @@ LAYOUTS = Path(__file__).with_suffix(".yaml")
 """The layouts to draw, and in words what moves when."""
 CALIBRATION = ROOT / "results" / "study" / "calibration.json"
 """Of a machine that ran a part of the study; the diagram of a ring has no times without it."""
-MODELS = ROOT / "src" / "shardwise" / "presets" / "models"
+MODELS = ROOT / "src" / "shardwise" / "config" / "presets" / "models"
 ROWS, SEQUENCE = 8, 2048
 LEAST_BYTES = 2**10
 """Smaller messages are the few numbers of a step, which every layout sends."""

@@ -1,9 +1,9 @@
 """Count how often a layer's elementwise operators move the numbers of its products.
 
-`python -m tools.elementwise_traffic` writes src/shardwise/planner/traffic.yaml: for each family,
-kind of layer (and the embedding, and head and loss) and way to train, the bytes that norms, gates,
-convolutions, rotations and copies between dtypes read and write for a token in a forward and in a
-backward, over the bytes of what enters and leaves the layer's products. Steps are simulated:
+`python -m tools.elementwise_traffic` writes src/shardwise/lab/planner/traffic.yaml: for each
+family, kind of layer (and the embedding, and head and loss) and way to train, the bytes that norms,
+gates, convolutions, rotations and copies between dtypes read and write for a token in a forward and
+in a backward, over the bytes of what enters and leaves the layer's products. Steps are simulated:
 nothing is measured, and no GPU is needed. Left out are products, the cores that a GPU has kernels
 for, what a LoRA kernel computes, and what is done once a step with weights, however many tokens
 there are.
@@ -49,11 +49,11 @@ from shardwise.kernels.lora_linear.fused import _LoraLinears
 from shardwise.kernels.selective_scan.chunked import _SelectiveScan
 from shardwise.kernels.short_conv import shifted
 from shardwise.kernels.state_space_duality.chunked import _Mamba2Scan
+from shardwise.lab.planner.traffic import PATH
+from shardwise.lab.planner.unit_work import work_of_units
 from shardwise.metrics.dispatch import WITHOUT_LAUNCH
 from shardwise.models.dtypes import product_dtype
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.traffic import PATH
-from shardwise.planner.unit_work import work_of_units
 from shardwise.training.step import forward_backward
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"

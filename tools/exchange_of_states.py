@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tools.paired import Results, command_line, ratios, spread, take_turns, timed
 from torch import multiprocessing
 
+from shardwise.base.schedule.context import sent_by_recurrence
 from shardwise.kernels import (
     gated_delta_rule,
     kimi_delta_attention,
@@ -34,7 +35,6 @@ from shardwise.kernels.recurrence import Recurrence, Summary
 from shardwise.metrics.hardware import environment
 from shardwise.parallel.neighbours import ContextNeighbours
 from shardwise.parallel.reduce import all_gather
-from shardwise.schedule.context import sent_by_recurrence
 
 
 class Kind(NamedTuple):

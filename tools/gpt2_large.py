@@ -2,10 +2,10 @@
 
     python -m tools.gpt2_large [--out results/gpt2-large]
 
-States and peaks are those of `shardwise.planner` for rank 0 of each of configs/gpt2-large/*.yaml,
-on a GPU. The peak was not measured at this size. What CUDA's context and NCCL take is not in it,
-nor what an allocator rounds up or holds in reserve. tests/integration/test_gpt2_large.py compares
-both, on a small model, with what real ranks hold.
+States and peaks are those of `shardwise.lab.planner` for rank 0 of each of
+configs/gpt2-large/*.yaml, on a GPU. The peak was not measured at this size. What CUDA's context
+and NCCL take is not in it, nor what an allocator rounds up or holds in reserve.
+tests/integration/test_gpt2_large.py compares both, on a small model, with what real ranks hold.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from tools.paired import command_line, table, write_json
 
 from shardwise.assembly.describe import describe
+from shardwise.base.layouts import AXES
+from shardwise.base.words import NOTHING
 from shardwise.config import RunConfig
-from shardwise.layouts import AXES
+from shardwise.config.run_file import load_config
+from shardwise.lab.planner.communication import unknown
+from shardwise.lab.planner.memory import Memory, state_bytes
+from shardwise.lab.planner.peak import memory_of_run
+from shardwise.lab.planner.share import share_of
 from shardwise.metrics.hardware import environment
-from shardwise.planner.communication import unknown
-from shardwise.planner.memory import Memory, state_bytes
-from shardwise.planner.peak import memory_of_run
-from shardwise.planner.share import share_of
-from shardwise.run_file import load_config
-from shardwise.words import NOTHING
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED_GIB = {

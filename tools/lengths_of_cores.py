@@ -24,13 +24,13 @@ from tools.speed_of_cores import COMMON, MODELS
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.drawing.svg import drawing, svg_file
+from shardwise.base.safety import write_atomically
 from shardwise.kernels.recurrence import Tokens
+from shardwise.lab.drawing.svg import drawing, svg_file
 from shardwise.metrics.hardware import environment
 from shardwise.models.families import spec_of
 from shardwise.models.patches.cores import use_cores
 from shardwise.models.patches.forget_gate import use_finite_gates
-from shardwise.safety import write_atomically
 
 LENGTHS = (512, 2048, 8192, 32768)
 TOKENS = LENGTHS[-1]

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.records.record import dumps
-from shardwise.safety import write_atomically
+from shardwise.base.records.record import dumps
+from shardwise.base.safety import write_atomically
 
 T = TypeVar("T")
 Side = Callable[[int], Mapping[str, float]]

@@ -30,20 +30,20 @@ from typing import Any
 import torch
 from tools.paired import command_line, ratios, spread, table, write_json
 
-from shardwise.benchmark.runner import bench
-from shardwise.benchmark.sweep import Sweep, read_sweep
+from shardwise.base.records.cell import CellRecord
+from shardwise.base.records.record import RunRecord
+from shardwise.base.safety import cache_folder
+from shardwise.base.schedule.split import bound_seconds
+from shardwise.base.schedule.timeline import Timeline, unpack
 from shardwise.config import RunConfig
-from shardwise.drawing.gantt import NARROW, gantt_file
+from shardwise.config.run_file import parse_config
+from shardwise.lab.benchmark.runner import bench
+from shardwise.lab.benchmark.sweep import Sweep, read_sweep
+from shardwise.lab.drawing.gantt import NARROW, gantt_file
+from shardwise.lab.planner import profile
+from shardwise.lab.planner.split_view import plan
+from shardwise.lab.report.verdict import verdicts
 from shardwise.launch.local import start_processes
-from shardwise.planner import profile
-from shardwise.planner.split_view import plan
-from shardwise.records.cell import CellRecord
-from shardwise.records.record import RunRecord
-from shardwise.report.verdict import verdicts
-from shardwise.run_file import parse_config
-from shardwise.safety import cache_folder
-from shardwise.schedule.split import bound_seconds
-from shardwise.schedule.timeline import Timeline, unpack
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "results" / "pipeline-split"

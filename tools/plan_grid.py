@@ -30,7 +30,7 @@ from tests.planner.grid import Cell, cells, config_of, measure_each, predict
 from tools.paired import Results, command_line, table, write_json
 
 from shardwise.config import UserError
-from shardwise.drawing.svg import colour, drawing, svg_file
+from shardwise.lab.drawing.svg import colour, drawing, svg_file
 from shardwise.metrics.hardware import environment
 
 TOGETHER = 4

@@ -13,15 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.words import percent, seconds, size
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.planner.candidates import Question
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.divisions import layout_name
-from shardwise.planner.exact import Choice, explain
-from shardwise.planner.plan_page import OVERHEADS, time_parts
-from shardwise.planner.search import search
-from shardwise.presets import MODELS, published_runs
-from shardwise.words import percent, seconds, size
+from shardwise.config.presets import MODELS, published_runs
+from shardwise.lab.planner.candidates import Question
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.divisions import layout_name
+from shardwise.lab.planner.exact import Choice, explain
+from shardwise.lab.planner.plan_page import OVERHEADS, time_parts
+from shardwise.lab.planner.search import search
 
 DOCS = Path(__file__).parents[1] / "docs" / "guides"
 START, END = "<!-- tools/plan_pages.py {} -->", "<!-- end -->"

@@ -17,12 +17,12 @@ from typing import Any
 from tools.paired import command_line, write_json
 from transformers.utils import logging
 
-from shardwise.cli import parse
+from shardwise.commands.cli import parse
 from shardwise.commands.plan_request import question_of, sections_of, with_published
+from shardwise.lab.planner.candidates import Question
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.search import search
 from shardwise.metrics.hardware import environment
-from shardwise.planner.candidates import Question
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.search import search
 
 EFFORT = 10
 QUESTIONS = """

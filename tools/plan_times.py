@@ -37,18 +37,18 @@ import torch
 from tools.paired import command_line, turns, write_json
 
 from shardwise.assembly.describe import describe
+from shardwise.base.words import counted
 from shardwise.config import RunConfig
-from shardwise.drawing.svg import colour, drawing, svg_file
+from shardwise.config.run_file import parse_config
+from shardwise.lab.drawing.svg import colour, drawing, svg_file
+from shardwise.lab.planner.calibration import default_path
+from shardwise.lab.planner.candidates import Question
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.measure_machine import calibrate
+from shardwise.lab.planner.search import search
+from shardwise.lab.planner.step_time import StepTime, time_of_step
 from shardwise.launch.local import launch, start_processes
 from shardwise.metrics.hardware import environment
-from shardwise.planner.calibration import default_path
-from shardwise.planner.candidates import Question
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.measure_machine import calibrate
-from shardwise.planner.search import search
-from shardwise.planner.step_time import StepTime, time_of_step
-from shardwise.run_file import parse_config
-from shardwise.words import counted
 
 ROOT = Path(__file__).parents[1]
 STEPS, WARM_UP = 5, 2

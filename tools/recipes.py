@@ -9,11 +9,11 @@ from pathlib import Path
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Model, RunConfig
+from shardwise.config.presets import MODELS, Recipe, recipes, sections_of
+from shardwise.config.run_file import parse_config
+from shardwise.lab.planner.memory import state_bytes
+from shardwise.lab.planner.share import boundaries_of, share_of
 from shardwise.models.load import build_meta, read_config
-from shardwise.planner.memory import state_bytes
-from shardwise.planner.share import boundaries_of, share_of
-from shardwise.presets import MODELS, Recipe, recipes, sections_of
-from shardwise.run_file import parse_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "recipes.md"
 HEAD = """\
@@ -38,7 +38,7 @@ All recipes fine-tune with LoRA of rank 16, on weights in bfloat16 and rows of 2
 key in the file has its description above it, and the first lines give the command that trains.
 
 The table gives the GPUs of a recipe, and the GiB of weights, gradients and optimizer states on the
-GPU that holds most. These follow from [formulas](../../src/shardwise/planner/memory.py) and the
+GPU that holds most. These follow from [formulas](../../src/shardwise/lab/planner/memory.py) and the
 published shape of the model. **Activations come on top**: they grow with `data.sequence_length` and
 `training.micro_batch_size`. A layout is left out where the states alone exceed a GPU of 80 GB.
 
@@ -48,7 +48,7 @@ Every layout is [proven](../concepts/parity.md) for the model's family at a smal
 [`shardwise prove`](proving.md) is run on every recipe with the published shape made small. No
 recipe has been run on GPUs at its full size, so treat batch sizes and learning rates as a start.
 
-This page is written by `tools/recipes.py` from `src/shardwise/presets/recipes.yaml`.
+This page is written by `tools/recipes.py` from `src/shardwise/config/presets/recipes.yaml`.
 """
 LAYOUTS = ("one-gpu", "fsdp2", "tp", "pp")
 

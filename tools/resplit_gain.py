@@ -30,11 +30,11 @@ from tools.paired import Results, command_line, ratios, spread, take_turns
 from torch.distributed.pipelining import PipelineStage
 
 from shardwise.assembly import build
+from shardwise.base.interfaces import Mesh
+from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import Mesh
 from shardwise.launch.local import launch
 from shardwise.metrics.hardware import environment
-from shardwise.records.record import RunRecord
 from shardwise.training.loop import train
 
 ROOT = Path(__file__).parents[1]

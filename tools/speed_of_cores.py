@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from shardwise.assembly.build import build
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory, state_bytes

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.folder import Bench
-from shardwise.report.panels import Groups
-from shardwise.report.tables import Row, groups_of
+from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.panels import Groups
+from shardwise.lab.report.tables import Row, groups_of
 
 WIDTH = 5.0
 """Inches."""

@@ -7,7 +7,7 @@ from statistics import median
 
 from tools.study import Study
 
-from shardwise.report.tables import Row
+from shardwise.lab.report.tables import Row
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from tools.study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups
 from tools.study_bubbles import bubbles
 from tools.study_lengths import lengths
 
-from shardwise.drawing.svg import colour
-from shardwise.report import figures as report
-from shardwise.report.losses import losses
-from shardwise.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
-from shardwise.report.seeds import over_seeds, spread
-from shardwise.report.style import looks
-from shardwise.report.tables import Row
-from shardwise.words import listed
+from shardwise.base.words import listed
+from shardwise.lab.drawing.svg import colour
+from shardwise.lab.report import figures as report
+from shardwise.lab.report.losses import losses
+from shardwise.lab.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
+from shardwise.lab.report.seeds import over_seeds, spread
+from shardwise.lab.report.style import looks
+from shardwise.lab.report.tables import Row
 
 
 def narrow(drawn: Drawn, **changes: Any) -> Drawn:

@@ -9,13 +9,13 @@ from typing import Any
 from tools.study import LENGTH, WIDTH, Study, title_of
 
 from shardwise.assembly.describe import describe
-from shardwise.drawing.svg import colour
-from shardwise.planner.peak import memory_of_rank
-from shardwise.presets import STARTER
-from shardwise.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
-from shardwise.report.tables import Row
-from shardwise.run_file import parse_config
-from shardwise.words import percent
+from shardwise.base.words import percent
+from shardwise.config.presets import STARTER
+from shardwise.config.run_file import parse_config
+from shardwise.lab.drawing.svg import colour
+from shardwise.lab.planner.peak import memory_of_rank
+from shardwise.lab.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
+from shardwise.lab.report.tables import Row
 
 LONGEST, STEP = 4096, 16
 """Tokens: the longest row that is tried, and what lengths are a multiple of."""

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.records.cell import RECORD, SWEEP
-from shardwise.records.record import RunRecord
+from shardwise.base.records.cell import RECORD, SWEEP
+from shardwise.base.records.record import RunRecord
 
 Json = Mapping[str, Any]
 

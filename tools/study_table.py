@@ -25,13 +25,13 @@ from tools.study_bubbles import bubbles
 from tools.study_figures import ALTS, FIGURES
 from tools.study_summary import pack, unpack, write
 
-from shardwise.benchmark.sweep import read_sweep
-from shardwise.drawing.svg import drawing, svg_file
-from shardwise.report.folder import read_bench
-from shardwise.report.panels import Drawn
-from shardwise.report.tables import Row, interleaved, make_rows
-from shardwise.safety import write_atomically
-from shardwise.words import NOTHING, counted, listed, percent, scientific, size
+from shardwise.base.safety import write_atomically
+from shardwise.base.words import NOTHING, counted, listed, percent, scientific, size
+from shardwise.lab.benchmark.sweep import read_sweep
+from shardwise.lab.drawing.svg import drawing, svg_file
+from shardwise.lab.report.folder import read_bench
+from shardwise.lab.report.panels import Drawn
+from shardwise.lab.report.tables import Row, interleaved, make_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / "study.md"]

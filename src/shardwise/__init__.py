@@ -10,36 +10,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.batches import Batch as Batch
-    from shardwise.batches import TensorBatch as TensorBatch
+    from shardwise.base.batches import Batch as Batch
+    from shardwise.base.batches import TensorBatch as TensorBatch
+    from shardwise.base.interfaces import Mesh as Mesh
+    from shardwise.base.records.record import RunRecord as RunRecord
     from shardwise.config import RunConfig as RunConfig
     from shardwise.config import UserError as UserError
-    from shardwise.interfaces import Mesh as Mesh
-    from shardwise.library import RunFailed as RunFailed
-    from shardwise.library import run as run
-    from shardwise.library import train as train
+    from shardwise.config.run_file import load_config as load_config
+    from shardwise.launch.library import RunFailed as RunFailed
+    from shardwise.launch.library import run as run
+    from shardwise.launch.library import train as train
     from shardwise.models.own import TensorCut as TensorCut
-    from shardwise.records.record import RunRecord as RunRecord
-    from shardwise.run_file import load_config as load_config
     from shardwise.training.own_loop import OwnLoop as OwnLoop
     from shardwise.training.own_loop import prepare as prepare
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "Batch": "batches",
-    "Mesh": "interfaces",
+    "Batch": "base.batches",
+    "Mesh": "base.interfaces",
     "OwnLoop": "training.own_loop",
     "RunConfig": "config",
-    "RunFailed": "library",
-    "RunRecord": "records.record",
-    "TensorBatch": "batches",
+    "RunFailed": "launch.library",
+    "RunRecord": "base.records.record",
+    "TensorBatch": "base.batches",
     "TensorCut": "models.own",
     "UserError": "config",
-    "load_config": "run_file",
+    "load_config": "config.run_file",
     "prepare": "training.own_loop",
-    "run": "library",
-    "train": "library",
+    "run": "launch.library",
+    "train": "launch.library",
 }
 """The module of each public name."""
 

@@ -13,8 +13,8 @@ import torch
 from shardwise.assembly import build as training_build
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.state import MemoryState, portable_tensors
+from shardwise.base.interfaces import Mesh
 from shardwise.config import Lora, Optimizer, Parallel, RunConfig, UserError
-from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.parallel.reduce import of_every_rank

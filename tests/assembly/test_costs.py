@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.optimizer import make_optimizer
+from shardwise.base.schedule.costs import COUNTED, Cost
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training, UserError
 from shardwise.metrics.flops import hardware_flops_per_token
 from shardwise.models import load, lora
@@ -21,7 +22,6 @@ from shardwise.models.families import spec_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import materialise
-from shardwise.schedule.costs import COUNTED, Cost
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 LENGTH = 24

@@ -15,8 +15,8 @@ import torch
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.moved import MovedState
 from shardwise.assembly.state import portable_tensors
+from shardwise.base.interfaces import Mesh
 from shardwise.config import Parallel, RunConfig
-from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.parallel.reduce import of_every_rank

@@ -18,15 +18,15 @@ from shardwise.assembly import order
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.assembly.own import own_parts, own_state
+from shardwise.base.interfaces import Part
 from shardwise.config import Lora, Parallel, RunConfig
-from shardwise.interfaces import Part
-from shardwise.library import CALLERS_KEYS, read_config
+from shardwise.lab.planner.profile import make_bench
+from shardwise.launch.library import CALLERS_KEYS, read_config
 from shardwise.models.names import is_adapter
 from shardwise.models.own import OwnModel
 from shardwise.models.patches import cores
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.profile import make_bench
 from tests.assembly.test_costs import config, tiny
 from tests.distributed import run_ranks
 

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.build import build
 from shardwise.assembly.routing import STATISTICS
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import RunConfig
+from shardwise.lab.proof.harness import Rows
 from shardwise.models.expert_plan import biases_of, experts_of
 from shardwise.models.families import FAMILIES, spec_of
 from shardwise.parallel.mesh import build_mesh
-from shardwise.proof.harness import Rows
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now

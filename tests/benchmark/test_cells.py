@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.benchmark.cells import NOT_TIMED, CellState, cell_record
-from shardwise.benchmark.sweep import Cell
-from shardwise.records.cell import CellPlan, CellRecord, Round
-from shardwise.records.record import RunRecord, Status
+from shardwise.base.records.cell import CellPlan, CellRecord, Round
+from shardwise.base.records.record import RunRecord, Status
+from shardwise.lab.benchmark.cells import NOT_TIMED, CellState, cell_record
+from shardwise.lab.benchmark.sweep import Cell
 
 PLAN = CellPlan("ddp", {"strategy": "ddp"}, 2, "all cells", "single")
 

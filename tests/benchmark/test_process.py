@@ -16,8 +16,8 @@ import psutil
 import pytest
 import yaml
 
-from shardwise.benchmark import process
-from shardwise.benchmark.process import Preloaded
+from shardwise.lab.benchmark import process
+from shardwise.lab.benchmark.process import Preloaded
 from tests.benchmark.test_runner import real
 from tests.distributed import PATIENCE
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shardwise.benchmark.cells import CellState
-from shardwise.benchmark.progress import print_end, print_start, result_table, time_left
-from shardwise.benchmark.sweep import Cell
-from shardwise.records.cell import CellPlan, CellRecord, Round
-from shardwise.records.record import Status
+from shardwise.base.records.cell import CellPlan, CellRecord, Round
+from shardwise.base.records.record import Status
+from shardwise.lab.benchmark.cells import CellState
+from shardwise.lab.benchmark.progress import print_end, print_start, result_table, time_left
+from shardwise.lab.benchmark.sweep import Cell
 
 
 def state(*seconds: float, control: bool = False, status: Status = "ok") -> CellState:

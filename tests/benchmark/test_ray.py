@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.benchmark.ray import resources_of
 from shardwise.config import UserError
+from shardwise.lab.benchmark.ray import resources_of
 
 SMALL = {"Alive": True, "Resources": {"CPU": 4.0}}
 LARGE = {"Alive": True, "Resources": {"CPU": 16.0, "GPU": 2.0}}

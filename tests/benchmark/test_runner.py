@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shardwise.benchmark.runner import bench
+from shardwise.base.records.cell import CellRecord
 from shardwise.config import UserError
-from shardwise.records.cell import CellRecord
+from shardwise.lab.benchmark.runner import bench
 from tests.benchmark.sweeps import STRATEGIES, ends, sweep_file
 from tests.distributed import PATIENCE
 from tests.integration.conftest import make_corpus
@@ -29,7 +29,8 @@ from tests.parity.harness import CONFIGS
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_train.py")))
 COMMAND = (  # `shardwise bench`, but with FAKE for its runs
-    "import functools, sys; from shardwise.benchmark import runner; from shardwise.cli import main;"
+    "import functools, sys; from shardwise.lab.benchmark import runner; "
+    "from shardwise.commands.cli import main; "
     f"runner.bench = functools.partial(runner.bench, train={FAKE!r}); "
     "sys.exit(main(['bench', *sys.argv[1:]]))"
 )

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.benchmark import slurm
-from shardwise.benchmark.cells import ALONE
-from shardwise.benchmark.folder import locked
-from shardwise.benchmark.runner import run_cell
+from shardwise.commands import cli
 from shardwise.config import UserError
-from shardwise.report.folder import read_bench
-from shardwise.report.summary import caveats
-from shardwise.report.tables import make_rows
+from shardwise.lab.benchmark import slurm
+from shardwise.lab.benchmark.cells import ALONE
+from shardwise.lab.benchmark.folder import locked
+from shardwise.lab.benchmark.runner import run_cell
+from shardwise.lab.report.folder import read_bench
+from shardwise.lab.report.summary import caveats
+from shardwise.lab.report.tables import make_rows
 from tests.benchmark.sweeps import BASE, STRATEGIES, ends, sweep_file
 from tests.benchmark.test_runner import FAKE
 
@@ -104,7 +104,7 @@ def test_a_cell_that_fails_or_is_refused_gets_no_second_job(sbatch, tmp_path):
 
 
 def test_jobs_share_a_folder_but_no_cell(sbatch, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardwise.benchmark.runner.WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("shardwise.lab.benchmark.runner.WAIT_SECONDS", 0.2)
     path = sweep_file(tmp_path)
     assert slurm.run(str(path), "out", [], []) == 0
     out = Path("out")
@@ -114,7 +114,7 @@ def test_jobs_share_a_folder_but_no_cell(sbatch, tmp_path, monkeypatch):
             run_cell(out, "ddp", "job", train=FAKE)
         with pytest.raises(UserError, match="another bench is running in it"):
             slurm.run(str(path), "out", [], [])
-    monkeypatch.setattr("shardwise.benchmark.runner.WAIT_SECONDS", 60)
+    monkeypatch.setattr("shardwise.lab.benchmark.runner.WAIT_SECONDS", 60)
     with locked(out / "ddp"):  # one that was killed, and is ending
         ending = threading.Event()
         results: list[str] = []

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise import cli
-from shardwise.benchmark.fairness import check_group
-from shardwise.benchmark.sweep import MAX_ID_LENGTH, Sweep, read_sweep
+from shardwise.commands import cli
 from shardwise.config import UserError
-from shardwise.keys import flat
-from shardwise.run_file import parse_config
+from shardwise.config.keys import flat
+from shardwise.config.run_file import parse_config
+from shardwise.lab.benchmark.fairness import check_group
+from shardwise.lab.benchmark.sweep import MAX_ID_LENGTH, Sweep, read_sweep
 from tests.benchmark.sweeps import BASE, STRATEGIES, sweep_file
 
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.state import portable_tensors
+from shardwise.base.interfaces import Evaluation
+from shardwise.base.process.ending import RunError, explain
 from shardwise.checkpoint import folder as checkpoint_folder
 from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.checkpointer import Checkpointer
@@ -38,10 +40,8 @@ from shardwise.checkpoint.index import read_index
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, UserError
 from shardwise.data.state import SlotState
-from shardwise.interfaces import Evaluation
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.process.ending import RunError, explain
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import GLOBAL_BATCH, Cell, microbatches, run_config

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.assembly.routing import STATISTICS
+from shardwise.base.records.record import MetricsFile
 from shardwise.checkpoint import history, index
 from shardwise.checkpoint.history import ROUTING, read_history
 from shardwise.checkpoint.index import DamagedError
-from shardwise.records.record import MetricsFile
 
 
 def write(path: Path, num_steps: int, routed: bool = False) -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.base.process.ending import RunError
 from shardwise.checkpoint import memory, memory_folder
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.folder import MEMORY_NAME, damage, read_manifest
@@ -21,7 +22,6 @@ from shardwise.checkpoint.output_dir import claim
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.parallel.mesh import build_mesh
-from shardwise.process.ending import RunError
 from shardwise.training.step import training_step
 from tests.checkpoint.test_checkpointer import NoLoader, config, values
 from tests.distributed import run_ranks

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardwise.base.process.ending import RunError
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.output_dir import claim, record_failure, rewind, writing
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.process.ending import RunError
-from shardwise.records.record import RunRecord
-from shardwise.run_file import parse_config
+from shardwise.config.run_file import parse_config
 
 
 def config(folder: Path, model: str = "unused", **training: Any) -> RunConfig:

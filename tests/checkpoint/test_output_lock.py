@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise.base.interfaces import Mesh
+from shardwise.base.process.ending import RunError
+from shardwise.base.process.world import World
+from shardwise.base.records.record import MetricsFile
 from shardwise.checkpoint import output_lock
 from shardwise.checkpoint.output_lock import LOCK, Lock, locked
 from shardwise.config import RunConfig, UserError
-from shardwise.interfaces import Mesh
 from shardwise.launch import local as launch
-from shardwise.process.ending import RunError
-from shardwise.process.world import World
-from shardwise.records.record import MetricsFile
 from tests.distributed import PATIENCE
 from tests.launch.test_local import config, no_launcher
 from tests.lock_holder import hold

@@ -19,7 +19,7 @@ from transformers import (
 
 from shardwise.assembly.build import build
 from shardwise.checkpoint.export import save_result
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.config import Model, UserError
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.models.load import load_whole, read_config

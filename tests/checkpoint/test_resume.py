@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.assembly.build import build
 from shardwise.assembly.optimizer import lr_factor
+from shardwise.base.process.ending import Ending
 from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint.folder import (
     MANIFEST,
@@ -31,7 +32,6 @@ from shardwise.launch import local as launch
 from shardwise.launch.group import Group
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
-from shardwise.process.ending import Ending
 from tests.checkpoint.test_checkpointer import config, make_checkpoints, save_steps
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, run_config

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 
-from shardwise import cli
+from shardwise.commands import cli
 
 
 def prepare(folder: Path, *overrides: str) -> Path:

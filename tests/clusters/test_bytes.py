@@ -8,8 +8,8 @@ import pytest
 from tools.between_nodes import bytes_between_nodes
 
 from shardwise.assembly.describe import describe
-from shardwise.planner.share import boundaries_of
-from shardwise.run_file import load_config
+from shardwise.config.run_file import load_config
+from shardwise.lab.planner.share import boundaries_of
 from tests.clusters.cable import MTU, PREAMBLE_BYTES
 from tests.clusters.nodes import ADDRESSES, RANKS_PER_NODE, Nodes, why_not
 from tests.clusters.runs import prepare

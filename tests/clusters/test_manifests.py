@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.launch import kubernetes, skypilot
 from tests.clusters.runs import losses, prepare, wait_for
 

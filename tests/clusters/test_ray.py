@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
 from shardwise.checkpoint.folder import MANIFEST
+from shardwise.commands import cli
 from tests.clusters.ray_nodes import RayNodes, why_not
 from tests.clusters.runs import losses, prepare, wait_for, wait_for_step
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwise.benchmark.runner import bench
-from shardwise.report.folder import read_bench
-from shardwise.report.summary import caveats
-from shardwise.report.tables import make_rows
+from shardwise.lab.benchmark.runner import bench
+from shardwise.lab.report.folder import read_bench
+from shardwise.lab.report.summary import caveats
+from shardwise.lab.report.tables import make_rows
 from tests.clusters.runs import prepare, wait_for
 from tests.clusters.slurm import Slurm, started, why_not
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
+from shardwise.commands import cli
 
 NO_VALIDATION = ("--data.validation=0", "--training.eval_every=0")
 

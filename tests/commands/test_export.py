@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.config import Lora
 from shardwise.models import adapter
 from shardwise.models.adapter import save_adapter

@@ -11,12 +11,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.commands.command import with_preset
 from shardwise.config import Data, Model, Recomputation, RunConfig, Training
+from shardwise.config.presets import MODELS
+from shardwise.config.run_file import load_config
 from shardwise.models import hub
-from shardwise.presets import MODELS
-from shardwise.run_file import load_config
 
 DEVICES = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.config import UserError
-from shardwise.keys import all_keys, facts_of, known_keys
-from shardwise.run_file import json_schema, parse_config
+from shardwise.config.keys import all_keys, facts_of, known_keys
+from shardwise.config.run_file import json_schema, parse_config
 
 ROOT = Path(__file__).parents[2]
 RUN_FILES = [

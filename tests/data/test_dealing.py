@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
 from shardwise.config import RunConfig, UserError
 from shardwise.data.formats import Encoder
 from shardwise.data.loader import Loaders, build_loaders

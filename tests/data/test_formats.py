@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
 from shardwise.config import Data, Model, UserError
 from shardwise.data import bounds
 from shardwise.data.chat_format import ChatFormat, known_roles

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
 from shardwise.data.order import Order, split

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import Data, UserError
 from shardwise.data.formats import Encoder
 from shardwise.data.packing import Document, empty_row, pack_joined, pack_none, to_batch

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import simulate
-from shardwise.schedule.timeline import Event, Timeline
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.simulate import simulate
+from shardwise.base.schedule.timeline import Event, Timeline
 from tests.schedule.test_simulate import cost
 
 INSTANT = Timeline(1, (Event(0, 0, 0, "F", 0.0, 0.0),))

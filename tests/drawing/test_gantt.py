@@ -8,10 +8,10 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from shardwise.base.schedule.timeline import Timeline
 from shardwise.config import UserError
-from shardwise.drawing.gantt import COLOURS, IDLE, draw_gantt, gantt_file, gantt_svg
-from shardwise.drawing.svg import colour, drawing
-from shardwise.schedule.timeline import Timeline
+from shardwise.lab.drawing.gantt import COLOURS, IDLE, draw_gantt, gantt_file, gantt_svg
+from shardwise.lab.drawing.svg import colour, drawing
 from tests.drawing.conftest import INSTANT, two_timelines
 
 SVG = "{http://www.w3.org/2000/svg}"

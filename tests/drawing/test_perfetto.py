@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardwise.drawing.perfetto import perfetto_trace
+from shardwise.lab.drawing.perfetto import perfetto_trace
 from tests.drawing.conftest import two_timelines
 
 

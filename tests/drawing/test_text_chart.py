@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from shardwise.drawing.text_chart import text_chart
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import simulate
-from shardwise.schedule.timeline import Event, Timeline
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.simulate import simulate
+from shardwise.base.schedule.timeline import Event, Timeline
+from shardwise.lab.drawing.text_chart import text_chart
 from tests.drawing.conftest import INSTANT
 from tests.schedule.test_simulate import cost
 

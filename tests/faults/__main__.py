@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case after them")
     options = parser.parse_args()
     # What forks then need not import.
-    for module in ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.cli"):
+    for module in ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.commands.cli"):
         importlib.import_module(module)
     import torch
 

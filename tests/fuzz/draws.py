@@ -14,12 +14,12 @@ import torch
 import yaml
 from transformers import PretrainedConfig
 
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
+from shardwise.base.layouts import HALVING
+from shardwise.base.schedule.orders import ORDERS
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.layouts import HALVING
 from shardwise.models import load, lora
 from shardwise.models.families import FAMILIES, spec_of
-from shardwise.schedule.orders import ORDERS
 from tests.fuzz.shapes import Sizes, draw_model
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
 

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional
 
 from shardwise.assembly.describe import describe
+from shardwise.base.schedule.orders import ORDERS
 from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.models import load
-from shardwise.schedule.orders import ORDERS
 from tests.distributed import PATIENCE, run_ranks
 from tests.fuzz.draws import Draw, Rows
 from tests.parity.harness import TOLERANCE, Outcome, differences, microbatches, run

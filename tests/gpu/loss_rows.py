@@ -19,7 +19,7 @@ import torch
 from tools.paired import Results
 from torch.nn import functional as F
 
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.kernels.triton_support import why_not
 from shardwise.metrics.memory import PeakMemory, free_cache

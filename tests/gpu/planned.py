@@ -23,11 +23,11 @@ from tools.paired import table, write_json  # noqa: E402
 
 from shardwise.assembly.describe import describe  # noqa: E402
 from shardwise.config import RunConfig, UserError  # noqa: E402
-from shardwise.planner.calibration import default_path  # noqa: E402
-from shardwise.planner.cluster import Cluster, cluster_of, preset_of  # noqa: E402
-from shardwise.planner.peak import memory_of_run  # noqa: E402
-from shardwise.planner.step_time import time_of_step  # noqa: E402
-from shardwise.run_file import load_config  # noqa: E402
+from shardwise.config.run_file import load_config  # noqa: E402
+from shardwise.lab.planner.calibration import default_path  # noqa: E402
+from shardwise.lab.planner.cluster import Cluster, cluster_of, preset_of  # noqa: E402
+from shardwise.lab.planner.peak import memory_of_run  # noqa: E402
+from shardwise.lab.planner.step_time import time_of_step  # noqa: E402
 from tests.gpu import suite  # noqa: E402
 from tests.gpu.draw import machine  # noqa: E402
 from tests.gpu.processes import run_limited  # noqa: E402

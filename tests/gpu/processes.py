@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.benchmark.process import run_command
+from shardwise.lab.benchmark.process import run_command
 
 
 class Deadline:

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from shardwise.assembly.build import Job, build
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.interfaces import Mesh
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
-from shardwise.interfaces import Mesh
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import spec_of

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.state import MemoryState
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.interfaces import Mesh
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import Mesh
 from shardwise.metrics.memory import PeakMemory, state_bytes
 from shardwise.models.causal_lm import CausalLM
 from shardwise.parallel.mesh import build_mesh

@@ -29,11 +29,11 @@ import psutil
 import torch.distributed as dist
 import yaml
 
+from shardwise.base.interfaces import Mesh
+from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh
+from shardwise.config.run_file import load_config
 from shardwise.launch.local import launch
-from shardwise.records.record import RunRecord
-from shardwise.run_file import load_config
 from tests.distributed import PATIENCE
 from tests.integration.soak_outcome import KEPT, MOST_BYTES_PER_STEP, SAVE_EVERY, SIDES, outcome
 

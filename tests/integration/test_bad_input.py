@@ -18,7 +18,7 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.config import Model, Parallel, UserError
 from shardwise.models.load import read_config
 from tests.distributed import run_ranks

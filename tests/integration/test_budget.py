@@ -9,11 +9,11 @@ import pytest
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Parallel, Recomputation, RunConfig
+from shardwise.lab.planner.memory import USABLE
+from shardwise.lab.planner.peak import memory_of_run
+from shardwise.lab.planner.recompute import as_way
+from shardwise.lab.planner.share import counts_of
 from shardwise.metrics.flops import hardware_flops_per_token
-from shardwise.planner.memory import USABLE
-from shardwise.planner.peak import memory_of_run
-from shardwise.planner.recompute import as_way
-from shardwise.planner.share import counts_of
 from tests.integration.test_train import config, run_on
 
 RANKS = 2

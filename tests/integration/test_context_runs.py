@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.records.record import RunRecord
+from shardwise.config.presets import STARTER
+from shardwise.lab.report.verdict import NOISE_FACTOR, spacing
 from shardwise.metrics.hardware import PeakFlops
-from shardwise.presets import STARTER
-from shardwise.records.record import RunRecord
-from shardwise.report.verdict import NOISE_FACTOR, spacing
 from shardwise.training import measure
 from tests.command import run_command
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base.process.ending import RunError
 from shardwise.config import RunConfig
 from shardwise.parallel.place import local
-from shardwise.process.ending import RunError
 from shardwise.training import session
 from tests.distributed import run_ranks
 from tests.integration.test_train import config, run, run_on

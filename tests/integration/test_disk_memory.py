@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.presets import STARTER
-from shardwise.records.record import RunRecord
+from shardwise.base.records.record import RunRecord
+from shardwise.config.presets import STARTER
 from tests.command import run_command
 
 MODEL = {

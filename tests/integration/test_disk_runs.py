@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from shardwise.base.records.record import RunRecord
+from shardwise.config.presets import STARTER
 from shardwise.parallel import disk_window
-from shardwise.presets import STARTER
-from shardwise.records.record import RunRecord
 from tests.command import run_command
 from tests.models.tiny import CONFIGS
 

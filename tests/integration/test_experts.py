@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from shardwise.cli import main
+from shardwise.base.records.record import RunRecord
+from shardwise.commands.cli import main
+from shardwise.config.run_file import load_config
 from shardwise.data.loader import build_loaders
 from shardwise.models.save import save_model
-from shardwise.records.record import RunRecord
-from shardwise.run_file import load_config
 from shardwise.training import reporter
 from tests.command import run_command
 from tests.models.tiny import entries, loaded_by_transformers, logits, on_meta, relative_error, tiny

@@ -17,11 +17,11 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from shardwise.base.interfaces import Evaluation
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.checkpointer import Checkpointer
-from shardwise.cli import main
-from shardwise.interfaces import Evaluation
+from shardwise.commands.cli import main
 from shardwise.models import load
-from shardwise.records.record import RunRecord
 from tests.command import run_command
 from tests.integration.test_train import CONFIGS, config
 

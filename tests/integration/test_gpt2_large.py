@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from shardwise.assembly.build import build
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
+from shardwise.base.layouts import axis_sizes
+from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig
-from shardwise.layouts import axis_sizes
+from shardwise.config.run_file import load_config
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
-from shardwise.records.record import RunRecord
-from shardwise.run_file import load_config
 from shardwise.training.loop import train
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step

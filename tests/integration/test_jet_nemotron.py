@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.config import Model
 from shardwise.models import load
 from tests.integration.conftest import make_corpus

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.assembly import build as assembly
+from shardwise.base.records.record import RunRecord
 from shardwise.config import Parallel, RunConfig
 from shardwise.models.stage import Stage
 from shardwise.parallel.pipeline_stage import Clock
-from shardwise.records.record import RunRecord
 from shardwise.training import resplit
 from tests.distributed import run_ranks
 from tests.integration.test_train import config, replace_measure, run, run_on

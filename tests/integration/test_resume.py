@@ -20,6 +20,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from shardwise.assembly import build as assembly
 from shardwise.assembly import state as assembly_state
 from shardwise.assembly.build import build
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint import folder as checkpoint_folder
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.resume import Start, find_start
@@ -29,7 +30,6 @@ from shardwise.kernels.eight_bit import MOMENTS
 from shardwise.metrics.hardware import PeakFlops
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
-from shardwise.records.record import RunRecord
 from shardwise.training import loop, measure
 from shardwise.training.step import training_step
 from tests.checkpoint.test_checkpointer import NoLoader, equal, values

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from shardwise.cli import main
+from shardwise.base.records.record import RunRecord
+from shardwise.commands.cli import main
 from shardwise.config import Parallel
-from shardwise.records.record import RunRecord
 from tests.integration.test_train import config, replace_measure, run_on
 
 PROMPT = "the state of"

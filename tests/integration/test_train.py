@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
-from shardwise.records.record import RunRecord
 from shardwise.training import evaluate, loop
 from shardwise.training.loop import train
 from tests import compiling  # noqa: F401  (what forked processes then need not import)

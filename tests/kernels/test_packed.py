@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.kernels.packed import Packed, keep_on_host, packed
 from shardwise.metrics.dispatch import Dispatches
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.base.process.ending import RunError
+from shardwise.base.process.world import World, find_world
+from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training, UserError
 from shardwise.launch import elastic, local
-from shardwise.process.ending import RunError
-from shardwise.process.world import World, find_world
-from shardwise.records.record import RunRecord
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import shlex
 import pytest
 import yaml
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.commands.command import overrides_of
 from shardwise.commands.launch import LAUNCHERS, UNUSED
+from shardwise.config.run_file import load_config
 from shardwise.launch import local
-from shardwise.run_file import load_config
 
 LAUNCH = {
     "nodes": 2,

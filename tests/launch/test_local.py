@@ -25,15 +25,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base.interfaces import Mesh
+from shardwise.base.process.ending import Ending, Stopped
+from shardwise.base.process.stop import agreed_signal, on_signals
+from shardwise.base.process.world import ALONE, SOCKET_INTERFACES, World, loopback, on_loopback
+from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Launch, Measure, Model, Parallel, RunConfig, Training, UserError
-from shardwise.interfaces import Mesh
 from shardwise.launch import group
 from shardwise.launch.group import Group, can_fork
 from shardwise.launch.local import launch
-from shardwise.process.ending import Ending, Stopped
-from shardwise.process.stop import agreed_signal, on_signals
-from shardwise.process.world import ALONE, SOCKET_INTERFACES, World, loopback, on_loopback
-from shardwise.records.record import RunRecord
 from tests.command import Forked
 from tests.distributed import PATIENCE
 from tests.process.test_world import SRUN, TORCHRUN

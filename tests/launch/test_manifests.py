@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
 from shardwise.launch import kubernetes, skypilot
 from shardwise.launch.manifest import name_of

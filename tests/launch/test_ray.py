@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise import cli
+from shardwise.base.process import stop
+from shardwise.base.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, Ending
+from shardwise.commands import cli
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
 from shardwise.launch import ray
-from shardwise.process import stop
-from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, Ending
 
 
 def config(**launch: Any) -> RunConfig:

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
+from shardwise.base.records.record import RunRecord
 from shardwise.launch import local
-from shardwise.records.record import RunRecord
 from tests.command import Forked
 from tests.distributed import PATIENCE
 from tests.launch.test_local import config
@@ -32,7 +32,7 @@ class Signals(MetaPathFinder):
             sys.meta_path.remove(self)
             os.kill(os.getpid(), int(sys.argv[2]))
 sys.meta_path.insert(0, Signals())
-from shardwise.cli import main
+from shardwise.commands.cli import main
 sys.exit(main(["train", sys.argv[3], "--nproc", "2", "--parallel.data=ddp"]))
 """
 
@@ -111,7 +111,7 @@ def test_an_ending_imports_no_torch(tmp_path):
         "import sys; sys.modules['torch'] = None\n"
         "from shardwise.config import *\n"
         "from shardwise.launch.rank import record\n"
-        "from shardwise.process.ending import explain\n"
+        "from shardwise.base.process.ending import explain\n"
         f"cfg = RunConfig(Model('m'), Data('d'), training=Training({str(tmp_path)!r}))\n"
         "for error in (KeyboardInterrupt(), MemoryError(), ImportError('no torch')):\n"
         "    record(cfg, explain(error)); print(explain(error).exit_code)\n"

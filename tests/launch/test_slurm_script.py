@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
 from shardwise.launch import slurm
 

@@ -27,14 +27,14 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from shardwise import cli
+from shardwise.base.process import world
+from shardwise.base.process.ending import RunError
+from shardwise.base.process.world import ALONE, STORE
+from shardwise.commands import cli
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
 from shardwise.launch import torchrun
 from shardwise.launch.local import launch
 from shardwise.launch.rank import run_rank
-from shardwise.process import world
-from shardwise.process.ending import RunError
-from shardwise.process.world import ALONE, STORE
 from tests.command import run_command
 from tests.launch.test_local import no_launcher  # noqa: F401
 from tests.left_out import some_now

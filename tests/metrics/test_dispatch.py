@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwise import batches
 from shardwise.assembly.build import build
-from shardwise.batches import Batch
+from shardwise.base import batches
+from shardwise.base.batches import Batch
 from shardwise.kernels import chunks, linear_cross_entropy
 from shardwise.kernels.gated_delta_rule import chunked
 from shardwise.kernels.packed import packed

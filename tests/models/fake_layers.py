@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import RunConfig
 from shardwise.kernels.grouped_linear import loop
 from shardwise.models.activations import is_trained_below

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.activations import UnitMemory, is_trained_below, unit_memory

@@ -20,7 +20,7 @@ from peft.tuners.lora import BdLoraConfig, EvaConfig, KasaConfig, LoraLayer, Mon
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter import merge_adapter, save_adapter
 from shardwise.models.adapter_export import export_adapter

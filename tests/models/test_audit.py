@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5ForConditionalGeneration
 
-from shardwise import cli
+from shardwise.commands import cli
 from shardwise.config import Lora, Model
 from shardwise.models.adapter import save_adapter
 from shardwise.models.audit import audit

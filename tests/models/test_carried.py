@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise import cli
 from shardwise.assembly.build import build
 from shardwise.checkpoint.export import save_result
+from shardwise.commands import cli
 from shardwise.config import Lora, Model
 from shardwise.models.adapter import merge_adapter, save_adapter
 from shardwise.models.copy import copy_model

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import RecurrentGemmaConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.layouts import ModelFacts
 from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
-from shardwise.layouts import ModelFacts
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import facts_of

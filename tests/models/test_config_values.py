@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from shardwise.assembly import order
 from shardwise.assembly.describe import describe
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.models import load, sizes
 from tests.models.test_every_type import OF_PYTHON

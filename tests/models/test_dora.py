@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from shardwise.assembly.build import build
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
 from shardwise.config import Lora, Model, Optimizer, RunConfig, UserError
 from shardwise.models.adapter import merge_adapter, save_adapter
 from shardwise.models.adapter_export import export_adapter

@@ -8,8 +8,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
+from shardwise.base.layouts import AdapterFacts
 from shardwise.config import Lora, UserError
-from shardwise.layouts import AdapterFacts
 from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
 from shardwise.models.lora import Coverage, adapter_facts, adapter_layers, adapter_weights, inject

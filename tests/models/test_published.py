@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from shardwise import cli
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
+from shardwise.commands import cli
 from shardwise.config import Lora, Model, UserError
 from shardwise.kernels.quantised import dequantise, quantise
 from shardwise.models.adapter import save_adapter

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise import cli
 from shardwise.assembly.build import build
+from shardwise.commands import cli
 from shardwise.config import Lora, Model
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.adapter import save_adapter

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.base.records.memory_parts import Event
 from shardwise.metrics.allocations import Allocations, replaced
-from shardwise.records.memory_parts import Event
 
 
 class _Block(NamedTuple):

@@ -24,10 +24,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.assembly.build import Job, build
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
+from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import num_data_ranks, num_microbatches
 from shardwise.config import Lora, RunConfig, UserError, require
-from shardwise.interfaces import Mesh
-from shardwise.layouts import num_data_ranks, num_microbatches
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import forward_backward

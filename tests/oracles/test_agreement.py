@@ -8,8 +8,8 @@ import pytest
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
-from shardwise.planner.peak import boundaries_of, memory_of_rank
-from shardwise.presets import MODELS, STARTER
+from shardwise.config.presets import MODELS, STARTER
+from shardwise.lab.planner.peak import boundaries_of, memory_of_rank
 from tests.oracles.simulate import simulate
 from tests.planner.grid import Cell, config_of
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, UserError
+from shardwise.lab.planner.peak import memory_of_run
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.peak import memory_of_run
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks

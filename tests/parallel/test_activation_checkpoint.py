@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.describe import describe
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import Checkpointing, Recomputation, UserError
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products

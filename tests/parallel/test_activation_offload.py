@@ -14,11 +14,11 @@ import torch
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig
+from shardwise.lab.planner import peak
 from shardwise.models.activations import unit_memory
 from shardwise.parallel import activation_offload
 from shardwise.parallel.activation_offload import Offload
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner import peak
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.left_out import some_now

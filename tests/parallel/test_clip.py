@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.interfaces import Mesh
+from shardwise.base.interfaces import Mesh
 from shardwise.parallel.clip import clip_by_global_norm, global_norm
 from tests.distributed import run_ranks
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.assembly.build import build
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.patches.dropout import DropoutState, SlotDropout
 from shardwise.parallel import compile

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, PreTrainedModel
 
+from shardwise.base.interfaces import Mesh
+from shardwise.base.schedule.context import AttentionShape, Cut, Way, sent_by_attention
 from shardwise.config import UserError
-from shardwise.interfaces import Mesh
 from shardwise.kernels.attention import Merged, Sight, naive
 from shardwise.kernels.recurrence import Tokens
+from shardwise.lab.planner.collectives import Collectives
+from shardwise.lab.planner.communication import Total, add_up
 from shardwise.models.load import fill, weights
 from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
 from shardwise.parallel.context_exchange import Ring
-from shardwise.planner.collectives import Collectives
-from shardwise.planner.communication import Total, add_up
-from shardwise.schedule.context import AttentionShape, Cut, Way, sent_by_attention
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models.tiny import EACH_KIND, PLAIN, on_meta, tiny

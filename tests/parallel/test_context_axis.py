@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.interfaces import Mesh
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh
+from shardwise.lab.proof import harness as proof_harness
 from shardwise.parallel.mesh import context_joins_of
-from shardwise.proof import harness as proof_harness
 from tests.distributed import run_ranks
 from tests.parity import harness
 from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from shardwise.assembly.build import Job, build
+from shardwise.base.process.ending import RunError
 from shardwise.checkpoint.output_dir import writing
 from shardwise.config import RunConfig, UserError
+from shardwise.lab.planner.candidates import Question
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.search import search
 from shardwise.models.part import ModelPart
 from shardwise.parallel import copies, disk_window
 from shardwise.parallel.disk_window import Window
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.candidates import Question
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.search import search
-from shardwise.process.ending import RunError
 from shardwise.training.step import NonFiniteLossError, training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.assembly.build import build
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.metrics.memory import PeakMemory, tensor_bytes
 from shardwise.models import load, weight_files

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.assembly.build import build
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import RunConfig
 from shardwise.kernels.linear_cross_entropy import chunked
 from shardwise.metrics.memory import PeakMemory

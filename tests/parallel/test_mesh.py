@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import parallel, rules
-from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError
-from shardwise.interfaces import Mesh
-from shardwise.layouts import Facts, axis_sizes
+from shardwise import parallel
+from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import Facts, axis_sizes
+from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError, rules
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 

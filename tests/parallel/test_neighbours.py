@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.interfaces import Mesh
+from shardwise.base.interfaces import Mesh
+from shardwise.base.schedule.context import Sent, sent_by_convolution, sent_by_recurrence
 from shardwise.kernels import kimi_delta_attention
 from shardwise.kernels.gated_delta_rule import RECURRENCE
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.kernels.short_conv import short_conv
+from shardwise.lab.planner.collectives import Collectives
+from shardwise.lab.planner.communication import Total, add_up
 from shardwise.parallel.neighbours import ContextNeighbours
-from shardwise.planner.collectives import Collectives
-from shardwise.planner.communication import Total, add_up
-from shardwise.schedule.context import Sent, sent_by_convolution, sent_by_recurrence
 from tests.distributed import run_ranks
 
 CASES = 12

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly import build
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.layouts import HALVING
+from shardwise.base.schedule.orders import ORDERS, Pipeline
+from shardwise.base.schedule.timeline import Event
 from shardwise.config import Lora, Parallel, RunConfig, UserError
-from shardwise.layouts import HALVING
 from shardwise.metrics.live_tensors import live_tensors
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
-from shardwise.schedule.orders import ORDERS, Pipeline
-from shardwise.schedule.timeline import Event
 from shardwise.training.evaluate import evaluate
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise.layouts import shard_dim
+from shardwise.base.layouts import shard_dim
 from shardwise.parallel.place import fill, full_tensor, materialise, placed_like
 from tests.distributed import run_ranks
 

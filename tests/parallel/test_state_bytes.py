@@ -14,12 +14,12 @@ import torch.distributed as dist
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import Description, describe
 from shardwise.config import RunConfig
+from shardwise.lab.planner import memory
+from shardwise.lab.planner.share import share_of
 from shardwise.metrics.memory import PeakMemory, state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner import memory
-from shardwise.planner.share import share_of
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
 from tests.communication import coordinates

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.layouts import ALONE, data_parts
+from shardwise.base.layouts import ALONE, data_parts
+from shardwise.config.presets import MODELS
 from shardwise.parallel.strategies import STRATEGIES
-from shardwise.presets import MODELS
 from tests.distributed import PATIENCE
 
 SOURCE = Path(__file__).parents[2] / "src" / "shardwise"

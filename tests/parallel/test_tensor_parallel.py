@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise import rules
 from shardwise.assembly import build
-from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.layouts import Facts
+from shardwise.base.layouts import Facts
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError, rules
 from shardwise.models import families, load, lora
 from shardwise.models.facts import facts_of
 from shardwise.models.families import family_of, spec_of

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.assembly.build import build
-from shardwise.interfaces import Mesh
-from shardwise.layouts import shard_dim
+from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import shard_dim
 from shardwise.metrics.memory import state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh

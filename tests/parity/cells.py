@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations, product
 
-from shardwise.layouts import HALVING
+from shardwise.base.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.models.kinds import KINDS
 from tests.parity.activations import CELLS as ACTIVATIONS

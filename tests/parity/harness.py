@@ -2,7 +2,7 @@
 
 The rules are those of docs/concepts/parity.md: float32, SGD, LoRA's B drawn at random, no compared
 gradient zero, row lengths that give each rank another number of target tokens, two micro-batches
-per step, and clipping that acts. What is compared, and how, is `shardwise.proof.harness`.
+per step, and clipping that acts. What is compared, and how, is `shardwise.lab.proof.harness`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
+from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import ALONE, HALVING, data_parts
 from shardwise.config import (
     Data,
     Lora,
@@ -28,12 +30,8 @@ from shardwise.config import (
     RunConfig,
     Training,
 )
-from shardwise.interfaces import Mesh
 from shardwise.kernels import eight_bit, float8
-from shardwise.layouts import ALONE, HALVING, data_parts
-from shardwise.models import families
-from shardwise.parallel.mesh import build_mesh
-from shardwise.proof.harness import (
+from shardwise.lab.proof.harness import (
     TOLERANCE,
     Outcome,
     Rows,
@@ -46,7 +44,9 @@ from shardwise.proof.harness import (
     verdict,
     weaknesses,
 )
-from shardwise.proof.harness import run as run_on
+from shardwise.lab.proof.harness import run as run_on
+from shardwise.models import families
+from shardwise.parallel.mesh import build_mesh
 from tests.models.tiny import CONFIGS, TINY_OF
 
 __all__ = [

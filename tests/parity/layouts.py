@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.rules import offered_layouts
+from shardwise.config.rules import offered_layouts
 
 EXPERTS = tuple(layout for layout in offered_layouts() if "ep" in layout.split("-"))
 CONTEXT = tuple(

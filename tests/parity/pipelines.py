@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.layouts import HALVING
+from shardwise.base.layouts import HALVING
+from shardwise.base.schedule.orders import ORDERS
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, Cell
 
 MODES = ("lora", "full")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwise.base.schedule.orders import ORDERS
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import BALANCED, FAMILIES, STILL, Cell
 
 WITH_EXPERTS = tuple(family for family in FAMILIES if FAMILY_FACTS[family].experts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwise.base.schedule.orders import ORDERS
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, TIED, Cell
 from tests.parity.layouts import WITH_TENSOR
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardwise.assembly import routing
+from shardwise.base.interfaces import Mesh
 from shardwise.checkpoint import export
-from shardwise.interfaces import Mesh
 from shardwise.kernels.grouped_linear import Adapter
 from shardwise.models import expert_plan
 from shardwise.models.patches import experts

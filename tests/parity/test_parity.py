@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.schedule.orders import ORDERS
 from shardwise.models.kinds import KINDS
-from shardwise.schedule.orders import ORDERS
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.parity.cells import ALL, FAST, LAYOUTS, QUICK, pairs
 from tests.parity.harness import (

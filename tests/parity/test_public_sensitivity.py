@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.assembly import build
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
 from shardwise.checkpoint import export
 from shardwise.models import lora
 from shardwise.models.families import FAMILIES

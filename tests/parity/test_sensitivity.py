@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.assembly import build, order
+from shardwise.base.interfaces import Mesh, ParameterFacts
 from shardwise.checkpoint import export
-from shardwise.interfaces import Mesh, ParameterFacts
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.models import lora
 from shardwise.models.part import ModelPart

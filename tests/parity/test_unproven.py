@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.layouts import layout_names
+from shardwise.base.layouts import layout_names
 from tests.models.unproven import write_config
 from tests.parity import harness
 from tests.parity.harness import Cell, Outcome, compare, verdict

@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import Description, describe
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
+from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import axis_sizes
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import Mesh
-from shardwise.layouts import axis_sizes
+from shardwise.lab.planner.memory import Memory, state_bytes
+from shardwise.lab.planner.peak import boundaries_of, memory_of_run
+from shardwise.lab.planner.share import share_of
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.pipeline_parallel import pipeline_of
-from shardwise.planner.memory import Memory, state_bytes
-from shardwise.planner.peak import boundaries_of, memory_of_run
-from shardwise.planner.share import share_of
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
 

@@ -9,11 +9,11 @@ import pytest
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, Recomputation, RunConfig, Training
+from shardwise.lab.planner.blocks import blocks_of
+from shardwise.lab.planner.context import mixers_of
+from shardwise.lab.planner.share import share_of
+from shardwise.lab.planner.weights import shapes_of
 from shardwise.models.alike import counts_of, first_alike, same_structure
-from shardwise.planner.blocks import blocks_of
-from shardwise.planner.context import mixers_of
-from shardwise.planner.share import share_of
-from shardwise.planner.weights import shapes_of
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

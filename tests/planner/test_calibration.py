@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from shardwise.config import UserError
-from shardwise.metrics.hardware import environment
-from shardwise.planner.calibration import (
+from shardwise.lab.planner.calibration import (
     LEAST_SECONDS,
     Calibration,
     Collective,
@@ -19,9 +18,10 @@ from shardwise.planner.calibration import (
     read,
     write,
 )
-from shardwise.planner.candidates import Question, subject_of
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.unit_work import Product
+from shardwise.lab.planner.candidates import Question, subject_of
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.unit_work import Product
+from shardwise.metrics.hardware import environment
 from tests.planner.test_step_time import single, speeds
 
 
@@ -49,7 +49,7 @@ def on_a_gpu() -> Calibration:
 
 
 def test_a_gpu_here_has_its_links_and_no_rate_in_float32(monkeypatch):
-    monkeypatch.setattr("shardwise.planner.cluster.calibration_here", on_a_gpu)
+    monkeypatch.setattr("shardwise.lab.planner.cluster.calibration_here", on_a_gpu)
     here, preset = cluster_of("here"), cluster_of("4xH200")
     assert (here.inside, here.host) == (preset.inside, preset.host)
     question = Question(single(), here)

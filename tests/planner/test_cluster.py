@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.config import UserError
-from shardwise.planner.cluster import BASE_LATENCY, cluster_of
+from shardwise.lab.planner.cluster import BASE_LATENCY, cluster_of
 
 
 def test_a_name_gives_the_datasheet_s_figures():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import Data, Lora, Model, RunConfig, Training
-from shardwise.planner.candidates import Question
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.exact import explain
+from shardwise.lab.planner.candidates import Question
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.exact import explain
 
 MEASURED = Path(__file__).parents[2] / "results" / "gpu" / "lora_step.json"
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise import cli
 from shardwise.assembly.describe import describe
+from shardwise.commands import cli
 from shardwise.config import Lora
+from shardwise.lab.planner import measure_machine, measure_messages, measured_models
+from shardwise.lab.planner.calibration import FACTORS, read
+from shardwise.lab.planner.calibration_view import collectives_table, summary
+from shardwise.lab.planner.unit_time import amounts_of
+from shardwise.lab.planner.unit_work import Rest, work_of_units
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner import measure_machine, measure_messages, measured_models
-from shardwise.planner.calibration import FACTORS, read
-from shardwise.planner.calibration_view import collectives_table, summary
-from shardwise.planner.unit_time import amounts_of
-from shardwise.planner.unit_work import Rest, work_of_units
 from tests.assembly.test_costs import config, tiny
 from tests.distributed import PATIENCE, run_ranks
 

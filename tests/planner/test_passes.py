@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from shardwise.planner.passes import progress_of
-from shardwise.schedule.orders import ORDERS, Pipeline
-from shardwise.schedule.simulate import kept_messages
+from shardwise.base.schedule.orders import ORDERS, Pipeline
+from shardwise.base.schedule.simulate import kept_messages
+from shardwise.lab.planner.passes import progress_of
 
 PLACES = [
     ("gpipe", 1, 4),

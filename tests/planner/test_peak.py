@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.assembly.describe import Description, describe
+from shardwise.base.schedule.orders import ORDERS, Pipeline
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.lab.planner import peak
+from shardwise.lab.planner.memory import Memory
+from shardwise.lab.planner.peak import memory_of_rank, memory_of_run
+from shardwise.lab.planner.share import share_of
 from shardwise.models.activations import UnitMemory
 from shardwise.parallel.pipeline_parallel import pipeline_of
-from shardwise.planner import peak
-from shardwise.planner.memory import Memory
-from shardwise.planner.peak import memory_of_rank, memory_of_run
-from shardwise.planner.share import share_of
-from shardwise.schedule.orders import ORDERS, Pipeline
 from tests.distributed import run_ranks
 from tests.planner.grid import Cell, cells, measure_each, predict
 

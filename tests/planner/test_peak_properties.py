@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.planner.peak import memory_of_run
+from shardwise.lab.planner.peak import memory_of_run
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 FAMILIES = st.sampled_from(["llama", "qwen3_5", "falcon_h1", "kimi_linear", "jamba"])

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.base.words import size
 from shardwise.config import Parallel
-from shardwise.planner.exact import explain
-from shardwise.planner.plan_page import arithmetic, why_not_fitting
-from shardwise.words import size
+from shardwise.lab.planner.exact import explain
+from shardwise.lab.planner.plan_page import arithmetic, why_not_fitting
 from tests.planner.test_search import question, small
 
 

@@ -17,15 +17,15 @@ from shardwise.assembly.build import build as build_run
 from shardwise.assembly.costs import costs_of
 from shardwise.assembly.describe import describe
 from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_of, unit_keys
+from shardwise.base.interfaces import Mesh
+from shardwise.base.schedule.costs import COUNTED, CostSource
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.split import predict
 from shardwise.config import Lora, RunConfig, UserError
-from shardwise.interfaces import Mesh
-from shardwise.keys import all_keys, facts_of
+from shardwise.config.keys import all_keys, facts_of
+from shardwise.lab.planner import profile
 from shardwise.models.counts import count_model
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner import profile
-from shardwise.schedule.costs import COUNTED, CostSource
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.split import predict
 from tests.assembly.test_costs import LENGTH, build, config, tiny
 from tests.distributed import PATIENCE, run_ranks
 

@@ -12,22 +12,21 @@ from time import perf_counter
 
 import pytest
 
-from shardwise import rules
 from shardwise.assembly.describe import describe
-from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.layouts import Facts, layout_of
+from shardwise.base.layouts import Facts, layout_of
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError, rules
+from shardwise.config.presets import MODELS
+from shardwise.lab.planner.calibration import Speeds
+from shardwise.lab.planner.candidates import Question, Space, subject_of
+from shardwise.lab.planner.changes import bases
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.divisions import Division, division_of, layout_name, title
+from shardwise.lab.planner.estimate import Estimates
+from shardwise.lab.planner.exact import USABLE, Choice, Exact, explain
+from shardwise.lab.planner.peak import memory_of_rank
+from shardwise.lab.planner.plan_page import heading, verdict
+from shardwise.lab.planner.search import Answer, search
 from shardwise.models import quantise
-from shardwise.planner.calibration import Speeds
-from shardwise.planner.candidates import Question, Space, subject_of
-from shardwise.planner.changes import bases
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.divisions import Division, division_of, layout_name, title
-from shardwise.planner.estimate import Estimates
-from shardwise.planner.exact import USABLE, Choice, Exact, explain
-from shardwise.planner.peak import memory_of_rank
-from shardwise.planner.plan_page import heading, verdict
-from shardwise.planner.search import Answer, search
-from shardwise.presets import MODELS
 from tests.models.quantised_folders import NF4
 from tests.planner.test_calibration import made
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import GemmaConfig
 
-from shardwise import cli
+from shardwise.base.words import size
+from shardwise.commands import cli
 from shardwise.config import RunConfig
+from shardwise.lab.planner import profile, split_view
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner import profile, split_view
-from shardwise.words import size
 from tests.assembly.test_costs import tiny
 from tests.distributed import run_ranks
 

@@ -11,16 +11,16 @@ import pytest
 from shardwise.assembly.costs import with_gradients
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
+from shardwise.lab.planner.calibration import FACTORS, Calibration, Collective, Speeds
+from shardwise.lab.planner.cluster import Cluster, Link, cluster_of, efficiency
+from shardwise.lab.planner.communication import of_data, step_of
+from shardwise.lab.planner.shares import Shares
+from shardwise.lab.planner.step_time import StepTime, _waits_for_host, time_of_step
+from shardwise.lab.planner.unit_time import UnitSeconds, seconds_of_units
+from shardwise.lab.planner.unit_work import work_of_units
+from shardwise.lab.planner.weights import shapes_of
 from shardwise.metrics.flops import is_again, unit_flops_per_token
 from shardwise.models.counts import count_model
-from shardwise.planner.calibration import FACTORS, Calibration, Collective, Speeds
-from shardwise.planner.cluster import Cluster, Link, cluster_of, efficiency
-from shardwise.planner.communication import of_data, step_of
-from shardwise.planner.shares import Shares
-from shardwise.planner.step_time import StepTime, _waits_for_host, time_of_step
-from shardwise.planner.unit_time import UnitSeconds, seconds_of_units
-from shardwise.planner.unit_work import work_of_units
-from shardwise.planner.weights import shapes_of
 from tests.assembly.test_costs import build, config, tiny
 
 RATE = 1e9

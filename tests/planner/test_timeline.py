@@ -14,15 +14,15 @@ from pydantic import TypeAdapter
 
 from shardwise.assembly import build
 from shardwise.assembly.costs import costs_of
+from shardwise.base.records.record import PipelineRecord, RunRecord
+from shardwise.base.schedule.costs import COUNTED, CostSource
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.simulate import simulate
+from shardwise.base.schedule.split import Split, predict
+from shardwise.base.schedule.timeline import Event, Timeline, unpack
 from shardwise.checkpoint.output_dir import TIMELINES
 from shardwise.config import Parallel
-from shardwise.planner.timeline import MOST_STEPS, Recorder, describe, write_files
-from shardwise.records.record import PipelineRecord, RunRecord
-from shardwise.schedule.costs import COUNTED, CostSource
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import simulate
-from shardwise.schedule.split import Split, predict
-from shardwise.schedule.timeline import Event, Timeline, unpack
+from shardwise.lab.planner.timeline import MOST_STEPS, Recorder, describe, write_files
 from tests.distributed import run_ranks
 from tests.integration.conftest import make_corpus
 from tests.integration.test_train import config, run_on

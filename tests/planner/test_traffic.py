@@ -15,10 +15,10 @@ from tools.elementwise_traffic import DTYPES, Traffic, passes_of
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.lab.planner.cluster import cluster_of
+from shardwise.lab.planner.step_time import time_of_step
+from shardwise.lab.planner.traffic import PATH, passes
 from shardwise.models.families import FAMILIES
-from shardwise.planner.cluster import cluster_of
-from shardwise.planner.step_time import time_of_step
-from shardwise.planner.traffic import PATH, passes
 from tests.left_out import some_now
 
 TABLE = yaml.safe_load(PATH.read_text(encoding="utf-8"))

@@ -11,11 +11,11 @@ import torch
 
 from shardwise.assembly.optimizer import make_optimizer
 from shardwise.config import Data, Model, Optimizer, RunConfig, Training
+from shardwise.lab.planner.update import summed_bytes, update_bytes
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.matrices import muon_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.parallel.weights import Weight
-from shardwise.planner.update import summed_bytes, update_bytes
 
 SMALL = 2**18
 """Bytes that no formula counts: of vectors, tables of codes, and a norm's partial sums."""

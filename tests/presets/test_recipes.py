@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shardwise import cli
-from shardwise.layouts import layout_of
-from shardwise.presets import MODELS, STARTER, preset_names, recipes
+from shardwise.base.layouts import layout_of
+from shardwise.commands import cli
+from shardwise.config.presets import MODELS, STARTER, preset_names, recipes
 from tests.command import run_command
 from tests.left_out import some_now
 

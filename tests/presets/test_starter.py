@@ -6,7 +6,7 @@ import json
 
 from transformers import AutoTokenizer
 
-from shardwise.presets import STARTER
+from shardwise.config.presets import STARTER
 from tests.command import run_command
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 
 from shardwise.assembly import build
+from shardwise.base.process.ending import Ending, Stopped, explain, report_error
 from shardwise.config import UserError
-from shardwise.process.ending import Ending, Stopped, explain, report_error
 
 
 def raised_by(call) -> BaseException:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base.process.stop import agreed_signal, on_signals
 from shardwise.config import Data, Model, Parallel, RunConfig, Training
 from shardwise.parallel.mesh import build_mesh
-from shardwise.process.stop import agreed_signal, on_signals
 from tests.distributed import run_ranks
 
 CFG = RunConfig(Model("unused"), Data("unused"), Training("unused"), parallel=Parallel("ddp"))

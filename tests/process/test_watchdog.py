@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.base.process import watchdog
+from shardwise.base.process.ending import RunError
+from shardwise.base.process.watchdog import watch
 from shardwise.checkpoint import export
 from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.folder import complete
 from shardwise.config import UserError
 from shardwise.parallel.mesh import build_mesh
-from shardwise.process import watchdog
-from shardwise.process.ending import RunError
-from shardwise.process.watchdog import watch
 from shardwise.training import loop
 from tests.checkpoint.test_checkpointer import config, start_run
 from tests.distributed import PATIENCE, run_ranks

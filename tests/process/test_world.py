@@ -7,8 +7,8 @@ import socket
 import pytest
 import torch
 
+from shardwise.base.process.world import ALONE, World, find_world, first_host, listener, pick_device
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.process.world import ALONE, World, find_world, first_host, listener, pick_device
 
 TORCHRUN = {
     "RANK": "3",

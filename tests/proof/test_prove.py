@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.proof import prove as proof_of_run
+from shardwise.lab.proof import prove as proof_of_run
 from tests.command import run_command
 from tests.distributed import PATIENCE
 from tests.left_out import some_now

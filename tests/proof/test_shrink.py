@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.layouts import ModelFacts
 from shardwise.config import Model, UserError
-from shardwise.layouts import ModelFacts
+from shardwise.config.rules import offered_layouts
+from shardwise.lab.proof import shrink as module
+from shardwise.lab.proof.shrink import Small, shrink
 from shardwise.models import load
 from shardwise.models.facts import facts_of
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.spec import ModelSpec
-from shardwise.proof import shrink as module
-from shardwise.proof.shrink import Small, shrink
-from shardwise.rules import offered_layouts
 from tests.models.unproven import UNPROVEN, write_config
 from tests.parity.harness import CONFIGS
 

@@ -19,9 +19,9 @@ from shardwise.config import (
     Training,
     UserError,
 )
-from shardwise.proof import small_run as module
-from shardwise.proof.prove import heading
-from shardwise.proof.small_run import SmallRun, small_run
+from shardwise.lab.proof import small_run as module
+from shardwise.lab.proof.prove import heading
+from shardwise.lab.proof.small_run import SmallRun, small_run
 from tests.parity.harness import CONFIGS
 
 

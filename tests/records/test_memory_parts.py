@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.records.memory_parts import Event, Mark, parts_at_peak
+from shardwise.base.records.memory_parts import Event, Mark, parts_at_peak
 
 
 def parts(

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from shardwise.base.records.record import MetricsFile, RunRecord
 from shardwise.config import UserError
-from shardwise.records.record import MetricsFile, RunRecord
 
 RECORD = RunRecord(
     status="ok",
@@ -96,5 +96,5 @@ def test_metrics_are_on_disk_line_by_line_and_are_continued(tmp_path):
 
 
 def test_a_record_is_read_without_torch():
-    code = "import sys, shardwise.records.record; assert 'torch' not in sys.modules"
+    code = "import sys, shardwise.base.records.record; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

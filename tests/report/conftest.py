@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.records.cell import (
+    RECORD,
+    RUN_FILE,
+    SWEEP,
+    Axis,
+    CellPlan,
+    CellRecord,
+    SweepRecord,
+)
+from shardwise.base.records.record import dumps
+from shardwise.base.schedule.costs import Cost
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.split import split
+from shardwise.base.schedule.timeline import Timeline
 from shardwise.config import Parallel
-from shardwise.planner.timeline import describe
-from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
-from shardwise.records.record import dumps
-from shardwise.schedule.costs import Cost
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.split import split
-from shardwise.schedule.timeline import Timeline
+from shardwise.lab.planner.timeline import describe
 
 MIB = 2**20
 PLACE = {

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from shardwise.cli import main
-from shardwise.report.compare import changes
-from shardwise.report.folder import Bench
+from shardwise.commands.cli import main
+from shardwise.lab.report.compare import changes
+from shardwise.lab.report.folder import Bench
 from tests.report.conftest import MIB, STEPS, processes, record, strategies, write
 
 

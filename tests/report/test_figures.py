@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.drawing.svg import colour, drawing
-from shardwise.records.cell import CellRecord, SweepRecord
-from shardwise.report.figures import draw_all
-from shardwise.report.folder import read_bench
-from shardwise.report.losses import LEAST_RANGE, MOST_DOTS
-from shardwise.report.panels import Drawn
-from shardwise.report.tables import make_rows
+from shardwise.base.records.cell import CellRecord, SweepRecord
+from shardwise.lab.drawing.svg import colour, drawing
+from shardwise.lab.report.figures import draw_all
+from shardwise.lab.report.folder import read_bench
+from shardwise.lab.report.losses import LEAST_RANGE, MOST_DOTS
+from shardwise.lab.report.panels import Drawn
+from shardwise.lab.report.tables import make_rows
 from tests.report.conftest import (
     LOSSES,
     MIB,

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from shardwise.cli import main
+from shardwise.commands.cli import main
 from shardwise.config import UserError
-from shardwise.report.folder import read_bench
-from shardwise.report.page import write_report
-from shardwise.report.summary import NO_COMPARISON
-from shardwise.report.tables import make_rows
+from shardwise.lab.report.folder import read_bench
+from shardwise.lab.report.page import write_report
+from shardwise.lab.report.summary import NO_COMPARISON
+from shardwise.lab.report.tables import make_rows
 from tests.report.conftest import record, strategies, write
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardwise.records.cell import WEAK_SCALING, Axis, CellPlan, SweepRecord
-from shardwise.report.names import fact, group_title, label_of
+from shardwise.base.records.cell import WEAK_SCALING, Axis, CellPlan, SweepRecord
+from shardwise.lab.report.names import fact, group_title, label_of
 from tests.report.conftest import strategies
 
 

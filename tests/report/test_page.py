@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.records.cell import Axis, CellPlan
-from shardwise.report.folder import read_bench
-from shardwise.report.page import page_templates, write_report
+from shardwise.base.records.cell import Axis, CellPlan
+from shardwise.lab.report.folder import read_bench
+from shardwise.lab.report.page import page_templates, write_report
 from tests.report.conftest import (
     HOSTILE,
     hostile,
@@ -304,7 +304,8 @@ def test_both_pages_escape_by_their_templates():
     templates = page_templates()
     for name in ("template.html.j2", "plan.html.j2"):
         assert templates.autoescape(name), name
-        text = (importlib.resources.files("shardwise.report") / name).read_text(encoding="utf-8")
+        folder = importlib.resources.files("shardwise.lab.report")
+        text = (folder / name).read_text(encoding="utf-8")
         assert text.count("|safe") == text.count("{{ style|safe }}")
 
 

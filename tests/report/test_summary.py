@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from shardwise.records.cell import CellPlan
-from shardwise.report.folder import Bench
-from shardwise.report.summary import NO_COMPARISON, caveats, fastest, leanest
-from shardwise.report.tables import make_rows, pareto
+from shardwise.base.records.cell import CellPlan
+from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.summary import NO_COMPARISON, caveats, fastest, leanest
+from shardwise.lab.report.tables import make_rows, pareto
 from tests.report.conftest import MIB, processes, record, shifted, strategies, sweep_of
 
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from shardwise.records.cell import Axis, CellPlan
-from shardwise.report.columns import FIRST_STEP, ROUTING, SENT, TRAINING
-from shardwise.report.folder import Bench
-from shardwise.report.seeds import over_seeds
-from shardwise.report.summary import caveats
-from shardwise.report.tables import (
+from shardwise.base.records.cell import Axis, CellPlan
+from shardwise.lab.report.columns import FIRST_STEP, ROUTING, SENT, TRAINING
+from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.seeds import over_seeds
+from shardwise.lab.report.summary import caveats
+from shardwise.lab.report.tables import (
     counts,
     environments,
     interleaved,

@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.report.folder import Bench, read_bench
-from shardwise.report.page import write_report
-from shardwise.report.tables import make_rows
-from shardwise.report.timelines import charts
+from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.page import write_report
+from shardwise.lab.report.tables import make_rows
+from shardwise.lab.report.timelines import charts
 from tests.report.conftest import pipelines, strategies, write
 
 

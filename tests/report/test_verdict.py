@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from shardwise.records.cell import CellPlan
-from shardwise.report.folder import Bench
-from shardwise.report.tables import make_rows
-from shardwise.report.verdict import coarse_tolerance, difference, spacing, tolerance
+from shardwise.base.records.cell import CellPlan
+from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.tables import make_rows
+from shardwise.lab.report.verdict import coarse_tolerance, difference, spacing, tolerance
 from tests.report.conftest import LOSSES, NOISE, record, shifted, strategies, sweep_of
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.schedule.context import AttentionShape, Cut, best_way, reach_of, sent_by_attention
+from shardwise.base.schedule.context import (
+    AttentionShape,
+    Cut,
+    best_way,
+    reach_of,
+    sent_by_attention,
+)
 
 SHAPE = AttentionShape(1024, 16, 4, 256, 256, 2)
 """A layer of Qwen3.5: 16 query heads and 4 of keys and values."""

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.layouts import HALVING
-from shardwise.schedule.costs import COUNTED, Cost, CostSource, effective
-from shardwise.schedule.orders import ORDERS
+from shardwise.base.layouts import HALVING
+from shardwise.base.schedule.costs import COUNTED, Cost, CostSource, effective
+from shardwise.base.schedule.orders import ORDERS
 
 FROZEN = Cost(
     "layers.0",
@@ -69,7 +69,7 @@ def test_nothing_trainable_is_forward_only():
 
 def test_the_package_is_a_leaf():
     modules = ", ".join(
-        f"shardwise.schedule.{name}"
+        f"shardwise.base.schedule.{name}"
         for name in ("costs", "orders", "simulate", "split", "timeline")
     )
     heavy = {"torch", "transformers", "matplotlib"}

@@ -7,8 +7,8 @@ from itertools import accumulate, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.schedule import knapsack
-from shardwise.schedule.knapsack import Bounds, Chunk, Option, cheapest, choose
+from shardwise.base.schedule import knapsack
+from shardwise.base.schedule.knapsack import Bounds, Chunk, Option, cheapest, choose
 
 SIZE = st.integers(0, 12)
 OPTION = st.builds(Option, SIZE, SIZE, SIZE, st.integers(0, 5))

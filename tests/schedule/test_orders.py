@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from shardwise.schedule.orders import ORDERS, Pipeline
+from shardwise.base.schedule.orders import ORDERS, Pipeline
 
 CLASSES = {
     "gpipe": torch_schedules.ScheduleGPipe,

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.schedule.costs import Cost
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.resplit import Proposal, Seen, better_split
-from shardwise.schedule.split import Limits, Split, predict, split
+from shardwise.base.schedule.costs import Cost
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.resplit import Proposal, Seen, better_split
+from shardwise.base.schedule.split import Limits, Split, predict, split
 from tests.schedule.test_split import every_split, model
 
 TWO = Pipeline("1f1b", 2, 8)

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.schedule.costs import Cost, effective
-from shardwise.schedule.orders import ORDERS, Pipeline
-from shardwise.schedule.simulate import in_flight, kept_microbatches, simulate, step_seconds
-from shardwise.schedule.timeline import Timeline
+from shardwise.base.schedule.costs import Cost, effective
+from shardwise.base.schedule.orders import ORDERS, Pipeline
+from shardwise.base.schedule.simulate import in_flight, kept_microbatches, simulate, step_seconds
+from shardwise.base.schedule.timeline import Timeline
 
 SHAPES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]
 EXACT = 1e-12

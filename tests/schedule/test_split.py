@@ -14,11 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import UserError
-from shardwise.schedule.costs import Cost, effective
-from shardwise.schedule.orders import ORDERS, Pipeline
-from shardwise.schedule.simulate import Work, times
-from shardwise.schedule.split import (
+from shardwise.base.schedule.costs import Cost, effective
+from shardwise.base.schedule.orders import ORDERS, Pipeline
+from shardwise.base.schedule.simulate import Work, times
+from shardwise.base.schedule.split import (
     Split,
     bottleneck,
     bound_seconds,
@@ -27,6 +26,7 @@ from shardwise.schedule.split import (
     search,
     split,
 )
+from shardwise.config import UserError
 
 MIB = 2**20
 CASES = [  # schedule, ranks, chunks per rank

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import simulate
-from shardwise.schedule.timeline import pack, unpack
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.simulate import simulate
+from shardwise.base.schedule.timeline import pack, unpack
 from tests.schedule.test_simulate import cost
 
 

@@ -11,11 +11,11 @@ from tools.between_nodes import _groups, bytes_between_nodes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.assembly.describe import describe
+from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import EXPERT_AXES, parallel_of
 from shardwise.config import Data, Lora, Model, RunConfig, Training
-from shardwise.interfaces import Mesh
-from shardwise.layouts import EXPERT_AXES, parallel_of
+from shardwise.lab.planner.share import boundaries_of, share_of
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.share import boundaries_of, share_of
 from tests.distributed import run_ranks
 from tests.models.tiny import CONFIGS
 

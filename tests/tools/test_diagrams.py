@@ -15,8 +15,8 @@ from tools.pictures.house import draw_house
 from tools.pictures.ranks import PARTS
 from tools.pictures.steps import ring_steps, scan_rounds
 
-from shardwise.drawing.svg import PALETTE
-from shardwise.report.figures import PARTS as PARTS_OF_A_REPORT
+from shardwise.lab.drawing.svg import PALETTE
+from shardwise.lab.report.figures import PARTS as PARTS_OF_A_REPORT
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "diagrams"

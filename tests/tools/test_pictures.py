@@ -12,10 +12,10 @@ from tools.pictures.ranks import Held
 from tools.recipes import most_state_bytes
 
 from shardwise.assembly.describe import describe
+from shardwise.base.layouts import parallel_of
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.layouts import parallel_of
 
-MODELS = Path(__file__).parents[2] / "src" / "shardwise" / "presets" / "models"
+MODELS = Path(__file__).parents[2] / "src" / "shardwise" / "config" / "presets" / "models"
 
 
 def config(parallel: Parallel, model: str = "tiny-llama", lora: bool = False) -> RunConfig:

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from shardwise.assembly.describe import describe
-from shardwise.benchmark.sweep import read_sweep
-from shardwise.drawing.svg import drawing
-from shardwise.planner.peak import memory_of_run
-from shardwise.records.cell import Axis, CellPlan
-from shardwise.records.record import RunRecord
-from shardwise.report.folder import Bench, read_bench
-from shardwise.report.tables import Row, make_rows
-from shardwise.run_file import parse_config
+from shardwise.base.records.cell import Axis, CellPlan
+from shardwise.base.records.record import RunRecord
+from shardwise.config.run_file import parse_config
+from shardwise.lab.benchmark.sweep import read_sweep
+from shardwise.lab.drawing.svg import drawing
+from shardwise.lab.planner.peak import memory_of_run
+from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.tables import Row, make_rows
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
 from tests.report.conftest import mixtures, pipelines, record, strategies, sweep_of, write
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.interfaces import Evaluation
+from shardwise.base.interfaces import Evaluation
 from shardwise.training.early_stop import EarlyStop, early_stop
 
 

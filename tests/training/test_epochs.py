@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from shardwise.assembly.build import build
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, Training
 from shardwise.data.packing import PADDING
 from shardwise.data.state import Rest
+from shardwise.lab.proof.harness import Rows
 from shardwise.parallel.mesh import build_mesh
-from shardwise.proof.harness import Rows
-from shardwise.records.record import RunRecord
 from shardwise.training.epochs import count_steps
 from shardwise.training.step import training_step
 from tests.command import run_command

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.base.interfaces import Evaluation
 from shardwise.config import Lora, Parallel, UserError
-from shardwise.interfaces import Evaluation
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import evaluate as evaluation
 from shardwise.training.evaluate import SAMPLE_TOKENS, encode_prompt, evaluate, greedy_sample

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from shardwise.assembly.build import build
 from shardwise.config import Recomputation
+from shardwise.lab.planner.collectives import Collectives, predicted_bytes, targets_on_rank
+from shardwise.lab.planner.communication import unknown
+from shardwise.lab.planner.recompute import as_way, chosen_of
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.collectives import Collectives, predicted_bytes, targets_on_rank
-from shardwise.planner.communication import unknown
-from shardwise.planner.recompute import as_way, chosen_of
 from shardwise.training.measure import Memory, measure_memory
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks

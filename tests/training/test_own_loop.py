@@ -21,10 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import shardwise
+from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig, UserError
-from shardwise.library import CALLERS_KEYS, read_config
+from shardwise.launch.library import CALLERS_KEYS, read_config
 from shardwise.parallel.mesh import build_mesh
-from shardwise.records.record import RunRecord
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.parity.harness import TOLERANCE

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from shardwise.base.process.ending import RunError, Stopped
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.process.ending import RunError, Stopped
 from shardwise.training.trackers import check_installed, open_trackers
 
 CONFIG = {"model": {"path": "tiny"}, "optimizer": {"lr": 0.5, "betas": (0.9, 0.95)}, "lora": None}

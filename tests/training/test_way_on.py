@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.process.ending import Ending, RunError, explain
 from shardwise.config import UserError
 from shardwise.data.record import BadDocument
-from shardwise.process.ending import Ending, RunError, explain
 from shardwise.training.way_on import after_document, after_save
 from tests.checkpoint.test_checkpointer import make_checkpoints
 from tests.checkpoint.test_output_dir import config

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.build import build as build_job
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.interfaces import Mesh
 from shardwise.config import Data, Parallel
-from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 

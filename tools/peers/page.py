@@ -10,7 +10,7 @@ from typing import Any
 
 from tools.paired import table
 
-from shardwise.drawing.svg import colour, drawing, svg_file
+from shardwise.lab.drawing.svg import colour, drawing, svg_file
 
 RIGHT = {"losses": 1e-6, "norms": 1e-4}
 """Relative differences that rounding may make."""

@@ -22,7 +22,7 @@ from tools.speed_of_cores import plain_model
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.metrics.memory import PeakMemory, tensor_bytes
 

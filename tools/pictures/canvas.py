@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Literal
 
-from shardwise.drawing.svg import PALETTE
+from shardwise.lab.drawing.svg import PALETTE
 
 WIDTH = 420.0
 """The width of a diagram in its own units; a text is 12 of them high."""

@@ -1,6 +1,6 @@
 """What each rank of a layout holds and sends, as data for a diagram: `ranks.py` draws it.
 
-Bytes are those of `memory.py`, `peak.py` and `communication.py` of `shardwise.planner`.
+Bytes are those of `memory.py`, `peak.py` and `communication.py` of `shardwise.lab.planner`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from itertools import product
 
 from tools.pictures.ranks import Held, Holding
 
-from shardwise import rules
 from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
-from shardwise.config import RunConfig
-from shardwise.layouts import (
+from shardwise.base.layouts import (
     AXES,
     Facts,
     axis_sizes,
@@ -24,15 +22,16 @@ from shardwise.layouts import (
     num_strategy_ranks,
     strategy_facts,
 )
+from shardwise.base.schedule.split import Split
+from shardwise.config import RunConfig, rules
+from shardwise.lab.planner.communication import bytes_leaving, messages_of_step
+from shardwise.lab.planner.memory import Memory, state_bytes
+from shardwise.lab.planner.messages import sizes_of
+from shardwise.lab.planner.peak import Rank
+from shardwise.lab.planner.share import Share, share_of
 from shardwise.models.activations import UnitMemory
 from shardwise.models.facts import context_facts
 from shardwise.parallel.pipeline_parallel import pipeline_of
-from shardwise.planner.communication import bytes_leaving, messages_of_step
-from shardwise.planner.memory import Memory, state_bytes
-from shardwise.planner.messages import sizes_of
-from shardwise.planner.peak import Rank
-from shardwise.planner.share import Share, share_of
-from shardwise.schedule.split import Split
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from tools.pictures.canvas import WIDTH, Canvas
 
-from shardwise.words import size
+from shardwise.base.words import size
 
 GUTTER = 92.0
 """The width of the names on the left."""

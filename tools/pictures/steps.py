@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from tools.pictures.canvas import WIDTH, Canvas
 
-from shardwise.drawing.gantt import COLOURS, IDLE
-from shardwise.schedule.context import Cut
-from shardwise.schedule.orders import KIND_NAMES
-from shardwise.schedule.timeline import Timeline
+from shardwise.base.schedule.context import Cut
+from shardwise.base.schedule.orders import KIND_NAMES
+from shardwise.base.schedule.timeline import Timeline
+from shardwise.lab.drawing.gantt import COLOURS, IDLE
 
 GUTTER = 92.0
 _PALE = 0.35

@@ -31,10 +31,13 @@ from shardwise.assembly.recomputation import Chosen
 from shardwise.assembly.routing import Routing
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.assembly.step_time import check_step_time
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Mesh, ParallelModel, State
+from shardwise.base.layouts import strategy_facts
+from shardwise.base.schedule.costs import Cost, CostSource
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.split import Split
 from shardwise.config import Checkpointing, Lora, Optimizer, RunConfig
-from shardwise.interfaces import Mesh, ParallelModel, State
-from shardwise.layouts import strategy_facts
 from shardwise.models import adapter_start, lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
@@ -44,9 +47,6 @@ from shardwise.models.own import OwnModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.costs import Cost, CostSource
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.split import Split
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,13 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
+from shardwise.base.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks, strategy_facts
+from shardwise.base.process.world import device_type
+from shardwise.base.schedule.costs import COUNTED, Cost, CostSource
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.split import Split, split
 from shardwise.config import Parallel, Recomputation, RunConfig
 from shardwise.kernels import eight_bit
-from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks, strategy_facts
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import unit_memory
 from shardwise.models.alike import same_structure
@@ -25,10 +29,6 @@ from shardwise.models.families import family_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.weights import gradient_bytes
-from shardwise.process.world import device_type
-from shardwise.schedule.costs import COUNTED, Cost, CostSource
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.split import Split, split
 
 
 def costs_of(

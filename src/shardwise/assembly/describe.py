@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from shardwise import rules
 from shardwise.assembly.order import WholeModel, prepare
-from shardwise.config import RunConfig
-from shardwise.layouts import Facts, ModelFacts, axis_sizes, strategy_facts
+from shardwise.base.layouts import Facts, ModelFacts, axis_sizes, strategy_facts
+from shardwise.base.process.world import device_type
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.config import RunConfig, rules
 from shardwise.models import adapter_start, load, lora, published
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
@@ -26,8 +27,6 @@ from shardwise.models.patches import cores, experts, float8, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.models.weight_folder import unread_note
 from shardwise.parallel.pipeline_parallel import pipeline_of
-from shardwise.process.world import device_type
-from shardwise.schedule.orders import Pipeline
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import nn
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.state import portable_tensors
+from shardwise.base.interfaces import Mesh
+from shardwise.base.process.watchdog import beat
+from shardwise.base.schedule.orders import Pipeline
 from shardwise.config import Lora, RunConfig
-from shardwise.interfaces import Mesh
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.process.watchdog import beat
-from shardwise.schedule.orders import Pipeline
 
 Described = Mapping[int, Sequence[tuple[str, torch.Size, torch.dtype]]]
 """The tensors of layers that leave a rank, by the layers' numbers."""

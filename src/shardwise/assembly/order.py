@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import Lora, RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise import rules
 from shardwise.assembly.costs import optimizer_bytes
 from shardwise.assembly.describe import Description
 from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.state import MemoryState
-from shardwise.config import RunConfig, require
-from shardwise.interfaces import Part
-from shardwise.layouts import Facts, ModelFacts, axis_sizes
+from shardwise.base.interfaces import Part
+from shardwise.base.layouts import Facts, ModelFacts, axis_sizes
+from shardwise.base.schedule.costs import Cost, CostSource
+from shardwise.config import RunConfig, require, rules
 from shardwise.models import eight_bit
 from shardwise.models.families import Family
 from shardwise.models.initialise import nudged
@@ -20,7 +20,6 @@ from shardwise.models.tensor_cuts import Indivisible
 from shardwise.models.tensor_plan import split_blocks
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.costs import Cost, CostSource
 
 BY_PARAMETERS = CostSource(rate="one operation per parameter")
 """The source of the costs of a module's layers."""

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.base.layouts import HALVING
+from shardwise.base.process.world import device_type, num_cores
+from shardwise.base.safety import cache_folder, write_atomically
+from shardwise.base.schedule.costs import Cost
 from shardwise.config import RunConfig, UserError
-from shardwise.keys import facts_of
-from shardwise.layouts import HALVING
+from shardwise.config.keys import facts_of
 from shardwise.metrics.hardware import environment, version
 from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
-from shardwise.process.world import device_type, num_cores
-from shardwise.safety import cache_folder, write_atomically
-from shardwise.schedule.costs import Cost
 
 SCHEMA_VERSION = 3
 KERNEL_PACKAGES = ("triton", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")

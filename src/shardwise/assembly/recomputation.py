@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.base.words import runs, size
 from shardwise.config import Recomputation, RunConfig, Way
-from shardwise.words import runs, size
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.expert_plan import biases_of, experts_by_layer
 from shardwise.models.names import hf_name

@@ -16,14 +16,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.assembly.optimizer import optimized_parameters, zero_states
+from shardwise.base.interfaces import ParallelModel, State
+from shardwise.base.process.watchdog import beat, paused
 from shardwise.config import Lora, RunConfig
-from shardwise.interfaces import ParallelModel, State
 from shardwise.kernels.quantised import dequantise, quantise
 from shardwise.models import adapter_start, dora, load, lora, weight_files, weight_folder
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.stored import stored_in
-from shardwise.process.watchdog import beat, paused
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.base.words import duration
 from shardwise.config import RunConfig, require
 from shardwise.metrics.flops import model_flops_per_token
 from shardwise.metrics.hardware import PeakFlops, peak_flops
 from shardwise.models.counts import ModelCounts
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.words import duration
 
 MARGIN = 4.0
 """How much faster than its peak a device may seem: a busy machine measures too low a peak, and

@@ -22,6 +22,9 @@ import torch.distributed as dist
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.state import load_weights, portable_tensors
+from shardwise.base.interfaces import Evaluation
+from shardwise.base.process.ending import RunError, Stopped
+from shardwise.base.process.watchdog import paused, watched
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint import tensors as checkpoint_tensors
@@ -34,11 +37,8 @@ from shardwise.checkpoint.together import together
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
-from shardwise.interfaces import Evaluation
 from shardwise.models.adapter_start import of_folder
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.process.ending import RunError, Stopped
-from shardwise.process.watchdog import paused, watched
 
 
 class _Portable(NamedTuple):

@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.state import portable_weights
+from shardwise.base.interfaces import Mesh
+from shardwise.base.process.watchdog import beat
 from shardwise.checkpoint.folder import UNFINISHED
 from shardwise.config import Model, RunConfig, UserError
-from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
 from shardwise.models.adapter_start import section_of_layers
 from shardwise.models.load import other_weights
 from shardwise.models.save import SHARD_BYTES, save_for_generation, save_model, write_shards
 from shardwise.parallel.place import full_tensor
-from shardwise.process.watchdog import beat
 
 DISK_SHARD_BYTES = 2**27
 """The most bytes of weights in one file, and so in memory, where `parallel.offload` is disk."""

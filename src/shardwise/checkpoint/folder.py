@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.records.record import dumps
 from shardwise.checkpoint.history import read_history
 from shardwise.checkpoint.index import (
     INDEX,
@@ -27,8 +28,7 @@ from shardwise.checkpoint.index import (
     regular,
 )
 from shardwise.config import RunConfig, UserError
-from shardwise.records.record import dumps
-from shardwise.run_file import parse_config, without_removed
+from shardwise.config.run_file import parse_config, without_removed
 
 FORMAT = 4
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"

@@ -11,9 +11,9 @@ import re
 import shutil
 from pathlib import Path
 
+from shardwise.base.process.ending import RunError
+from shardwise.base.safety import write_atomically
 from shardwise.checkpoint.folder import MEMORY_NAME
-from shardwise.process.ending import RunError
-from shardwise.safety import write_atomically
 
 
 def root() -> Path:

@@ -13,15 +13,15 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.process.ending import RunError, is_full, system_error
+from shardwise.base.process.world import World
+from shardwise.base.records.record import RunRecord, Status
+from shardwise.base.safety import check_no_links, write_atomically
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder, output_lock
 from shardwise.checkpoint.folder import BY_AGE, CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import RunError, is_full, system_error
-from shardwise.process.world import World
-from shardwise.records.record import RunRecord, Status
-from shardwise.safety import check_no_links, write_atomically
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")

@@ -19,9 +19,9 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.process.ending import RunError, is_full
+from shardwise.base.process.world import World
 from shardwise.config import UserError
-from shardwise.process.ending import RunError, is_full
-from shardwise.process.world import World
 
 LOCK = ".lock"
 """The file in the output folder that is locked. It is never removed: two runs could lock two."""

@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from shardwise.assembly.optimizer import lr_phases
 from shardwise.assembly.state import FRESH
+from shardwise.base.interfaces import State
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import memory_folder, output_dir
 from shardwise.checkpoint.index import DamagedError
 from shardwise.checkpoint.memory import MemoryCheckpoints
 from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Optimizer, RunConfig, UserError
+from shardwise.config.keys import all_keys, facts_of, flat
+from shardwise.config.run_file import parse_config, without_removed
 from shardwise.data.state import LoaderState
-from shardwise.interfaces import State
-from shardwise.keys import all_keys, facts_of, flat
 from shardwise.models import weight_folder
 from shardwise.models.adapter_start import resumed
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.run_file import parse_config, without_removed
 
 
 @dataclass(frozen=True)

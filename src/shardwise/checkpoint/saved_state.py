@@ -12,12 +12,12 @@ from torch import nn
 
 from shardwise.assembly.optimizer import zero_states
 from shardwise.assembly.state import persistent_buffers
+from shardwise.base.process.ending import RunError
+from shardwise.base.process.watchdog import paused
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.index import read_index
 from shardwise.checkpoint.tensors import DTYPES, Reader
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import RunError
-from shardwise.process.watchdog import paused
 
 
 class SavedState:

@@ -19,9 +19,9 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from shardwise.base.process.watchdog import paused
 from shardwise.checkpoint.folder import write_synced
 from shardwise.checkpoint.index import INDEX, Chunk, Entry, Index, encode_index
-from shardwise.process.watchdog import paused
 
 DTYPES = {
     "F64": torch.float64,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.base.process.ending import MAKE_ROOM, RunError, is_full
+from shardwise.base.process.watchdog import beat
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.process.ending import MAKE_ROOM, RunError, is_full
-from shardwise.process.watchdog import beat
 
 
 def together(

@@ -33,14 +33,14 @@ def run(args: Namespace) -> int:
     if args.on in ("local", "ray"):
         require(args.cell is None, "--cell is for what is submitted; give --on slurm")
         if args.dry_run:
-            from shardwise.benchmark.progress import plan_table
-            from shardwise.benchmark.runner import select
+            from shardwise.lab.benchmark.progress import plan_table
+            from shardwise.lab.benchmark.runner import select
 
             sweep, selected, _ = select(args.sweep, Path(args.out), args.only, args.rerun)
             print(plan_table(selected, sweep.record.rounds))
             return 0
         return _run_here(args)
-    launcher = import_module(f"shardwise.benchmark.{args.on}")
+    launcher = import_module(f"shardwise.lab.benchmark.{args.on}")
     what = args.sweep, args.out, args.only, args.rerun
     if args.cell is not None:
         return _run_here(args, launcher.name_of_job(os.environ))
@@ -52,13 +52,13 @@ def run(args: Namespace) -> int:
 
 def _run_here(args: Namespace, job: str | None = None) -> int:
     """Run the selected cells in rounds, or the one cell of a job."""
-    from shardwise.benchmark.progress import result_table
-    from shardwise.benchmark.runner import Interrupted, run_cell
-    from shardwise.benchmark.runner import bench as run_bench
+    from shardwise.lab.benchmark.progress import result_table
+    from shardwise.lab.benchmark.runner import Interrupted, run_cell
+    from shardwise.lab.benchmark.runner import bench as run_bench
 
     engine = None
     if args.on == "ray":
-        from shardwise.benchmark.ray import on_ray
+        from shardwise.lab.benchmark.ray import on_ray
 
         engine = on_ray()
     try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from shardwise.base.safety import check_output
 from shardwise.commands.command import Command
 from shardwise.config import require
-from shardwise.safety import check_output
 
 
 def run(args: Namespace) -> int:
@@ -16,11 +16,11 @@ def run(args: Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
+    from shardwise.base.process.world import num_cores
+    from shardwise.lab.planner.calibration import default_path, read
+    from shardwise.lab.planner.calibration_view import collectives_table, summary
+    from shardwise.lab.planner.measure_machine import calibrate
     from shardwise.launch.local import start_processes
-    from shardwise.planner.calibration import default_path, read
-    from shardwise.planner.calibration_view import collectives_table, summary
-    from shardwise.planner.measure_machine import calibrate
-    from shardwise.process.world import num_cores
 
     num_devices, what = torch.cuda.device_count() * torch.cuda.is_available(), "GPUs"
     require(

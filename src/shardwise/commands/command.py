@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardwise.config import RunConfig
-from shardwise.presets import MODELS, preset_of
+from shardwise.config.presets import MODELS, preset_of
 
 OVERRIDE = "--section.key=value"
 
@@ -83,8 +83,8 @@ def is_completing() -> bool:
 
 def _add_keys(parser: ArgumentParser) -> None:
     """Add the keys of the run file as options, which are completed in this form alone."""
-    from shardwise.keys import known_keys
-    from shardwise.run_file import json_schema
+    from shardwise.config.keys import known_keys
+    from shardwise.config.run_file import json_schema
 
     schema = json_schema()["$defs"]
     for section in known_keys():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base.safety import is_hub_name
+from shardwise.base.words import percent
 from shardwise.commands.command import Command, add_run_file
 from shardwise.config import UserError
-from shardwise.run_file import load_config
-from shardwise.safety import is_hub_name
-from shardwise.words import percent
+from shardwise.config.run_file import load_config
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,9 +9,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardwise.base.process.ending import RunError, system_error
 from shardwise.commands.command import Command
 from shardwise.config import Model, UserError, require
-from shardwise.process.ending import RunError, system_error
 
 READERS = ("peft", "hf", "vllm", "sglang")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.commands.command import Command
 from shardwise.config import UserError
-from shardwise.presets import preset_names, recipes
-from shardwise.presets.compose import compose, find_recipe, write_new
+from shardwise.config.presets import preset_names, recipes
+from shardwise.config.presets.compose import compose, find_recipe, write_new
 
 _RUN_FILE = "run.yaml"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base.safety import check_output, write_output
 from shardwise.commands.command import OVERRIDE, Command
 from shardwise.commands.plan_request import (
     not_taken,
@@ -17,14 +18,13 @@ from shardwise.commands.plan_request import (
     write_run_file,
 )
 from shardwise.config import UserError, require
-from shardwise.safety import check_output, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardwise.planner.candidates import Question, Subject
-    from shardwise.planner.exact import Choice
-    from shardwise.planner.search import Answer
+    from shardwise.lab.planner.candidates import Question, Subject
+    from shardwise.lab.planner.exact import Choice
+    from shardwise.lab.planner.search import Answer
 
 
 def run(args: Namespace) -> int:
@@ -37,11 +37,11 @@ def run(args: Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
-    from shardwise.planner import plan_page
-    from shardwise.planner.cluster import cluster_of
-    from shardwise.planner.exact import usable_bytes
-    from shardwise.planner.search import search, with_smaller_base
-    from shardwise.words import size
+    from shardwise.base.words import size
+    from shardwise.lab.planner import plan_page
+    from shardwise.lab.planner.cluster import cluster_of
+    from shardwise.lab.planner.exact import usable_bytes
+    from shardwise.lab.planner.search import search, with_smaller_base
 
     cluster = cluster_of(args.devices, args.nodes, args.link)
     logging.set_verbosity_error()
@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
             ],
         )
     if args.json:
-        from shardwise.records.record import dumps
+        from shardwise.base.records.record import dumps
 
         print(dumps(plan_page.as_data(answer), indent=1))
     elif args.explain is None:
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
     elif answer.computed:
         show_one(console, plan_page.explained(answer), question, answer.subject)
     if args.html is not None:
-        from shardwise.report.plan import page
+        from shardwise.lab.report.plan import page
 
         write_output(args.html, page(plan_page.as_data(answer)))
         lines(console, [f"wrote {args.html}"])
@@ -105,7 +105,7 @@ def run(args: Namespace) -> int:
 
 def show(console: Console, answer: Answer) -> None:
     """Print the best layouts and the reasons."""
-    from shardwise.planner import plan_page
+    from shardwise.lab.planner import plan_page
 
     lines(console, plan_page.heading(answer.question, answer.subject))
     tables = [plan_page.simpler_table(answer)]
@@ -121,7 +121,7 @@ def show(console: Console, answer: Answer) -> None:
 
 def show_one(console: Console, choice: Choice, question: Question, subject: Subject) -> None:
     """Print the arithmetic of one layout."""
-    from shardwise.planner import plan_page
+    from shardwise.lab.planner import plan_page
 
     lines(console, plan_page.heading(question, subject))
     lines(console, [f"{choice.title}: {choice.details}"])

@@ -11,20 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base.layouts import data_parts, layout_names, layout_of
+from shardwise.base.safety import check_no_pipes
+from shardwise.base.words import size
 from shardwise.commands.command import with_preset
 from shardwise.config import Parallel, RunConfig, UserError, require
-from shardwise.keys import facts_of, is_searched, nearest
-from shardwise.layouts import data_parts, layout_names, layout_of
-from shardwise.presets import MODELS, preset_names, published_runs
-from shardwise.presets.compose import FirstRun, compose, write_new
-from shardwise.run_file import apply_override, parse_config, read_config, read_yaml
-from shardwise.safety import check_no_pipes
-from shardwise.words import size
+from shardwise.config.keys import facts_of, is_searched, nearest
+from shardwise.config.presets import MODELS, preset_names, published_runs
+from shardwise.config.presets.compose import FirstRun, compose, write_new
+from shardwise.config.run_file import apply_override, parse_config, read_config, read_yaml
 
 if TYPE_CHECKING:
-    from shardwise.planner.candidates import Question
-    from shardwise.planner.cluster import Cluster
-    from shardwise.planner.search import Answer
+    from shardwise.lab.planner.candidates import Question
+    from shardwise.lab.planner.cluster import Cluster
+    from shardwise.lab.planner.search import Answer
 
 FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 SEQUENCE_LENGTH = 8_192
@@ -257,7 +257,7 @@ def question_of(
     sections: Mapping[str, Any], fixed: frozenset[str], cluster: Cluster, source: str
 ) -> Question:
     """Return the question which layout the run of these sections should have."""
-    from shardwise.planner.candidates import Question
+    from shardwise.lab.planner.candidates import Question
 
     return Question(with_preset(_parsed(sections, source, fixed)), cluster, fixed)
 
@@ -295,7 +295,7 @@ def write_run_file(path: Path, what: str, sections: dict[str, Any], answer: Answ
     A model gets a small corpus as data, and a preset random weights and a tokenizer, as with
     `shardwise init`. UserError where a file of other content is there.
     """
-    from shardwise.planner.choices import written
+    from shardwise.lab.planner.choices import written
 
     best, cluster = answer.best, answer.question.cluster
     chosen, default = deepcopy(sections), Parallel()

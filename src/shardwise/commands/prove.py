@@ -8,10 +8,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardwise.base.process.stop import on_signals
+from shardwise.base.safety import check_output, write_output
 from shardwise.commands.command import Command, add_run_file, with_preset
-from shardwise.process.stop import on_signals
-from shardwise.run_file import load_config
-from shardwise.safety import check_output, write_output
+from shardwise.config.run_file import load_config
 
 
 def run(args: Namespace) -> int:
@@ -21,7 +21,8 @@ def run(args: Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
-    from shardwise.proof.prove import (
+    from shardwise.base.records.record import dumps
+    from shardwise.lab.proof.prove import (
         MOST_TENSORS,
         as_data,
         differences_table,
@@ -29,8 +30,7 @@ def run(args: Namespace) -> int:
         prove,
         wrong_lines,
     )
-    from shardwise.proof.small_run import small_run
-    from shardwise.records.record import dumps
+    from shardwise.lab.proof.small_run import small_run
 
     logging.set_verbosity_error()
     if args.json is not None:

@@ -12,8 +12,8 @@ def run(args: Namespace) -> int:
     """Write a bench's report and print where it is, or print two benches side by side."""
     from rich.console import Console
 
-    from shardwise.report.compare import compare
-    from shardwise.report.page import write_report
+    from shardwise.lab.report.compare import compare
+    from shardwise.lab.report.page import write_report
 
     if (args.folder is None) == (args.compare is None):
         raise UserError("give one bench folder, or --compare A B; see shardwise report --help")

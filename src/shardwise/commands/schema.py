@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from shardwise.base.safety import write_output
 from shardwise.commands.command import Command
-from shardwise.presets.compose import schema_text
-from shardwise.safety import write_output
+from shardwise.config.presets.compose import schema_text
 
 
 def run(args: Namespace) -> int:

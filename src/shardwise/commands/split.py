@@ -6,9 +6,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.base.layouts import fewest_ranks
 from shardwise.commands.command import Command, add_run_file, with_preset
-from shardwise.layouts import fewest_ranks
-from shardwise.run_file import load_config
+from shardwise.config.run_file import load_config
 
 
 def run(args: Namespace) -> int:
@@ -19,10 +19,9 @@ def run(args: Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
-    from shardwise.drawing.text_chart import text_chart
-    from shardwise.launch.local import start_processes
-    from shardwise.planner.profile import measure
-    from shardwise.planner.split_view import (
+    from shardwise.lab.drawing.text_chart import text_chart
+    from shardwise.lab.planner.profile import measure
+    from shardwise.lab.planner.split_view import (
         FILES,
         make_folder,
         plan,
@@ -30,6 +29,7 @@ def run(args: Namespace) -> int:
         summary,
         write_files,
     )
+    from shardwise.launch.local import start_processes
 
     logging.set_verbosity_error()
     if args.out is not None:

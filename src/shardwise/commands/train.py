@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwise.commands.command import Command, add_resume, add_run_file, overrides_of, with_preset
 from shardwise.config import RunConfig, require
-from shardwise.run_file import load_config
+from shardwise.config.run_file import load_config
 
 
 def run(args: Namespace) -> int:
@@ -39,9 +39,9 @@ def dry_run(
     from transformers.utils import logging
 
     from shardwise.commands.plan import show_one
-    from shardwise.planner.candidates import Question
-    from shardwise.planner.cluster import HERE, cluster_of
-    from shardwise.planner.exact import explain
+    from shardwise.lab.planner.candidates import Question
+    from shardwise.lab.planner.cluster import HERE, cluster_of
+    from shardwise.lab.planner.exact import explain
 
     logging.set_verbosity_error()
     cluster = cluster_of(devices or HERE, nodes, link)

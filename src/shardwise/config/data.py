@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from shardwise.config.ranges import shown
 from shardwise.config.section import Facts, Section, require, with_facts
-from shardwise.ranges import shown
 
 Format = Literal["text", "completion", "chat"]
 """Kinds of documents, by their fields."""

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from shardwise.config.ranges import shown
 from shardwise.config.section import Facts, Section, require, with_facts
-from shardwise.ranges import shown
 
 MOST_BYTES = 2**17  # Linux: MAX_ARG_STRLEN
 _NO_TEXT = re.compile(r"(?<!\\)(\\\\)*\\(x00|ud[89a-f])")  # as repr writes them

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from shardwise.ranges import missed_bound, shown
+from shardwise.config.ranges import missed_bound, shown
 
 
 class UserError(ValueError):

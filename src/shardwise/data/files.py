@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from shardwise.config import UserError
+from shardwise.config.ranges import shown
 from shardwise.data.rows import has_rows, suffix
 from shardwise.data.splits import files_of_split
-from shardwise.ranges import shown
 
 # fmt: off
 SUFFIXES = frozenset({

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.corpus import Corpus, join, open_groups
 from shardwise.data.dealing import Gather, deal

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from shardwise.batches import IGNORED, Batch
+from shardwise.base.batches import IGNORED, Batch
 from shardwise.data.state import SlotState
 
 PADDING = -1

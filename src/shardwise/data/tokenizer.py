@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base.safety import check_no_pipes, warn_of_code
 from shardwise.config import Model, UserError
 from shardwise.data.files import read_text
-from shardwise.safety import check_no_pipes, warn_of_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import Training, UserError
 from shardwise.data.corpus import Corpus
 from shardwise.data.formats import LONGER_ROWS, TOO_LONG, Encoder

@@ -14,14 +14,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise import layouts
+from shardwise.base import layouts
+from shardwise.base.process.ending import FAILED, RunError
+from shardwise.base.process.stop import on_signals
+from shardwise.base.process.world import World
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.output_dir import RECORD
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import FAILED, RunError
-from shardwise.process.stop import on_signals
-from shardwise.process.world import World
-from shardwise.records.record import RunRecord
-from shardwise.rules import refusals
+from shardwise.config.rules import refusals
 
 LOOK_SECONDS = 0.5
 """How often a spare rank looks whether the run has ended, or a signal has come."""

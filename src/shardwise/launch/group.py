@@ -20,10 +20,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from shardwise.process.ending import FAILED, INTERRUPTED, Ending, explain, nothing_to_save
-from shardwise.process.stop import SIGNALS
-from shardwise.process.world import threads_each, variables
-from shardwise.safety import write_atomically
+from shardwise.base.process.ending import FAILED, INTERRUPTED, Ending, explain, nothing_to_save
+from shardwise.base.process.stop import SIGNALS
+from shardwise.base.process.world import threads_each, variables
+from shardwise.base.safety import write_atomically
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 

@@ -16,17 +16,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from shardwise.base.process.ending import Ending, explain, report_ending
+from shardwise.base.process.stop import on_signals
+from shardwise.base.process.world import ALONE, World, device_type, find_world
 from shardwise.checkpoint import memory_folder, output_dir
 from shardwise.checkpoint.folder import BY_AGE, complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError, require
+from shardwise.config.ranges import shown
 from shardwise.launch import elastic
 from shardwise.launch.group import Group, can_fork
 from shardwise.launch.rank import Report, Train, import_all, rank_process, record, run_rank
-from shardwise.process.ending import Ending, explain, report_ending
-from shardwise.process.stop import on_signals
-from shardwise.process.world import ALONE, World, device_type, find_world
-from shardwise.ranges import shown
 from shardwise.training import way_on
 from shardwise.training.trackers import check_installed
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
+from shardwise.base.safety import write_output
 from shardwise.config import Launch, RunConfig, UserError, require
-from shardwise.ranges import shown
-from shardwise.safety import write_output
+from shardwise.config.ranges import shown
 
 HEADER = "# Written by shardwise launch, which replaces it."
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")

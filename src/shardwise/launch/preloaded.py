@@ -20,7 +20,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-MODULES = ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.cli")
+MODULES = ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.commands.cli")
 """The modules that every run imports."""
 LONGEST_MESSAGE = 2**16
 """Bytes of a message; longer than any command line of a bench."""

@@ -17,12 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.output_dir import record_failure
-from shardwise.checkpoint.output_lock import Lock
-from shardwise.config import RunConfig
-from shardwise.launch.group import leave_ending, take_signals
-from shardwise.process import watchdog
-from shardwise.process.ending import (
+from shardwise.base.process import watchdog
+from shardwise.base.process.ending import (
     FAILED,
     PATIENCE_SECONDS,
     Ending,
@@ -31,7 +27,7 @@ from shardwise.process.ending import (
     nothing_to_save,
     report_ending,
 )
-from shardwise.process.world import (
+from shardwise.base.process.world import (
     LOOPBACK,
     STORE,
     World,
@@ -40,6 +36,10 @@ from shardwise.process.world import (
     pick_device,
     threads_each,
 )
+from shardwise.checkpoint.output_dir import record_failure
+from shardwise.checkpoint.output_lock import Lock
+from shardwise.config import RunConfig
+from shardwise.launch.group import leave_ending, take_signals
 from shardwise.training import way_on
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from shardwise.interfaces import Mesh
+    from shardwise.base.interfaces import Mesh
 
 Train = Callable[[RunConfig, "Mesh"], object]
 """Function that each rank runs while its process group is up."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import yaml
 
+from shardwise.base.process.ending import FAILED, Ending, report_ending
 from shardwise.config import RunConfig, UserError
-from shardwise.process.ending import FAILED, Ending, report_ending
 
 
 @dataclass(frozen=True)

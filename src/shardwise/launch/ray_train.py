@@ -19,6 +19,9 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from shardwise.base.process import stop
+from shardwise.base.process.ending import INTERRUPTED, Ending, explain, report_ending
+from shardwise.base.process.world import AT_RANK_0
 from shardwise.config import RunConfig, UserError
 from shardwise.launch.local import launch
 from shardwise.launch.ray import (
@@ -30,9 +33,6 @@ from shardwise.launch.ray import (
     resources_of,
     shortage,
 )
-from shardwise.process import stop
-from shardwise.process.ending import INTERRUPTED, Ending, explain, report_ending
-from shardwise.process.world import AT_RANK_0
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 """Variables that keep torch from warning where the memory of a run is measured, in a thread."""

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from shardwise.base.process.ending import OUT_OF_MEMORY, USER_ERROR
+from shardwise.base.safety import check_no_links, write_atomically
 from shardwise.config import Launch, RunConfig, UserError, require
-from shardwise.process.ending import OUT_OF_MEMORY, USER_ERROR
-from shardwise.safety import check_no_links, write_atomically
 
 SCRIPT = "job.sbatch"
 """The name of the script in the output folder."""

@@ -22,12 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from shardwise.base.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
+from shardwise.base.process.stop import SIGNALS
+from shardwise.base.process.world import AT_RANK_0, STORE, listener, threads_each, variables
 from shardwise.checkpoint import memory_folder
 from shardwise.config import RunConfig, UserError, require
 from shardwise.launch.manifest import name_of
-from shardwise.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
-from shardwise.process.stop import SIGNALS
-from shardwise.process.world import AT_RANK_0, STORE, listener, threads_each, variables
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 

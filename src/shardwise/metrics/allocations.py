@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.records.memory_parts import Event
+from shardwise.base.records.memory_parts import Event
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler import record_function
 
+from shardwise.base.records.memory_parts import Event
 from shardwise.metrics.allocations import Allocations, Recorder, replaced
 from shardwise.metrics.live_tensors import cpu_tensors, gradients, live_tensors
 from shardwise.models.storages import storages
-from shardwise.records.memory_parts import Event
 
 # Names of markers in the profiler's timeline. A marker has nothing else, so the name of the second
 # kind ends with the address of a block.

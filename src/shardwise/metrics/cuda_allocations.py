@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import torch
 
+from shardwise.base.records.memory_parts import Event
 from shardwise.metrics.allocations import Allocations
-from shardwise.records.memory_parts import Event
 
 
 class CudaRecorder:

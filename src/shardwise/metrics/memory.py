@@ -9,11 +9,11 @@ from types import TracebackType
 import psutil
 import torch
 
+from shardwise.base.records.memory_parts import Mark, parts_at_peak
 from shardwise.metrics.allocations import Recorder
 from shardwise.metrics.cpu_allocations import cpu_recorder
 from shardwise.metrics.cuda_allocations import CudaRecorder
 from shardwise.models.storages import storages
-from shardwise.records.memory_parts import Mark, parts_at_peak
 
 StateTensors = Mapping[str, Iterable[torch.Tensor]]
 """Tensors by the part of memory that they are: weights, gradients, optimizer."""

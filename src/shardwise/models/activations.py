@@ -16,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.base.layouts import HALVING
+from shardwise.base.schedule.context import reach_of, way_taken
 from shardwise.config import RunConfig, way_of
 from shardwise.kernels.attention.blocks import queries_computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
-from shardwise.layouts import HALVING
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.facts import context_facts
@@ -35,7 +36,6 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tape import Memory, Slot, Tape, Tensor
 from shardwise.models.tensor_cuts import unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
-from shardwise.schedule.context import reach_of, way_taken
 
 
 class UnitMemory(NamedTuple):

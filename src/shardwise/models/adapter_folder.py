@@ -12,8 +12,8 @@ from typing import Any
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 
+from shardwise.base.safety import check_no_pipes
 from shardwise.config import UserError
-from shardwise.safety import check_no_pipes
 
 PREFIX = "base_model.model."
 """Prefix that PEFT puts before the name of a module."""

@@ -12,15 +12,15 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from shardwise.base.layouts import shortened
 from shardwise.config import Model
-from shardwise.layouts import shortened
+from shardwise.config.rules import offered_layouts, refusals_of
 from shardwise.models.counts import count_model
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, every_kind, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
 from shardwise.models.spec import ModelSpec
-from shardwise.rules import offered_layouts, refusals_of
 
 _LEGEND = (
     "3-D: experts stacked in one parameter; "

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.base.layouts import shard_dim
 from shardwise.kernels import eight_bit
-from shardwise.layouts import shard_dim
 from shardwise.models import expert_plan, tensor_plan
 from shardwise.models.names import is_factor_b
 from shardwise.models.spec import ModelSpec

@@ -10,16 +10,16 @@ from peft.tuners.lora import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
+from shardwise.base.layouts import ModelFacts
+from shardwise.base.schedule.context import AttentionShape, ContextFacts
 from shardwise.kernels.grouped_linear import ROW_BYTES, takes
 from shardwise.kernels.quantised import Format
-from shardwise.layouts import ModelFacts
 from shardwise.models import eight_bit, expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.patches import experts, float8, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
-from shardwise.schedule.context import AttentionShape, ContextFacts
 
 _UNSEEDED_NOISE = ("attention_dropout", "attn_pdrop", "router_jitter_noise")
 """Names in the config.json of listed families of a dropout inside the attention kernel, or noise on

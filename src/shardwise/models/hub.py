@@ -18,8 +18,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from shardwise.base.safety import is_hub_name
 from shardwise.config import UserError
-from shardwise.safety import is_hub_name
 
 
 def check_source(path: str) -> None:

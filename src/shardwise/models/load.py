@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from shardwise.base.safety import warn_of_code
 from shardwise.config import Model, UserError
 from shardwise.models.foreign import foreign, reason
 from shardwise.models.hub import ask_hub, check_source
@@ -45,7 +46,6 @@ from shardwise.models.weight_files import (
     other_entries,
     weights_from_files,
 )
-from shardwise.safety import warn_of_code
 
 _OF_FAKES = (
     *(DataDependentOutputException, DynamicOutputShapeException),

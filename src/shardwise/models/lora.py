@@ -21,8 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.base.layouts import AdapterFacts
 from shardwise.config import Lora, UserError
-from shardwise.layouts import AdapterFacts
 from shardwise.models.coverage import Coverage, CoverageRow
 from shardwise.models.dora import use_magnitudes
 from shardwise.models.families import Family, family_of

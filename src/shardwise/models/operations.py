@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from shardwise.base.schedule.context import Way
 from shardwise.kernels.lora_linear.magnitude import CHUNK_ELEMENTS
 from shardwise.models.parameters import Adapter, Parameter, read_in_backward
 from shardwise.models.tape import Tape, Tensor, parameter
-from shardwise.schedule.context import Way
 
 WIDE = 4
 """Bytes of a number in float32, in which norms, states and softmax are computed."""

@@ -16,14 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
 from shardwise.config import RunConfig, require
+from shardwise.config.ranges import shown
 from shardwise.models.kinds.base import Kind
 from shardwise.models.part import ModelPart, StagePart
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Indivisible, evenly, require_divides
-from shardwise.ranges import shown
 
 OWN = "own"
 """The kind of the layers of such a module, and the `model_type` of its family."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.batches import AnyBatch, Batch
-from shardwise.interfaces import Part
+from shardwise.base.batches import AnyBatch, Batch
+from shardwise.base.interfaces import Part
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.batches import AnyBatch, Batch
+from shardwise.base.batches import AnyBatch, Batch
 from shardwise.config import RunConfig
 from shardwise.models.causal_lm import CausalLM, Inputs
 from shardwise.models.dtypes import hidden_dtype

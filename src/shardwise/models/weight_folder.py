@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from shardwise.config import Model, UserError
-from shardwise.ranges import shown
+from shardwise.config.ranges import shown
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

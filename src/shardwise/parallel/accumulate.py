@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Mesh, ParallelModel
+from shardwise.base.layouts import strategy_facts
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.layouts import strategy_facts
 from shardwise.models.spec import ModelSpec
 
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import Checkpointing, RunConfig, Way, way_of
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.lora import adapter_layers
 from shardwise.models.part import ModelPart
 from shardwise.models.patches.dropout import DropoutState

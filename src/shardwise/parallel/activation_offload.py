@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.models.storages import storages

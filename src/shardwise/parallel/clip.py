@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from shardwise.interfaces import IN_MEMORY, Mesh, ParameterFacts, Storage
+from shardwise.base.interfaces import IN_MEMORY, Mesh, ParameterFacts, Storage
 from shardwise.parallel.place import local, sharded_axes
 from shardwise.parallel.reduce import sum_over
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from shardwise.base.interfaces import Mesh, ParallelModel
+from shardwise.base.safety import cache_folder, private_folder
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
-from shardwise.safety import cache_folder, private_folder
 
 BACKENDS = {"inductor": "inductor", "aot_eager": "aot_eager_decomp_partition"}
 """Names of torch's backends. Its plain aot_eager assumes a contiguous gradient of softplus, which

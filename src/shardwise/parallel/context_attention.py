@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from shardwise.base.schedule.context import Cut, Way, reach_of, way_taken
 from shardwise.config import UserError
 from shardwise.kernels.attention import Merged, Sight, attend, attend_backward
 from shardwise.kernels.recurrence import Tokens
 from shardwise.parallel.context_exchange import Alone, Exchange, Gather, Message, Ring, ranges_of
-from shardwise.schedule.context import Cut, Way, reach_of, way_taken
 
 CHANGES_OF_SCORES = ("softcap", "s_aux", "position_bias")
 """What transformers' attention of some models takes: a cap of scores, sinks, a bias by place."""

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.base.schedule.context import Cut
 from shardwise.parallel.reduce import all_gather, reduce_scatter
-from shardwise.schedule.context import Cut
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys [B, K, T, H] and values, or their gradients."""

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.batches import AnyBatch, Batch, OnHost
+from shardwise.base.batches import AnyBatch, Batch, OnHost
+from shardwise.base.interfaces import Mesh, ParallelModel
+from shardwise.base.layouts import strategy_facts
+from shardwise.base.schedule.context import Cut
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.layouts import strategy_facts
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import context_facts
 from shardwise.models.patches.cores import use_attention
@@ -30,7 +31,6 @@ from shardwise.parallel.context_attention import ContextAttention
 from shardwise.parallel.context_exchange import ranges_of
 from shardwise.parallel.neighbours import ContextNeighbours
 from shardwise.parallel.reduce import sum_over_copies
-from shardwise.schedule.context import Cut
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:

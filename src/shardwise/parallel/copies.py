@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
+from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
+from shardwise.base.words import listed
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.parallel.place import axes_of, local, sharded_axes
 from shardwise.parallel.reduce import all_gather, of_every_rank
-from shardwise.words import listed
 
 PLAIN = ParameterFacts()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

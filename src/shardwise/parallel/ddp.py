@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Mesh, ParallelModel, Part
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel, Part
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over_copies
 

@@ -23,9 +23,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from shardwise.base.interfaces import Mesh, ParallelModel
+from shardwise.base.layouts import strategy_facts
 from shardwise.config import RunConfig, UserError, require
-from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.layouts import strategy_facts
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.disk_units import Layout, Pages, stand_in

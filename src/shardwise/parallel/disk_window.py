@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.interfaces import Storage
+from shardwise.base.interfaces import Storage
 from shardwise.parallel.disk_units import Leaf, Pages, Unit
 from shardwise.parallel.place import local, placed_like
 

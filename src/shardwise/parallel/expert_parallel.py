@@ -19,8 +19,8 @@ from functools import partial
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.expert_plan import cuts_of, experts_of
 from shardwise.models.names import hf_name

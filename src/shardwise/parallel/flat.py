@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts, Part
-from shardwise.layouts import shard_dim
+from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts, Part
+from shardwise.base.layouts import shard_dim
 from shardwise.parallel.place import cut, full_tensor, placed
 from shardwise.parallel.reduce import sum_over
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.kernels.float8 import Float8
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec

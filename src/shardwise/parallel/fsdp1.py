@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _reshard
 
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.flat import portable
 from shardwise.parallel.place import materialise, odd_dtype

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import axes_of, free_dim, materialise, odd_dtype

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import rules
-from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh
-from shardwise.layouts import EXPERT_AXES, Facts, axis_sizes, context_joins_of
+from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import EXPERT_AXES, Facts, axis_sizes, context_joins_of
+from shardwise.config import RunConfig, rules
 
 
 def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:

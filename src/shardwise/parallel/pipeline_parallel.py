@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from shardwise.batches import AnyBatch, Batch
+from shardwise.base.batches import AnyBatch, Batch
+from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
+from shardwise.base.layouts import HALVING, num_microbatches
+from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig, require
-from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
-from shardwise.layouts import HALVING, num_microbatches
 from shardwise.models.part import StagePart as Part
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.timeline import Event
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": pipelining.ScheduleGPipe,

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from shardwise.base.schedule.orders import Kind
 from shardwise.models.part import ModelPart
-from shardwise.schedule.orders import Kind
 
 
 class Clock:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from shardwise.interfaces import ParameterFacts
-from shardwise.layouts import shard_dim
+from shardwise.base.interfaces import ParameterFacts
+from shardwise.base.layouts import shard_dim
 
 
 def materialise(

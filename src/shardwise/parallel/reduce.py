@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.interfaces import Mesh
+from shardwise.base.interfaces import Mesh
 from shardwise.parallel.place import axes_of, local
 
 # torch 2.13 renames these two and warns of the old names.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardwise.interfaces import ParallelModel
+from shardwise.base.interfaces import ParallelModel
 from shardwise.models.tensor_cuts import Cut, Rows
 from shardwise.parallel.place import axes_of
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.base.layouts import context_joins_of
 from shardwise.config import RunConfig
-from shardwise.layouts import context_joins_of
 from shardwise.parallel.weights import ChunkWeights, Weight
 
 if TYPE_CHECKING:
-    from shardwise.schedule.context import MessageKind
+    from shardwise.base.schedule.context import MessageKind
 
 When = Literal["waited", "layers", "last backward"]
 """When messages of data parallelism are under way: beside every layer, beside the backward of the

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwise.base.layouts import StrategyFacts
 from shardwise.config import RunConfig
-from shardwise.layouts import StrategyFacts
 from shardwise.parallel.holding import ChunkUnits, Whole
 from shardwise.parallel.sent import DataStep, Messages
 from shardwise.parallel.weights import ChunkWeights, Weight
 
 if TYPE_CHECKING:
-    from shardwise.interfaces import Mesh, ParallelModel
+    from shardwise.base.interfaces import Mesh, ParallelModel
     from shardwise.models.spec import ModelSpec
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from shardwise.interfaces import Mesh
+from shardwise.base.interfaces import Mesh
 from shardwise.parallel.reduce import all_gather, reduce_scatter
 
 Move = Callable[[torch.Tensor], torch.Tensor]

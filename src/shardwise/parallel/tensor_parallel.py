@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut

@@ -9,8 +9,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardwise.base.layouts import shard_dim
 from shardwise.config import RunConfig
-from shardwise.layouts import shard_dim
 
 if TYPE_CHECKING:
     from shardwise.models.spec import ModelSpec

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.parallel.place import axes_of, cut, free_dim, local, placed, placed_like
 from shardwise.parallel.reduce import all_gather, reduce_scatter, sum_over_copies
 

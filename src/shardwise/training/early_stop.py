@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.interfaces import Evaluation
+from shardwise.base.interfaces import Evaluation
 
 
 @dataclass(frozen=True)

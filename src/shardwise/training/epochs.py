@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from shardwise.base.process.watchdog import paused
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import Loaders
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.process.watchdog import paused
 
 
 def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:

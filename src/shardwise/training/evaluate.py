@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.batches import IGNORED, AnyBatch, Batch
+from shardwise.base.batches import IGNORED, AnyBatch, Batch
+from shardwise.base.interfaces import Evaluation, Mesh, ParallelModel
+from shardwise.base.process.watchdog import beat
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.chat_format import ChatFormat
 from shardwise.data.tokenizer import tokens_of
-from shardwise.interfaces import Evaluation, Mesh, ParallelModel
-from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
 from shardwise.training.step import count_targets, sum_loss
 

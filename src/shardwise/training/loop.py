@@ -5,18 +5,18 @@ from __future__ import annotations
 from contextlib import closing
 
 from shardwise.assembly.build import build
+from shardwise.base.interfaces import Mesh
+from shardwise.base.process.watchdog import paused
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.resume import find_start
 from shardwise.config import RunConfig
 from shardwise.data.loader import build_loaders
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.interfaces import Mesh
+from shardwise.lab.planner.recompute import chosen_of
 from shardwise.metrics.meter import Meter
 from shardwise.models import load
 from shardwise.models.notices import held_notices
 from shardwise.parallel.compile import uncompiled
-from shardwise.planner.recompute import chosen_of
-from shardwise.process.watchdog import paused
-from shardwise.records.record import RunRecord
 from shardwise.training.epochs import count_steps
 from shardwise.training.evaluate import encode_prompt, greedy_sample
 from shardwise.training.measure import documents_read

@@ -14,11 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.step_time import peak_of
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Mesh, Part
+from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
-from shardwise.interfaces import Mesh, Part
 from shardwise.metrics.allocations import Recorder
 from shardwise.metrics.dispatch import Dispatches, counts_of_steps
 from shardwise.metrics.flops import (
@@ -34,7 +35,6 @@ from shardwise.models.counts import ModelCounts
 from shardwise.models.part import ModelPart
 from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.records.record import RunRecord
 from shardwise.training.reporter import Reporter
 from shardwise.training.step import forward_backward
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.interfaces import ParallelModel, Storage
+from shardwise.base.interfaces import ParallelModel, Storage
+from shardwise.base.words import listed
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.words import listed
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.own import own_state
-from shardwise.batches import IGNORED, AnyBatch, Batch, TensorBatch
+from shardwise.base.batches import IGNORED, AnyBatch, Batch, TensorBatch
+from shardwise.base.interfaces import Evaluation, Mesh
+from shardwise.base.process.watchdog import paused
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, require
+from shardwise.config.ranges import shown
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Position, SlotState
-from shardwise.interfaces import Evaluation, Mesh
+from shardwise.lab.planner.recompute import chosen_of
 from shardwise.metrics.meter import Meter
 from shardwise.models.own import OwnModel
-from shardwise.planner.recompute import chosen_of
-from shardwise.process.watchdog import paused
-from shardwise.ranges import shown
-from shardwise.records.record import RunRecord
 from shardwise.training.session import Session
 from shardwise.training.step import StepResult
 

@@ -11,7 +11,7 @@ from typing import TextIO
 from rich import progress as bars
 from rich.console import Console
 
-from shardwise.words import size
+from shardwise.base.words import size
 
 MOST_SECONDS = 100 * 365 * 86_400.0
 """The longest time to come that is told."""

@@ -12,27 +12,27 @@ import torch.distributed as dist
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.routing import STATISTICS
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Evaluation, Mesh
+from shardwise.base.records.record import MetricsFile, dumps
+from shardwise.base.schedule.resplit import Proposal
+from shardwise.base.words import seconds as duration
+from shardwise.base.words import size
 from shardwise.checkpoint import output_dir
 from shardwise.checkpoint.folder import METRICS
 from shardwise.checkpoint.history import History, read_history
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError, require
+from shardwise.config.ranges import shown
 from shardwise.data.state import Counts
-from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.ranges import shown
-from shardwise.records.record import MetricsFile, dumps
-from shardwise.schedule.resplit import Proposal
 from shardwise.training.early_stop import EarlyStop, early_stop
 from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
 from shardwise.training.step import NonFiniteLossError, StepResult
 from shardwise.training.trackers import Log, open_trackers
-from shardwise.words import seconds as duration
-from shardwise.words import size
 
 COLUMNS = {
     *("step", "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "tokens"),

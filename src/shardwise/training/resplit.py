@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.costs import limits_bytes
+from shardwise.base.interfaces import Mesh
+from shardwise.base.schedule.resplit import Proposal, Seen, better_split
+from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.resplit import Proposal, Seen, better_split
-from shardwise.schedule.timeline import Event
 
 FIRST_STEPS = 4
 """The steps under a split, after its warm-up, that are compared with the prediction. As long as the

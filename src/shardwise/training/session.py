@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.moved import MovedState
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Evaluation, Mesh
+from shardwise.base.process.ending import RunError, Stopped
+from shardwise.base.process.stop import agreed_signal, on_signals
+from shardwise.base.process.watchdog import beat
+from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.export import save_result
 from shardwise.checkpoint.output_dir import writing
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.loader import Loaders
-from shardwise.interfaces import Evaluation, Mesh
+from shardwise.lab.planner.collectives import Collectives, predicted_bytes, targets_on_rank
+from shardwise.lab.planner.timeline import Recorder, record_timeline
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.spacing import unmoved_note
 from shardwise.models.load import check_computes
 from shardwise.parallel import copies
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.planner.collectives import Collectives, predicted_bytes, targets_on_rank
-from shardwise.planner.timeline import Recorder, record_timeline
-from shardwise.process.ending import RunError, Stopped
-from shardwise.process.stop import agreed_signal, on_signals
-from shardwise.process.watchdog import beat
-from shardwise.records.record import RunRecord
 from shardwise.training.evaluate import evaluate
 from shardwise.training.measure import add_to_record, measure_memory, write_record
 from shardwise.training.reporter import Reporter

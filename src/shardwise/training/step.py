@@ -11,9 +11,9 @@ import torch
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.routing import STATISTICS
-from shardwise.batches import AnyBatch
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import require
-from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.reduce import sum_over
 from shardwise.training.not_finite import NotFinite, look_through

@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
+from shardwise.base.process.ending import RunError, Stopped
 from shardwise.config import UserError
-from shardwise.keys import flat
-from shardwise.process.ending import RunError, Stopped
+from shardwise.config.keys import flat
 
 PROJECT = "shardwise"
 """The project of a run, unless the tracker's own environment variable names another one."""

@@ -6,11 +6,11 @@ import re
 import traceback
 from dataclasses import replace
 
+from shardwise.base.process.ending import USER_ERROR, Ending
 from shardwise.checkpoint.folder import complete, step_of
 from shardwise.checkpoint.output_dir import results
 from shardwise.config import RunConfig
 from shardwise.data.record import BadDocument
-from shardwise.process.ending import USER_ERROR, Ending
 
 _PLACE = re.compile(r"(:\d+|: row \d+|: record \d+[^:]*): ")
 """The place of a document in an error, behind the name of its file."""

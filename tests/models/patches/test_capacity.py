@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of

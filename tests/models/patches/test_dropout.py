@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.models.patches.dropout import (
     DropoutState,
     SlotDropout,

@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import Lora
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models import load

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Phi3Config, PreTrainedModel
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import RunConfig
+from shardwise.lab.proof.harness import Rows, verdict
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.patches import patch
 from shardwise.models.patches.rotary import scaled_by_length
-from shardwise.proof.harness import Rows, verdict
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models.tiny import TINY_OF, on_meta, relative_error, tiny

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.batches import AnyBatch, TensorBatch
+from shardwise.base.batches import AnyBatch, TensorBatch
 from shardwise.config import RunConfig
 from shardwise.kernels.dropout import Dropout, hash32
 from shardwise.models.seeds import stable_seed

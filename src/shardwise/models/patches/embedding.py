@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.base.layouts import HALVING
 from shardwise.config import RunConfig
-from shardwise.layouts import HALVING
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM

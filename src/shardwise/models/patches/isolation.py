@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import RunConfig
 from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import DropoutState

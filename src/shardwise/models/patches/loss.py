@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from shardwise.batches import IGNORED
+from shardwise.base.batches import IGNORED
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.linear_cross_entropy import (
     Kernel,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.batches import Batch
+from shardwise.base.batches import Batch
 from shardwise.config import RunConfig, require
 from shardwise.models.patches.dropout import DropoutState
 

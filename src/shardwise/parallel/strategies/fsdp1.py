@@ -13,7 +13,7 @@ from shardwise.parallel.strategy import Elements, Strategy
 from shardwise.parallel.weights import ChunkWeights, Weight, odd_dtype
 
 if TYPE_CHECKING:
-    from shardwise.interfaces import Mesh, ParallelModel
+    from shardwise.base.interfaces import Mesh, ParallelModel
     from shardwise.models.spec import ModelSpec
 
 ALIGNMENT_BYTES = 16

@@ -1,0 +1,1 @@
+"""Parts that every room may use: batches, layouts, schedules, records, processes and words."""

@@ -1,0 +1,86 @@
+"""Rules on products in 8-bit floating point."""
+
+from __future__ import annotations
+
+from shardwise.config.rules.rule import Case, Rule
+
+WAY_OUT = "set training.matmul to default"
+
+
+def _is_fp8(case: Case) -> bool:
+    return case.training.matmul != "default"
+
+
+def _kernel(case: Case) -> str:
+    return "auto" if case.cfg.lora is None else case.cfg.lora.kernel
+
+
+RULES = (
+    Rule(
+        "products in 8 bits of a stored base",
+        applies=lambda case: _is_fp8(case) and case.cfg.model.base != "none",
+        problem=(
+            "training.matmul is {training.matmul}, which would round the weights of model.base "
+            "{cfg.model.base} a second time"
+        ),
+        way_out="set model.base to none, or training.matmul to default",
+        why="no cell of the parity matrix runs both",
+    ),
+    Rule(
+        "products in 8 bits with a kernel for others",
+        applies=lambda case: _is_fp8(case) and _kernel(case) in ("triton", "cuda"),
+        problem=(
+            "training.matmul is {training.matmul}, but lora.kernel {cfg.lora.kernel} multiplies in "
+            "the dtype of training.precision"
+        ),
+        way_out="set lora.kernel to auto, torch or peft",
+        why="the kernel adds the adapter's output within the product",
+    ),
+    Rule(
+        "compiled products in 8 bits under cp",
+        applies=lambda case: (
+            _is_fp8(case) and case.training.compile != "none" and case.parallel.cp > 1
+        ),
+        problem=(
+            "training.matmul is {training.matmul}: under parallel.cp, its largest values are "
+            "reduced inside the code that training.compile compiles"
+        ),
+        way_out="set training.compile to none, or training.matmul to default",
+        why="such a run did not end",
+    ),
+    Rule(
+        "products in 8 bits with checkpointing of operators",
+        applies=lambda case: _is_fp8(case) and case.training.keeps_operators,
+        problem=(
+            "training.checkpointing operators keeps the results of products, but not of those that "
+            "training.matmul {training.matmul} makes"
+        ),
+        way_out="use full, none or a list of layer kinds",
+        why="no cell of the parity matrix runs both",
+    ),
+)
+
+MODEL_RULES = (
+    Rule(
+        "products in 8 bits of a family that is not listed",
+        applies=lambda case: _is_fp8(case) and not (case.model.is_listed or case.model.is_own),
+        problem=(
+            "training.matmul is {training.matmul}, but {model.family} is not a family that "
+            "shardwise knows (`shardwise models` lists them)"
+        ),
+        way_out=WAY_OUT,
+        why="which of its linears are gates is not known",
+    ),
+    Rule(
+        "no linear for products in 8 bits",
+        applies=lambda case: (
+            _is_fp8(case) and case.model.is_listed and case.model.num_float8_linears == 0
+        ),
+        problem=(
+            "training.matmul is {training.matmul}, but no linear of this model has sizes that are "
+            "multiples of 16"
+        ),
+        way_out=WAY_OUT,
+        why="the key would have no effect",
+    ),
+)

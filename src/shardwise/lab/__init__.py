@@ -1,0 +1,1 @@
+"""The laboratory, which predicts, measures, compares and proves runs: no run needs it."""

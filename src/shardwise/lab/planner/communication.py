@@ -1,0 +1,291 @@
+"""The bytes that a rank sends in one training step, by closed formulas, under every layout.
+
+m are the micro-batches of a step, BTD the bytes of a micro-batch's hidden states. Gradients and the
+few numbers of a step are summed in float32, weights are gathered in their own dtype. Sizes are
+those of the tensors that a collective is given; `bytes_leaving` says what a ring sends of them. An
+axis that `cp` joins is named as the mesh has it, `dp_shard_cp` of `dp_shard` and `cp` together, or
+`cp` where it has no other ranks. Of experts that `ep` spreads, `dp_expert` has the copies.
+
+Numbers of calls are exact as long as gradients that are summed together fit in one bucket (25 MiB
+under zero and ddp, whose first one has 1 MiB). The loss is the chunked one.
+tests/parallel/test_communication.py counts the collectives of real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from math import prod
+
+from torch import nn
+
+from shardwise.assembly.describe import Description
+from shardwise.base.layouts import num_microbatches
+from shardwise.base.schedule.context import MessageKind
+from shardwise.config import RunConfig
+from shardwise.lab.planner.context import sent_by_layers, sent_by_router_loss
+from shardwise.lab.planner.messages import Step, Total, add_up, sizes_of
+from shardwise.lab.planner.share import Chunk, Share
+from shardwise.models.dtypes import hidden_dtype
+from shardwise.models.expert_plan import experts_by_layer
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel.sent import Messages, ranks_along, sums_over_copies
+from shardwise.parallel.strategies import strategy_of
+from shardwise.parallel.weights import Weight
+
+
+def messages_of_step(
+    cfg: RunConfig,
+    run: Description,
+    share: Share,
+    num_targets: Sequence[int] | None = None,
+    num_received: Mapping[str, int] | None = None,
+) -> Total:
+    """Return the sums of what `each_message` yields, by kind and axis."""
+    return add_up(each_message(cfg, run, share, num_targets, num_received))
+
+
+def each_message(
+    cfg: RunConfig,
+    run: Description,
+    share: Share,
+    num_targets: Sequence[int] | None = None,
+    num_received: Mapping[str, int] | None = None,
+) -> Iterator[Messages]:
+    """Return what a rank with this share sends, along the axes that have more than one rank.
+
+    For the arguments see `step_of`.
+    """
+    step = step_of(cfg, run, share, num_targets, num_received)
+    return chain(within_layers(step), of_data(step))
+
+
+def step_of(
+    cfg: RunConfig,
+    run: Description,
+    share: Share,
+    num_targets: Sequence[int] | None = None,
+    num_received: Mapping[str, int] | None = None,
+) -> Step:
+    """Return the step of a rank with this share.
+
+    `num_targets`: tokens with a label in each micro-batch, on the rank; by default all tokens.
+    `num_received`: rows that routers of all ranks of `ep` send to this rank's experts in the step,
+    by the path of the experts; by default as many as this rank's tokens have.
+    """
+    assert unknown(cfg) is None, "the formulas do not know all that such a run sends"
+    m = num_microbatches(cfg, prod(run.sizes.values()))
+    num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
+    if num_targets is None:
+        num_targets = [num_tokens] * m
+    if num_received is None:
+        mixtures = [mixture for chunk in share.chunks for mixture in chunk.mixtures]
+        num_received = {mixture.path: m * num_tokens * mixture.top_k for mixture in mixtures}
+    sizes = sizes_of(cfg, run)
+    data = cfg, share.chunks, share.trained, sizes, m
+    return Step(*data, run, share, num_tokens, num_targets, num_received)
+
+
+def within_layers(step: Step) -> Iterator[Messages]:
+    """Yield the messages of all axes but those of data: a rank waits for each of them."""
+    for formula in (_numbers, _pipeline, _tensor, _context, _experts):
+        yield from _along_ranks(step, formula)
+
+
+def of_data(step: Step) -> Iterator[Messages]:
+    """Yield the messages of data parallelism: gradients, and weights that are gathered."""
+    yield from _along_ranks(step, strategy_of(step.cfg).messages)
+
+
+def _along_ranks(step: Step, formula: Callable[[Step], Iterator[Messages]]) -> Iterator[Messages]:
+    return (message for message in formula(step) if step.size(message.axis) > 1)
+
+
+def unknown(cfg: RunConfig) -> str | None:
+    """Return what a run of a listed family sends that no formula knows, and how to do without it;
+    None if they know all.
+    """
+    training, parallel = cfg.training, cfg.parallel
+    if parallel.tp > 1 and training.loss == "plain":
+        return "what gathers all logits over tp (training.loss plain); set loss to chunked"
+    if training.matmul != "default" and (parallel.tp > 1 or parallel.cp > 1):
+        return (
+            f"the scales that ranks of tp or cp share (training.matmul {training.matmul}); set "
+            "matmul to default"
+        )
+    return None
+
+
+def bytes_leaving(total: Total, sizes: Mapping[str, int]) -> int:
+    """Return the bytes that leave one rank where every collective runs around a ring.
+
+    `sizes`: see `sizes_of`.
+    """
+    parts = [
+        ring_bytes(kind, num_bytes, ranks_along(axis, sizes))
+        for (kind, axis), (_, num_bytes) in total.items()
+    ]
+    return round(sum(parts))
+
+
+def ring_bytes(kind: str, num_bytes: int, num_ranks: int) -> float:
+    """Return the bytes of a collective's whole tensors that leave one of n ranks around a ring.
+
+    Of an all-reduced tensor that is 2 (n-1)/n, of any other but what is sent as it is (n-1)/n; of
+    rows for experts, where as many go to each rank.
+    """
+    if kind == "send":
+        return num_bytes
+    rounds = 2 if kind == "all-reduce" else 1
+    return num_bytes * rounds * (num_ranks - 1) / num_ranks
+
+
+def _numbers(step: Step) -> Iterator[Messages]:
+    """Yield the few numbers of a step.
+
+    The number of targets (int64) is summed over the data axes, the loss over these and stages, and
+    the squares of the gradient norm over each set of axes that trained weights are sharded over,
+    then over stages. The tokens of each expert and those dropped [L, E + 1], of all layers that
+    have experts, are summed over data axes and stages.
+    """
+    axis_sets: set[tuple[str, ...]] = set()
+    for chunk in step.share.chunks:
+        unsharded = strategy_of(step.cfg).left_whole(step.cfg, chunk)
+        for weight in chunk.unlike:
+            if weight.is_trained:
+                axes = [] if weight in unsharded else [step.data_axis(weight)]
+                if weight.ep_dim is not None:
+                    axes.append("ep")
+                if weight.tp_dim is not None:
+                    axes.append("tp")
+                axis_sets.add(tuple(axes))
+    for axis in ("dp_replicate", "dp_shard"):
+        yield Messages("all-reduce", axis, 1, 8)
+    for axes in (("pp", step.replica_axis, step.shard_axis), ("pp",), *axis_sets):
+        for axis in axes:
+            yield Messages("all-reduce", axis, 1, 4)
+    if sizes := _experts_by_layer(step.run.hf, step.run.spec):
+        num_bytes = 4 * len(sizes) * (max(sizes.values()) + 1)
+        for axis in ("pp", step.replica_axis, step.shard_axis):
+            yield Messages("all-reduce", axis, 1, num_bytes)
+
+
+@lru_cache(maxsize=1)
+def _experts_by_layer(hf: nn.Module, spec: ModelSpec) -> Mapping[str, int]:
+    return experts_by_layer(hf, spec)
+
+
+def _tensor(step: Step) -> Iterator[Messages]:
+    """Yield what tensor parallelism sends per micro-batch, and its gradients once a step.
+
+    Besides `_moves`, some blocks sum a few numbers per token within, DoRA sums the squares of rows
+    of which each rank has a part, and the loss sums three numbers per target: the largest logit,
+    then the sum of exponentials with the target's logit.
+    Once a step gradients are summed of which each rank has a partial sum, and those of rows that
+    several ranks hold, segment by segment.
+    """
+    m = step.num_microbatches
+    for chunk in step.share.chunks:
+        moves = _moves_with_tokens if step.cfg.parallel.sequence_parallel else _moves
+        for kind, number, itemsize in moves(chunk, hidden_dtype(step.cfg).itemsize):
+            yield Messages(kind, "tp", m * number, m * number * step.hidden_numel * itemsize)
+        for block in chunk.blocks:
+            times = m * (1 + block.has_backward + block.is_rerun)
+            for num_bytes in block.bytes_within:
+                yield Messages("all-reduce", "tp", times, times * step.num_tokens * num_bytes)
+            times = m * (1 + block.is_rerun)
+            for num_rows in block.cut_rows:
+                yield Messages("all-reduce", "tp", times, times * 4 * num_rows)
+        if chunk.spec.last:
+            calls = 2 * sum(map(bool, step.num_targets))  # without a target there is no logit
+            yield Messages("all-reduce", "tp", calls, sum(step.num_targets) * 3 * 4)
+    if partial := [weight for weight in step.share.trained if weight.has_partial_gradient]:
+        numels = [weight.padded_numel // _num_pieces(step.cfg, weight) for weight in partial]
+        yield Messages("all-reduce", "tp", 1, 4 * sum(numels))
+    for weight in step.share.trained:
+        for numel in weight.shared_numels:
+            yield Messages("all-reduce", "tp", 1, 4 * numel // _num_pieces(step.cfg, weight))
+
+
+Moves = Iterator[tuple[MessageKind, int, int]]
+"""Kind and number of a micro-batch's messages [B, T, D], and bytes of an element."""
+
+
+def _moves(chunk: Chunk, itemsize: int) -> Moves:
+    """Yield the sums of the embedding's rows, of each block's output and, in the backward, of its
+    input's gradient, and of the gradient of the head's input.
+    """
+    yield "all-reduce", int(chunk.spec.first), itemsize
+    for block in chunk.blocks:
+        if block.is_sharded:
+            yield "all-reduce", 1 + block.reruns_output, block.output_itemsize
+            yield "all-reduce", int(block.needs_input_gradient), itemsize
+    yield "all-reduce", int(chunk.needs_head_gradient), itemsize
+
+
+def _moves_with_tokens(chunk: Chunk, itemsize: int) -> Moves:
+    """Yield the moves of sequence parallelism, where ranks have their tokens between blocks.
+
+    The sums of `_moves` around blocks and head are reduce-scatters. An all-gather comes before each
+    block and, in the backward, before what follows it. One more comes at the end of a stage, or
+    before the head, and one in the backward of a stage's start.
+    """
+    yield "all-reduce", int(chunk.spec.first), itemsize
+    for block in chunk.blocks:
+        yield "all-gather", 1 + block.is_rerun, itemsize
+        yield "all-gather", int(block.has_backward), block.output_itemsize
+        if block.is_sharded:
+            yield "reduce-scatter", 1 + block.reruns_output, block.output_itemsize
+            yield "reduce-scatter", int(block.needs_input_gradient), itemsize
+    yield "reduce-scatter", int(chunk.needs_head_gradient), itemsize
+    if chunk.spec.layers or chunk.spec.last:
+        yield "all-gather", 1 + chunk.needs_input_gradient, itemsize
+
+
+def _pipeline(step: Step) -> Iterator[Messages]:
+    """Yield BTD per micro-batch and cut between ranks: hidden states up, and their gradient down.
+
+    Once a step the first and the last stage exchange their gradients of a tied weight.
+    """
+    m = step.num_microbatches
+    for chunk in step.share.chunks:
+        downwards = chunk.receives_from if chunk.needs_input_gradient else None
+        for receiver in (chunk.sends_to, downwards):
+            if receiver is not None:
+                yield Messages("send", "pp", m, m * step.hidden_bytes, receiver)
+    if (tied := step.share.tied) is not None:
+        num_bytes = tied.itemsize * tied.padded_numel // _num_pieces(step.cfg, tied)
+        is_first = any(chunk.spec.first for chunk in step.share.chunks)
+        yield Messages("send", "pp", 1, num_bytes, step.sizes["pp"] - 1 if is_first else 0)
+
+
+def _context(step: Step) -> Iterator[Messages]:
+    """Yield what layers and the router loss send along `cp` per micro-batch and, without a
+    data-parallel strategy, the sum of all trained gradients once a step.
+    """
+    if step.sizes["cp"] == 1:
+        return
+    cfg, run, m = step.cfg, step.run, step.num_microbatches
+    for chunk in step.share.chunks:
+        layers = sent_by_layers(cfg, run.hf, run.spec, chunk.mixers, step.share.context_rank)
+        for sent in (*layers, *sent_by_router_loss(cfg, chunk.router_experts)):
+            for kind, (calls, num_bytes) in sent.items():
+                yield Messages(kind, "cp", m * calls, m * num_bytes)
+    if strategy_of(cfg).axis is None:
+        yield from sums_over_copies(step, step.share.trained)
+
+
+def _experts(step: Step) -> Iterator[Messages]:
+    """Yield the all-to-alls of tokens that go to their experts' ranks and back."""
+    for chunk in step.share.chunks:
+        for mixture in chunk.mixtures:
+            received = step.num_received[mixture.path]
+            calls, num_bytes = mixture.sent(step.num_tokens, received, step.num_microbatches)
+            yield Messages("all-to-all", "ep", calls, num_bytes)
+
+
+def _num_pieces(cfg: RunConfig, weight: Weight) -> int:
+    """Return into how many shards data parallelism has cut a weight and its gradient."""
+    is_cut = "weights" in strategy_of(cfg).sharded and weight.shard_dim is not None
+    return weight.num_shards if is_cut else 1

@@ -1,0 +1,123 @@
+"""What the layers of a rank send under `parallel.cp`, by closed formulas.
+
+A mixer sends in every forward and, where a gradient reaches its core, in every backward; activation
+checkpointing sends what its forward sends once more. schedule/context.py counts the messages of one
+mixer; a kind of block says what it passes on (`Kind.carries`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.base.schedule.context import (
+    Sent,
+    sent_by_attention,
+    sent_by_convolution,
+    sent_by_recurrence,
+)
+from shardwise.config import RunConfig
+from shardwise.metrics.flops import rerun_of
+from shardwise.models.counts import Unit
+from shardwise.models.dtypes import product_dtype
+from shardwise.models.facts import context_facts
+from shardwise.models.families import family_of
+from shardwise.models.kinds.attention import SlidingAttention
+from shardwise.models.kinds.base import Carried
+from shardwise.models.names import in_use
+from shardwise.models.patches.router_loss import routers_of
+from shardwise.models.spec import LayerSpec, ModelSpec
+
+STATE_ITEMSIZE = 4
+"""Bytes of an element of a recurrence's transition and state, whatever the precision."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A mixer as a rank of tensor parallelism has it."""
+
+    carried: Carried
+    width: int
+    """Tokens that its convolution reaches over."""
+    is_attention: bool
+    window: int | None
+    has_backward: bool
+    """Whether a gradient flows back through its core."""
+    is_rerun: bool
+    """Whether the backward runs its forward again."""
+
+
+def mixers_of(
+    cfg: RunConfig, hf: Any, layer: LayerSpec, unit: Unit, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Mixer]:
+    """Yield the mixers of a layer; `shapes` are those of its weights on this rank, by name."""
+    # `operators` saves what comes out of products, but nothing of a collective.
+    is_rerun = rerun_of(unit, cfg.training.checkpointing) != "none"
+    for block in layer.mixers:
+        path = f"{layer.name}.{block.path}"
+        names = {
+            name.removeprefix(f"{path}.").replace("base_layer.", ""): shape
+            for name, shape in shapes.items()
+            if name.startswith(f"{path}.")
+        }
+        cores = block.kind.cores(hf.config)
+        windows = [core.window for core in cores if isinstance(core, SlidingAttention)]
+        yield Mixer(
+            carried=block.kind.carries(hf.config, names),
+            width=block.kind.width(in_use(hf.get_submodule(path))),
+            is_attention=block.kind.is_attention,
+            window=windows[0] if windows else None,
+            has_backward=unit.core_gradient,
+            is_rerun=is_rerun,
+        )
+
+
+def experts_of_routers(cfg: RunConfig, hf: Any, layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
+    """Return the experts of each router of these layers that has a load-balancing loss."""
+    if not cfg.model.router_aux_loss_coef:
+        return ()
+    prefixes = tuple(f"{layer.name}." for layer in layers)
+    routers = {id(router) for router in routers_of(hf, family_of(hf))}
+    return tuple(
+        module.weight.shape[0]
+        for name, module in hf.named_modules()
+        if id(module) in routers and name.startswith(prefixes)
+    )
+
+
+def sent_by_layers(
+    cfg: RunConfig, hf: Any, spec: ModelSpec, mixers: Iterable[Mixer], rank: int
+) -> Iterator[Sent]:
+    """Yield what rank `rank` of `cp` sends for these mixers in one micro-batch."""
+    num_ranks, rows = cfg.parallel.cp, cfg.training.micro_batch_size
+    tokens_per_row = cfg.data.sequence_length // num_ranks
+    itemsize = product_dtype(cfg).itemsize
+    facts = context_facts(hf, spec)
+    way, cut = facts.way_and_cut(cfg.parallel)
+    shape = facts.of_rank(cfg.parallel)
+    for mixer in mixers:
+        carried, parts = mixer.carried, list[tuple[Sent, Sent]]()
+        if carried.channels:
+            token_bytes = rows * carried.channels * itemsize
+            parts.append(sent_by_convolution(mixer.width, token_bytes, rank, num_ranks))
+        if carried.state_numel:
+            sizes = rows * carried.transition_numel, rows * carried.state_numel
+            parts.append(sent_by_recurrence(*sizes, STATE_ITEMSIZE, rank, num_ranks))
+        if mixer.is_attention:
+            assert shape is not None
+            of_rank = replace(shape, num_tokens=rows * tokens_per_row, itemsize=itemsize)
+            parts.append(sent_by_attention(of_rank, cut, rank, way, mixer.window, tokens_per_row))
+        for forward, backward in parts:
+            yield from [forward] * (1 + mixer.is_rerun)
+            yield from [backward] * mixer.has_backward
+
+
+def sent_by_router_loss(cfg: RunConfig, num_experts: Iterable[int]) -> Iterator[Sent]:
+    """Yield the sums over `cp` of the router loss of a part in one forward.
+
+    They are the target tokens of each row, and each row's choices of each expert, in float32.
+    """
+    if cfg.model.router_aux_loss_coef:
+        for numbers_per_row in (1, *num_experts):
+            yield {"all-reduce": (1, 4 * cfg.training.micro_batch_size * numbers_per_row)}

@@ -1,0 +1,361 @@
+"""Cheap estimates that order candidates, and lower bounds of memory that reject them.
+
+They know a model by a few sums over its units. Nothing that a user reads comes from here: what
+survives is computed by `peak.py` and `step_time.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from shardwise.base.layouts import axis_sizes
+from shardwise.config import Parallel
+from shardwise.lab.planner.candidates import Candidate, Question, Subject, recomputations
+from shardwise.lab.planner.choices import Recomputed, as_checkpointing, is_budget
+from shardwise.lab.planner.cluster import Link, efficiency
+from shardwise.lab.planner.divisions import Division, layout_name, most_sharded
+from shardwise.lab.planner.exact import usable_bytes
+from shardwise.lab.planner.unit_time import seconds_of_units
+from shardwise.models.dtypes import hidden_dtype, product_dtype
+from shardwise.models.expert_plan import experts_of
+from shardwise.models.quantise import as_stored
+
+ALIKE = 0.9
+"""The least error of a layout's estimates over that of the few that were compared. It was chosen
+with the questions of tools/plan_search.py in view, and decides nothing but what is computed."""
+
+
+@dataclass
+class Estimates:
+    """What candidates of one question take, roughly."""
+
+    question: Question
+    subject: Subject
+
+    def __post_init__(self) -> None:
+        cfg, run = self.question.cfg, self.subject.run
+        self.num_layers = len(self.subject.units) - 2
+        bandwidth = self.question.cluster.device.memory_bandwidth * efficiency("memory")
+        self.adding_seconds = 3 * self.subject.total("gradient_bytes") / bandwidth
+        """Seconds of adding the gradients of a micro-batch to a sum."""
+        weight_seconds = self.subject.total("weight_seconds")
+        self.left_idle = 1 - 2 * weight_seconds / self.subject.total("seconds")
+        """The share of a pipeline's idle time that gradients of weights do not fill where they may
+        come later: see docs/concepts/pipeline-parallelism.md."""
+        self.choices = {str(c): c for c in ("none", *recomputations(self.question))}
+        """The choices of recomputation by their texts."""
+        self.rows = cfg.training.global_batch_size
+        self.weight_bytes = self.subject.total("weight_bytes")
+        self.gradient_bytes = self.subject.total("gradient_bytes")
+        self.optimizer_bytes = self.subject.total("optimizer_bytes")
+        layers = self.subject.units[1:-1]
+        self.hidden_bytes = layers[0].output_bytes
+        """Bytes of the hidden states of a row."""
+        self.output_bytes = (
+            self.hidden_bytes / hidden_dtype(cfg).itemsize * product_dtype(cfg).itemsize
+        )
+        """Bytes of a block's output for a row."""
+        self.input_bytes = self.hidden_bytes * (self.num_layers - 1)
+        """Bytes of the inputs of the layers of a row. The first may keep none."""
+        self.layer_bytes = min(unit.activation_bytes for unit in layers)
+        """Bytes that each layer keeps of a row at least, if nothing of it is computed again."""
+        self.tied_bytes = (0, 0, 0)
+        """The weights, gradients and states that embedding and head have in common, which count at
+        either end."""
+        if self.subject.facts.is_tied:
+            end = self.subject.units[0]
+            self.tied_bytes = end.weight_bytes, end.gradient_bytes, end.optimizer_bytes
+        modules = [m for _, m in experts_of(as_stored(run.hf, cfg.model.base), run.spec)]
+        self.expert_bytes = sum({p: p.nbytes for m in modules for p in m.parameters()}.values())
+        """Bytes of the weights that `ep` spreads."""
+        top_k = run.hf.config.num_experts_per_tok if modules else 0
+        self.routed_bytes = 2 * len(modules) * top_k * self.hidden_bytes
+        """Bytes that go to the experts of a row's tokens and come back."""
+        self.largest_unit_bytes = max(unit.weight_bytes for unit in self.subject.units)
+        trained = sum(u.parameters for u in self.subject.units if u.trainable)
+        is_lora = cfg.lora is not None
+        self.reduced_bytes = 2 * self.gradient_bytes if is_lora else 4 * trained
+        """Bytes of all gradients as they are summed, in float32."""
+        self.time_errors: dict[tuple[str, bool], float] = {}
+        """The least time that was computed of a candidate over its estimate, by `_sort_of`."""
+        self.byte_errors: dict[tuple[str, bool, str], float] = {}
+        """The least memory that was computed over its lower bound, also by the recomputation."""
+        # Hundreds of candidates of a division ask for the same.
+        self._states, self.work = cache(self._states_of), cache(self._seconds_of_work)
+        self._row = cache(self._seconds_of_a_row)
+
+    def _seconds_of_a_row(self, choice: Recomputed, ep: int) -> tuple[float, float]:
+        """Return the seconds of a row in all layers, and in the head, on one device.
+
+        `ep`: it has so many devices' tokens for its share of the experts, whose weights it reads as
+        often as those of all experts for its own.
+        """
+        question, run = self.question, self.subject.run
+        # A budget chooses layers that take as long as if nothing was computed again, or longer.
+        checkpointing = "none" if is_budget(choice) else as_checkpointing(choice)
+        training = replace(
+            question.cfg.training,
+            micro_batch_size=1,
+            checkpointing=checkpointing,
+            global_batch_size=ep,  # one micro-batch, which is added to nothing
+        )
+        parallel = Parallel(data="ddp", ep=ep) if ep > 1 else Parallel()
+        one = replace(question.cfg, parallel=parallel, training=training)
+        run = replace(run, sizes=axis_sizes(one, ep))
+        units = seconds_of_units(one, run, question.cluster, question.cluster.num_devices)
+        *layers, head = (unit.total for unit in units)
+        return sum(layers), head
+
+    def ring(self, num_ranks: int, inside: int = 1) -> Link:
+        """Return the slowest link of a ring of ranks, each with so many neighbours inside it.
+
+        Between nodes it goes through the ports of all its ranks in a node.
+        """
+        cluster = self.question.cluster
+        return cluster.link_of(num_ranks * inside, max(1, cluster.per_node // inside))
+
+    def state_bytes(self, division: Division, offload: str = "none") -> float:
+        """Return a lower bound of the states on the fullest rank."""
+        return sum(self._states(division, offload))
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Return a lower bound of the memory of the fullest rank."""
+        division, rows = candidate.division, candidate.micro_batch_size
+        num_micro = self.rows / division.num_data / rows
+        activations = rows * self._activations(division, candidate.recomputation, num_micro)
+        others, gradients = self._states(division, candidate.offload)
+        is_sharded = "weights" in division.strategy.sharded and division.num_sharing > 1
+        # torch's stage of a pipeline never frees what it has gathered.
+        if is_sharded and (division.pp > 1 or not candidate.is_resharded):
+            is_whole = division.ep == division.num_sharing  # each rank has its experts
+            gathered = 0 if is_whole else self.expert_bytes / division.ep
+            whole = self.weight_bytes - self.tied_bytes[0] - self.expert_bytes + gathered
+            kept = (whole - self.largest_unit_bytes) / division.pp / division.tp
+            if candidate.is_resharded:  # a forward frees a unit as it keeps its activations
+                kept = max(0.0, kept - activations / min(division.pp, num_micro))
+            others += kept
+        if num_micro <= division.pp:  # the first gradients come when no forward is left
+            return others + max(gradients, activations)
+        return others + gradients + activations
+
+    def most_rows(self, division: Division, offload: str) -> float:
+        """Return an upper bound of the rows of a micro-batch that fits, as far as bounds tell."""
+        others, _ = self._states(division, offload)
+        least = min(self._activations(division, choice, 1.0) for choice in self.choices.values())
+        free = usable_bytes(self.question) - others
+        return free / least if least else math.inf
+
+    def _activations(
+        self, division: Division, recomputation: Recomputed, num_micro: float
+    ) -> float:
+        """Return a lower bound of what the forwards of the fullest rank keep of each row."""
+        training = self.question.cfg.training
+        if training.offload_activations and self.question.device_type == "cuda":
+            return 0.0
+        kept = self.subject.kept[str(recomputation)]
+        # Without sequence parallelism every rank of `tp` keeps all of a layer's input.
+        inputs = min(kept, self.input_bytes) if not division.is_sequence else 0.0
+        total = self._in_flight(division.pp, num_micro) * (inputs + (kept - inputs) / division.tp)
+        if recomputation == "full":  # its first backward computes a layer again
+            total += self.layer_bytes / division.tp
+        return total / division.cp
+
+    def _in_flight(self, pp: int, num_micro: float) -> float:
+        """Return how many micro-batches a rank keeps at least, times its share of the layers.
+
+        The first stages of a pipeline keep most: as many as there are stages from them on. The ends
+        may have a layer less than the others, for the embedding and the head.
+        """
+        if pp == 1:
+            return 1.0
+        each = (self.num_layers + 2) // pp
+        second = each * min(pp - 1, num_micro) if pp > 2 else 0
+        return max((each - 1) * min(pp, num_micro), second) / self.num_layers
+
+    def order_of_size(self, candidate: Candidate) -> tuple[float, int, bool]:
+        """Return by what candidates are ordered that need little memory.
+
+        Of equal bounds the schedule comes first that keeps least: the others have further chunks of
+        micro-batches in flight.
+        """
+        return self.least_bytes(candidate), candidate.num_virtual, candidate.schedule == "zbv"
+
+    def _states_of(self, division: Division, offload: str) -> tuple[float, float]:
+        """Return lower bounds of the weights and optimizer states, and of the gradients."""
+        local = division.pp * division.tp
+        shards, sharded = division.num_sharing, division.strategy.sharded
+        tied = self.tied_bytes if division.pp == 1 else (0, 0, 0)
+        weights, gradients, states = (
+            total - double
+            for total, double in zip(
+                (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes), tied, strict=True
+            )
+        )
+        # Ranks of `ep` are among the shards. Of what these leave whole it spreads the experts.
+        if "weights" in sharded:
+            weights /= shards
+        else:
+            weights -= self.expert_bytes * (1 - 1 / division.ep)
+        gradients /= _shards_of_gradients(division)
+        states /= shards if "optimizer" in sharded else division.ep
+        if offload != "none":
+            states = 0.0
+        if offload == "all":
+            weights = gradients = 0.0
+        if "weights" in sharded and shards > division.ep:
+            weights += self.largest_unit_bytes / division.pp / division.ep
+        return (weights + states) / local, gradients / local
+
+    def least_seconds(self, division: Division) -> float:
+        """Return a lower bound of the estimates of a division's candidates.
+
+        What is computed again takes no time away.
+        """
+        return sum(self.work(division, "none"))
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Return roughly how long a step takes."""
+        division, size = candidate.division, candidate.micro_batch_size
+        num_micro = max(1, self.rows // (division.num_data * size))
+        computed, within = self.work(division, str(candidate.recomputation))
+        idle = (division.pp - 1) / (num_micro * candidate.num_virtual)
+        if candidate.schedule == "zbv":
+            idle *= self.left_idle
+        sent = self._data(candidate, num_micro)
+        is_sharded = "weights" in division.strategy.sharded
+        covering = computed if is_sharded else computed / num_micro
+        if candidate.offload != "none":
+            shards = division.num_sharing if is_sharded else 1
+            copied = self.optimizer_bytes / (division.pp * division.tp * shards)
+            sent += copied / self.question.cluster.host.bandwidth
+        added = (num_micro - 1) * self.adding_seconds / division.pp / division.tp
+        added /= _shards_of_gradients(division)
+        return (computed + within) * (1 + idle) + added + max(0.0, sent - covering)
+
+    def compare(self, candidate: Candidate, num_bytes: float, seconds: float | None) -> None:
+        """Take note of a memory that was computed exactly, and of a time where it was, too."""
+        sort, choice = _sort_of(candidate), str(candidate.recomputation)
+        _lower(self.byte_errors, (*sort, choice), num_bytes / self.least_bytes(candidate))
+        if seconds is not None:
+            _lower(self.time_errors, sort, seconds / self.seconds(candidate))
+
+    def may_beat(self, candidate: Candidate, seconds: float) -> bool:
+        """Return whether a candidate may fit and take no more than so many seconds.
+
+        The errors of the estimates that were compared decide. Those of one layout are alike, within
+        ALIKE, and so are those of its memory for one choice of recomputation.
+        """
+        sort, choice = _sort_of(candidate), str(candidate.recomputation)
+        least = min(self.time_errors.values(), default=1.0)
+        of_sort = self.time_errors.get(sort)
+        if (least if of_sort is None else ALIKE * of_sort) * self.seconds(candidate) > seconds:
+            return False
+        error = max(1.0, ALIKE * self.byte_errors.get((*sort, choice), 1.0))
+        return error * self.least_bytes(candidate) <= usable_bytes(self.question)
+
+    def _seconds_of_work(self, division: Division, recomputation: str) -> tuple[float, float]:
+        """Return the seconds of a rank in its layers, and in messages that it waits for there."""
+        layers, head = self._row(self.choices[recomputation], division.ep)
+        if division.pp > 1:  # the last stage has a layer less, in place of the head
+            head = max(0.0, head - layers / self.num_layers)
+        seconds = (layers / division.pp + head) / division.tp / division.cp
+        is_again = recomputation == "full"
+        within = self._tensor(division, is_again) + self._context(division)
+        within += self._experts(division, is_again)
+        rows = self.rows / division.num_data
+        return rows * seconds, rows * within
+
+    def _tensor(self, division: Division, is_again: bool) -> float:
+        """Return the seconds of the messages of `tp` for a row."""
+        if division.tp == 1:
+            return 0.0
+        # Summed are the outputs of two blocks, and the gradients of their inputs. A forward that
+        # runs again ends before the last sum. With sequence parallelism a sum is two messages, and
+        # inputs are gathered again, too.
+        num_sums, summed = 4 + is_again, 2 * (self.output_bytes + self.hidden_bytes)
+        if is_again:
+            summed += (
+                self.hidden_bytes + self.output_bytes / 2
+                if division.is_sequence
+                else self.output_bytes
+            )
+        num_messages = 2 * num_sums if division.is_sequence else num_sums
+        sent = 2 * (division.tp - 1) / division.tp * summed / division.cp
+        kind = "all-gather" if division.is_sequence else "all-reduce"
+        latency = self.question.cluster.latency(kind, division.tp, division.tp)
+        each = sent / self.ring(division.tp).bandwidth + num_messages * latency
+        return self.num_layers / division.pp * each
+
+    def _context(self, division: Division) -> float:
+        """Return the seconds of the messages of `cp` for a row."""
+        if division.cp == 1:
+            return 0.0
+        sent = 2 * (division.cp - 1) / division.cp * self.hidden_bytes / division.tp
+        cluster, span = self.question.cluster, division.tp * division.cp
+        seconds = sent / cluster.link_of(span).bandwidth
+        seconds += 4 * cluster.latency("send", division.cp, span)
+        return self.num_layers / division.pp * seconds
+
+    def _experts(self, division: Division, is_again: bool) -> float:
+        """Return the seconds of the messages of `ep` for a row: forward, backward, and again."""
+        if division.ep == 1:
+            return 0.0
+        sent = (2 + is_again) * self.routed_bytes / division.cp * (division.ep - 1) / division.ep
+        link = self.question.cluster.link_of(division.ep * division.tp)
+        return sent / link.bandwidth / division.pp
+
+    def _data(self, candidate: Candidate, num_micro: int) -> float:
+        """Return the seconds of what data parallelism sends."""
+        division = candidate.division
+        local, together = division.pp * division.tp, division.num_data * division.cp
+        link = self.ring(together, inside=division.tp)
+        reduced, weights = self.reduced_bytes / local, self.weight_bytes / local
+        if division.ep > 1:  # a rank gathers no experts but its own
+            share = 1 - self.expert_bytes / self.weight_bytes * (1 - 1 / division.ep)
+            reduced, weights = share * reduced, share * weights
+        if "weights" not in division.strategy.sharded:
+            times = num_micro if _is_reduced_in_each(division) else 1
+            share = (together - 1) / together
+            return (1 + times) * share * reduced / link.bandwidth
+        shards = division.num_sharing
+        inner = self.ring(shards, inside=division.tp)
+        share = (shards - 1) / shards
+        gathers = num_micro * (2 if candidate.is_resharded else 1)
+        times = num_micro
+        if division.pp > 1:
+            times = 1
+            gathers = gathers if candidate.is_resharded else 1
+        inside = share * (gathers * weights + times * reduced) / inner.bandwidth
+        replicas = division.replicas
+        across = 2 * (replicas - 1) / replicas * reduced / shards / link.bandwidth
+        num_messages = (gathers + times) * len(self.subject.units) / division.pp
+        latency = self.question.cluster.latency("all-gather", shards, shards * division.tp)
+        return inside + across + num_messages * latency
+
+
+def _shards_of_gradients(division: Division) -> int:
+    """Return among how many ranks gradients are divided as they are added up.
+
+    A stage of a pipeline reduces them after the last micro-batch only.
+    """
+    return division.num_sharing if _is_reduced_in_each(division) else division.ep
+
+
+def _is_reduced_in_each(division: Division) -> bool:
+    """Return whether each backward of a micro-batch reduces its gradients."""
+    return division.strategy.reduces_each(division.pp)
+
+
+def _sort_of(candidate: Candidate) -> tuple[str, bool]:
+    """Return what candidates have in common whose estimates are alike in their errors: the layout,
+    and whether gathered weights are freed.
+    """
+    return layout_name(most_sharded(candidate.division)), candidate.is_resharded
+
+
+def _lower(least: dict[Any, float], key: Any, value: float) -> None:
+    """Keep a value that is the least of its key so far."""
+    least[key] = min(value, least.get(key, value))

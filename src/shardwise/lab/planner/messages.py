@@ -1,0 +1,56 @@
+"""The messages of a training step, and what their number and bytes depend on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.assembly.describe import Description
+from shardwise.base.layouts import num_strategy_ranks
+from shardwise.config import RunConfig
+from shardwise.lab.planner.share import Share
+from shardwise.models.dtypes import hidden_dtype
+from shardwise.parallel.sent import DataStep, Messages
+
+Total = dict[tuple[str, str], tuple[int, int]]
+"""(kind, mesh axis) -> calls, and bytes of their whole tensors together."""
+
+
+@dataclass(frozen=True)
+class Step(DataStep):
+    """A training step of one rank, with what other axes than those of data send."""
+
+    run: Description
+    share: Share
+    num_tokens: int
+    """Tokens of a micro-batch on the rank."""
+    num_targets: Sequence[int]
+    """Tokens with a label in each micro-batch, on the rank."""
+    num_received: Mapping[str, int]
+    """Rows that this rank's experts get in the step, by their path."""
+
+    @property
+    def hidden_numel(self) -> int:
+        """The elements of a micro-batch's hidden states [B, T, D]."""
+        return self.num_tokens * self.share.chunks[0].spec.hidden_size
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The bytes of hidden states between blocks."""
+        return self.hidden_numel * hidden_dtype(self.cfg).itemsize
+
+
+def sizes_of(cfg: RunConfig, run: Description) -> dict[str, int]:
+    """Return the ranks along each axis of the mesh, and along those of experts."""
+    num_copies = num_strategy_ranks(cfg, run.sizes) // cfg.parallel.ep
+    return {**run.sizes, "dp_expert": num_copies, "ep": cfg.parallel.ep}
+
+
+def add_up(messages: Iterable[Messages]) -> Total:
+    """Return the sums of calls and bytes by kind and axis."""
+    calls, num_bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for message in messages:
+        calls[message.kind, message.axis] += message.calls
+        num_bytes[message.kind, message.axis] += message.num_bytes
+    return {key: (number, num_bytes[key]) for key, number in calls.items() if number}

@@ -1,0 +1,356 @@
+"""Search the layouts of a run for those that fit and train fastest, and the reasons for them.
+
+Estimates put the candidates in order. Of the first of them memory and time are computed exactly,
+and from the best two the search goes on, one change at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from time import perf_counter
+
+from shardwise.base.layouts import ALONE, data_parts
+from shardwise.base.words import counted
+from shardwise.config import UserError
+from shardwise.lab.planner.candidates import Candidate, Question, Space, Subject, subject_of
+from shardwise.lab.planner.changes import (
+    Climb,
+    bases,
+    changes_of,
+    no_more_again,
+    split_otherwise,
+    with_other_losses,
+)
+from shardwise.lab.planner.divisions import Division, layout_name, most_sharded
+from shardwise.lab.planner.estimate import Estimates
+from shardwise.lab.planner.exact import Choice, Exact, usable_bytes
+from shardwise.lab.planner.prospects import PER_DIVISION, Prospect, promising
+
+NUM_EXACT = 8
+"""Divisions of the devices whose candidates are computed exactly, beside the first of each layout,
+unless too few of them fit."""
+NUM_FITTING = 5
+"""So many fit at least, or as many as are shown."""
+UNLIKE = 2.0
+"""It is assumed that no estimate is so many times as long as what it estimates."""
+MOST_SIMPLER = 12
+"""Other layouts that are shown."""
+OFFLOADS = ("none", "optimizer", "all")
+"""The values of `parallel.offload` that are tried where nothing fits without."""
+
+
+@dataclass
+class Answer:
+    """What a search has found."""
+
+    question: Question
+    subject: Subject
+    choices: list[Choice] = field(default_factory=list)
+    """The fastest choice of each division that fits, best first."""
+    computed: list[Choice] = field(default_factory=list)
+    """Every choice that was computed exactly."""
+    simpler: dict[str, Choice] = field(default_factory=dict)
+    """Of other layouts, by name: the best choice, or the one that needs least if none fits."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts and sizes with the message of the rule that refuses them."""
+    changes: dict[str, Choice] = field(default_factory=dict)
+    """The best choice with one thing changed."""
+    num_divisions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Choice:
+        """The fastest choice that fits."""
+        return self.choices[0]
+
+    @property
+    def too_large(self) -> list[tuple[str, Choice]]:
+        """The changes that would be faster and do not fit, the fastest first."""
+        limit, losses = 0.995 * self.best.time.total, self.best.of_losses
+        options = [
+            (change, choice)
+            for change, choice in self.changes.items()
+            if not choice.fits and choice.time.total < limit and choice.of_losses == losses
+        ]
+        return sorted(options, key=lambda option: option[1].time.total)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory of a device that may be used."""
+        return usable_bytes(self.question)
+
+
+def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
+    """Return the best layouts of a run on its devices, and why others are not among them.
+
+    `effort`: so many times as many candidates are looked at, to see what a search may miss.
+    UserError where the rules allow none. `Answer.choices` is empty where none fits.
+    """
+    began = perf_counter()
+    subject = subject_of(question)
+    space, estimates = Space(question, subject), Estimates(question, subject)
+    exact = Exact(question, subject)
+    divisions = sorted(space.divisions(), key=estimates.least_seconds)
+    _require_any(divisions, space)
+    start = _Start(exact, estimates, effort)
+    start.compute(promising(space, estimates, divisions, effort), top)
+    if not start.fitting:
+        space.offloads = OFFLOADS
+        start.compute(promising(space, estimates, divisions, effort), top)
+    answer = Answer(question, subject, num_divisions=len(divisions))
+    answer.simpler = _simpler(exact, space, estimates, divisions)
+    if not any(exact.choices.values()):
+        _compute_any(exact, space, estimates, divisions)
+    choices = _best_of_each(exact)
+    if choices:
+        # The second may have more to gain: another thing of it may fit.
+        climb = Climb(exact, space, estimates, frozenset(divisions))
+        best = min((climb.from_choice(choice) for choice in choices[:2]), key=Choice.order)
+        by_cost = [choice for choice in split_otherwise(exact, best).values() if choice.fits]
+        best = min([best, *by_cost], key=Choice.order)
+        best = climb.from_choice(no_more_again(exact, best))
+        within = replace(climb, divisions=frozenset())
+        for choice in answer.simpler.values():
+            if choice.fits and question.is_short_of_memory(choice.candidate):
+                within.within_memory(choice)
+        shown: Choice | None = None  # a change that is shown may be faster than what it changes
+        while True:
+            if (fastest := _best_of_each(exact)[0]) is not best:
+                best = climb.from_choice(fastest)
+            if best is shown:
+                break
+            shown = best
+            answer.changes = changes_of(exact, space, best) | split_otherwise(exact, best)
+        answer.changes |= with_other_losses(climb, best)
+    best_of_each = _best_of_each(exact)
+    for choice in reversed(best_of_each):  # the best of a layout at last
+        if (name := layout_name(choice.candidate.division)) in answer.simpler:
+            answer.simpler[name] = choice
+    answer.choices = best_of_each[:top]
+    answer.computed = [choice for choice in exact.choices.values() if choice is not None]
+    # Refused choices explain nothing where others of the same layout are computed.
+    choices_refused = {} if answer.computed else space.refused_choices
+    answer.refused = space.refused | choices_refused | exact.refused
+    answer.seconds = perf_counter() - began
+    return answer
+
+
+def with_smaller_base(question: Question) -> Answer | None:
+    """Return the answer for a base in int8 or else in nf4, if a run with LoRA fits with one.
+
+    It is for where nothing fits otherwise: rounded weights give other losses.
+    """
+    for base in bases(question):
+        model = replace(question.cfg.model, base=base)
+        smaller = replace(question, cfg=replace(question.cfg, model=model))
+        try:
+            answer = search(smaller)
+        except UserError:  # the family, or the folder, cannot be stored so
+            continue
+        if answer.choices:
+            return answer
+    return None
+
+
+def _require_any(divisions: Sequence[Division], space: Space) -> None:
+    if divisions:
+        return
+    question, refused = space.question, space.refused
+    rows, num_ranks = question.cfg.training.global_batch_size, question.num_ranks
+    wanted = question.wanted or {}
+    name = "-".join(wanted)
+    fixed = {
+        axis: (getattr(question.cfg.parallel, axis),)
+        for axis in ("pp", "cp", "tp", "ep")
+        if f"parallel.{axis}" in question.fixed
+    }
+    for axis, size in fixed.items() if wanted else ():
+        if (wanted.get(axis) or size if axis in wanted else (1,)) != size:
+            raise UserError(
+                f"--explain {name} and parallel.{axis} {size[0]} contradict each other; leave one "
+                "out"
+            )
+    given = fixed | {part: size for part, size in wanted.items() if size}
+    for key in (name, *(f"{part}:{size[0]}" for part, size in given.items())):
+        if key in refused:
+            raise UserError(refused[key])
+    some = () if space.subject.facts.num_experts else (2,)  # any number where there are no experts
+    for size in given.get("ep", some) if "ep" in wanted else ():
+        if message := space.why_no_size("ep", size):
+            raise UserError(message)
+    for part, (data, _) in data_parts().items():
+        replicas, shards = size if len(size := wanted.get(part, ())) == 2 else (2, 2)
+        if replicas == 1:
+            raise UserError(f"{part}:1x{shards} has one replica; --explain it as {data}:{shards}")
+        if shards == 1 and "cp" not in wanted:
+            raise UserError(f"{part}:{replicas}x1 shards nothing; --explain it as ddp:{replicas}")
+    # Ranks along `ep` are among those of the data-parallel axes and of cp.
+    ranks = prod(prod(size) for part, size in given.items() if part != "ep")
+    is_whole = bool(wanted) and all(part in given or part in (ALONE, "sp") for part in wanted)
+    if num_ranks % ranks or (is_whole and ranks != num_ranks):
+        sizes = ", ".join(f"{part}:{'x'.join(map(str, size))}" for part, size in given.items())
+        raise UserError(
+            f"{sizes or name} {'needs' if is_whole else 'needs a multiple of'} "
+            f"{counted(ranks, 'device')}, and --devices and --nodes give {num_ranks}; give other "
+            "sizes or other devices"
+        )
+    shares = prod(prod(size) for part, size in given.items() if part not in ("pp", "ep", "tp"))
+    if is_whole and "ep" in given and shares % given["ep"][0]:
+        raise UserError(
+            f"ep:{given['ep'][0]} does not divide the {counted(shares, 'rank')} of {name} that "
+            "share experts; give a size that does"
+        )
+    layouts = [key for key in refused if ":" not in key]
+    if any(key.startswith("parallel.") for key in question.fixed) and layouts:
+        raise UserError(refused[layouts[0]])
+    for part in wanted:
+        if wanted.keys() <= {ALONE, "pp", "cp", "tp", "sp"} and f"{part}:{num_ranks}" in refused:
+            raise UserError(refused[f"{part}:{num_ranks}"])
+    replicas = question.cfg.parallel.dp_replicate
+    if "parallel.dp_replicate" in question.fixed and num_ranks % replicas:
+        raise UserError(
+            f"parallel.dp_replicate {replicas} does not divide {counted(num_ranks, 'device')}; set "
+            "one that does, or give other --devices"
+        )
+    if num_ranks == 1 and wanted and not wanted.keys() <= {ALONE}:
+        raise UserError(f"{name} needs several devices; give more --devices, or --explain {ALONE}")
+    raise UserError(
+        f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
+        "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "
+        "--devices"
+    )
+
+
+@dataclass
+class _Start:
+    """The candidates computed before the climb: one of each layout, and more of the fastest."""
+
+    exact: Exact
+    estimates: Estimates
+    effort: int
+    fitting: set[Division] = field(default_factory=set)
+    best_seconds: float = math.inf
+    """The time of the fastest one that fits."""
+
+    def compute(self, prospects: Sequence[Prospect], top: int) -> None:
+        """Compute divisions in turn, until enough are computed and fit, and none is left that is
+        expected to be faster than the best of them.
+
+        Those that differ in their replicas count as one, which is nothing where not even its
+        smallest candidate fits. Estimates of unlike layouts are unlike in their errors, so one
+        division of each comes first, up to UNLIKE times the best.
+        """
+        layouts, computed = set[str](), set[Division]()
+        for prospect in prospects:
+            layout = layout_name(prospect.smallest.division)
+            is_slow = prospect.seconds > self.effort * UNLIKE * self.best_seconds
+            if layout not in layouts and not is_slow and self._of(prospect, 1):
+                layouts.add(layout)
+        num_computed, num_fitting = (
+            self.effort * number for number in (NUM_EXACT, max(top, NUM_FITTING))
+        )
+        for prospect in prospects:
+            is_enough = len(computed) >= num_computed and len(self.fitting) >= num_fitting
+            if is_enough and not any(map(self._may_win, prospect.candidates)):
+                continue
+            sharded = self._sharded(prospect)
+            smallest = self.exact.of(prospect.smallest._replace(division=sharded))
+            if smallest is None or smallest.fits:
+                number = 1 if sharded in computed else self.effort * PER_DIVISION
+                self._of(prospect, number, self._may_win if is_enough else None)
+            if smallest is not None:
+                computed.add(sharded)
+
+    def _of(
+        self,
+        prospect: Prospect,
+        num_fastest: int,
+        condition: Callable[[Candidate], bool] | None = None,
+    ) -> bool:
+        """Compute the fastest candidates and, if none fits, thriftier ones until one does, among
+        those that meet a condition; return whether the rules allow any.
+        """
+        choices = [*map(self.exact.of, filter(condition, prospect.fastest[:num_fastest]))]
+        for candidate in filter(condition, (*prospect.thriftier, prospect.smallest)):
+            if any(choice is not None and choice.fits for choice in choices):
+                break
+            choices.append(self.exact.of(candidate))
+        for choice in choices:
+            if choice is None:
+                continue
+            seconds = choice.time.total if choice.fits else None
+            self.estimates.compare(choice.candidate, choice.memory.total, seconds)
+            if seconds is not None:
+                self.fitting.add(self._sharded(prospect))
+                self.best_seconds = min(self.best_seconds, seconds)
+        return any(choice is not None for choice in choices)
+
+    def _may_win(self, candidate: Candidate) -> bool:
+        return self.estimates.may_beat(candidate, self.best_seconds)
+
+    def _sharded(self, prospect: Prospect) -> Division:
+        question, division = self.exact.question, prospect.smallest.division
+        is_open = question.wanted is None and "parallel.dp_replicate" not in question.fixed
+        return most_sharded(division) if is_open else division
+
+
+def _best_of_each(exact: Exact) -> list[Choice]:
+    """Return the fastest choice of each division that fits, best first."""
+    best: dict[Division, Choice] = {}
+    for choice in exact.choices.values():
+        if choice is not None and choice.fits:
+            division = choice.candidate.division
+            if division not in best or choice.order() < best[division].order():
+                best[division] = choice
+    return sorted(best.values(), key=Choice.order)
+
+
+def _simpler(
+    exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
+) -> dict[str, Choice]:
+    """Return for each layout of few parts its best choice, or the one that needs least memory."""
+    by_name: dict[str, Division] = {}
+    for division in divisions:  # in the order of their lower bounds
+        by_name.setdefault(layout_name(division), division)
+    answer = {}
+    for name in sorted(by_name, key=lambda name: len(name.split("-"))):
+        division = by_name[name]
+        num_parts = len([part for part in name.split("-") if part != "sp"])
+        is_other = num_parts <= 2 and division.ep == 1 and division.is_sequence == (division.tp > 1)
+        if not is_other or len(answer) == MOST_SIMPLER:
+            continue
+        for candidate in _most_hopeful(space, estimates, division):
+            choice = exact.of(candidate)
+            if choice is not None:
+                answer[name] = choice
+                if choice.fits:
+                    break
+    return answer
+
+
+def _compute_any(
+    exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
+) -> None:
+    """Compute one choice where not even a bound of memory fits, so that there is one to show."""
+    for division in divisions:
+        if any(map(exact.of, _most_hopeful(space, estimates, division))):
+            return
+
+
+def _most_hopeful(space: Space, estimates: Estimates, division: Division) -> Iterator[Candidate]:
+    """Yield the candidate of a division that is expected to be the fastest of those that fit, and
+    that which needs least; then both among those that offload, too.
+    """
+    limit, offered = usable_bytes(space.question), space.offloads
+    for offloads in dict.fromkeys((offered, OFFLOADS)):
+        space.offloads = offloads
+        candidates = [*filter(space.is_allowed, space.candidates(division))]
+        space.offloads = offered
+        if candidates:
+            fitting = [c for c in candidates if estimates.least_bytes(c) <= limit]
+            least = min(candidates, key=estimates.order_of_size)
+            yield min(fitting, key=estimates.seconds, default=least)
+            yield least

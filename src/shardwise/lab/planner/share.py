@@ -1,0 +1,202 @@
+"""The share of a model that one rank holds along `pp`, `tp` and `ep`, read off a model on meta.
+
+A pipeline gives a rank its chunks, tensor parallelism its rows of each weight, expert parallelism
+its experts. What data parallelism then does with the share is in `communication.py` and
+`memory.py`. Nothing here needs a process group or memory for weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from shardwise.assembly.costs import choose_split, costs_of, with_gradients
+from shardwise.assembly.describe import Description
+from shardwise.base.layouts import num_strategy_ranks
+from shardwise.config import RunConfig
+from shardwise.lab.planner.blocks import Block, blocks_of
+from shardwise.lab.planner.context import Mixer, experts_of_routers, mixers_of
+from shardwise.lab.planner.experts import Mixture, mixtures_of
+from shardwise.lab.planner.weights import cut_weights, sharded
+from shardwise.models.alike import counts_of, first_alike
+from shardwise.models.counts import ModelCounts
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel.weights import ChunkWeights, Weight
+
+
+@dataclass(frozen=True)
+class Chunk(ChunkWeights):
+    """A pipeline stage, or the whole model, with all that its layers send."""
+
+    blocks: tuple[Block, ...]
+    needs_head_gradient: bool
+    """Whether the backward needs the gradient of the head's input."""
+    receives_from: int | None = None
+    """The place along `pp` of the other rank that its input comes from; None: from none."""
+    sends_to: int | None = None
+    """The place along `pp` of the other rank that its output goes to; None: to none."""
+    mixers: tuple[Mixer, ...] = ()
+    """What context parallelism makes send."""
+    mixtures: tuple[Mixture, ...] = ()
+    """What expert parallelism makes send."""
+    router_experts: tuple[int, ...] = ()
+    """The experts of each of its routers that has a load-balancing loss."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a model."""
+
+    chunks: tuple[Chunk, ...]
+    tied: Weight | None
+    """The trained tied weight, where the stage at the other end of the pipeline has it too."""
+    context_rank: int = 0
+    """The place of the rank along `cp`."""
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights of all chunks."""
+        return tuple(weight for chunk in self.chunks for weight in chunk.weights)
+
+    @cached_property
+    def trained(self) -> tuple[Weight, ...]:
+        """The weights that the optimizer updates."""
+        return tuple(weight for weight in self.weights if weight.is_trained)
+
+
+def share_of(
+    cfg: RunConfig,
+    run: Description,
+    coordinates: Mapping[str, int],
+    boundaries: Sequence[int] | None = None,
+    parts: dict[object, Any] | None = None,
+) -> Share:
+    """Return what the rank at these coordinates of the mesh holds.
+
+    `boundaries` are those of a pipeline's split: chunk c has the units boundaries[c] to
+    boundaries[c + 1] - 1. `parts` are what layers make ranks at the same place along `tp` send in
+    layouts of the same run that were computed before; others are added.
+    """
+    parts = {} if parts is None else parts
+    of_layers = cut_weights(cfg, run, coordinates["tp"])
+    counts = counts_of(run.hf, run.spec)
+    if run.pipeline is None:
+        model = _chunk(cfg, run, counts, of_layers, 0, len(counts.units), (), parts)
+        return Share((model,), tied=None, context_rank=coordinates["cp"])
+    assert boundaries is not None
+    counts = with_gradients(counts, cfg.parallel.schedule)
+    pipeline, rank = run.pipeline, coordinates["pp"]
+    chunks: list[Chunk] = []
+    for index in pipeline.chunks_of(rank):
+        low, high = boundaries[index : index + 2]
+        taken = {weight.name for chunk in chunks for weight in chunk.ends}
+        chunk = _chunk(cfg, run, counts, of_layers, low, high, taken, parts)
+        below = rank if chunk.spec.first else pipeline.rank_of(index - 1)
+        above = rank if chunk.spec.last else pipeline.rank_of(index + 1)
+        links = [None if place == rank else place for place in (below, above)]
+        chunks.append(replace(chunk, receives_from=links[0], sends_to=links[1]))
+    return Share(tuple(chunks), _tied(run.spec, chunks), coordinates["cp"])
+
+
+def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
+    """Return the boundaries of the chunks that a run would choose; None without a pipeline.
+
+    UserError where no split meets the memory limit.
+    """
+    if run.pipeline is None:
+        return None
+    counts = counts_of(run.hf, run.spec)
+    units, _ = costs_of(cfg, run.hf, run.spec, counts, prod(run.sizes.values()))
+    return choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
+
+
+def _chunk(
+    cfg: RunConfig,
+    run: Description,
+    counts: ModelCounts,
+    of_layers: Mapping[str, tuple[Weight, ...]],
+    low: int,
+    high: int,
+    taken: Collection[str],
+    parts: dict[object, Any],
+) -> Chunk:
+    """Return the chunk of units[low:high], as if no other rank had a part of the model.
+
+    `taken`: weights that a lower chunk of the rank has; `parts`: see `share_of`.
+    """
+    model, head = run.spec, counts.units[-1]
+    is_first, is_last = low == 0, high == len(counts.units)
+    first = max(low - 1, 0)
+    layers = model.layers[first : high - 1]
+    spec = replace(model, layers=layers, first=is_first, last=is_last)
+    foreign = tuple(f"{path}." for path in _foreign(model, spec))
+    num_shards = num_strategy_ranks(cfg, run.sizes)
+    kept: dict[str, tuple[Weight, ...]] = {}
+    for name in ("start", *(layer.name for layer in layers), "end"):
+        cut = of_layers[name]
+        if name in ("start", "end"):
+            cut = tuple(w for w in cut if w.name not in taken and not w.name.startswith(foreign))
+        kept[name] = sharded(cut, num_shards, cfg.parallel.ep)
+    blocks: list[Block] = []
+    mixers: list[Mixer] = []
+    mixtures: list[Mixture] = []
+    places = first_alike(run.hf, model, cfg.training.checkpointing)
+    alike: dict[str, str] = {}
+    firsts: dict[int, str] = {}
+    parallel = cfg.parallel
+    layout = (
+        *(str(cfg.training.checkpointing), parallel.schedule, parallel.sequence_parallel),
+        *(parallel.tp, parallel.cp, parallel.ep),
+    )
+    for number, layer in enumerate(layers, first):
+        place = places[layer.name]
+        alike[layer.name] = firsts.setdefault(place, layer.name)
+        of_layer, unit = model.layers[place], counts.units[1 + place]
+        weights = of_layers[of_layer.name]
+        if parallel.tp > 1:
+            if (key := ("blocks", layout, place)) not in parts:
+                parts[key] = [*blocks_of(cfg, run, of_layer, unit, weights)]
+            blocks += parts[key]
+        if parallel.cp > 1:
+            if (key := ("mixers", layout, place)) not in parts:
+                shapes = {weight.name: weight.shape for weight in weights}
+                parts[key] = [*mixers_of(cfg, run.hf, of_layer, unit, shapes)]
+            mixers += parts[key]
+        if parallel.ep > 1:  # these have a name
+            if (key := ("mixtures", layout, number)) not in parts:
+                parts[key] = [*mixtures_of(cfg, run, layer, counts.units[1 + number])]
+            mixtures += parts[key]
+    return Chunk(
+        spec=spec,
+        of_layers=kept,
+        alike=alike,
+        blocks=tuple(blocks),
+        needs_input_gradient=counts.units[max(low - 1, 0)].backward,
+        needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
+        mixers=tuple(mixers),
+        mixtures=tuple(mixtures),
+        router_experts=experts_of_routers(cfg, run.hf, layers) if cfg.parallel.cp > 1 else (),
+    )
+
+
+def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
+    """Yield the modules beside layers that a stage leaves to others."""
+    if not stage.first and not (stage.last and model.tied):
+        yield model.embed
+    if not stage.first and model.positions is not None:
+        yield model.positions
+    if not stage.last:
+        yield from (model.norm, model.head)
+
+
+def _tied(spec: ModelSpec, chunks: Iterable[Chunk]) -> Weight | None:
+    """Return the tied weight of a rank with one end of the model, if it is trained."""
+    first = [chunk for chunk in chunks if chunk.spec.first]
+    last = [chunk for chunk in chunks if chunk.spec.last]
+    if not spec.tied or bool(first) == bool(last):
+        return None
+    weights = (first or last)[0].weights
+    return next((w for w in weights if w.name == f"{spec.embed}.weight" and w.is_trained), None)

@@ -1,0 +1,198 @@
+"""Curves: numbers over the steps, as routing; speed and memory along an axis of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardwise.base.records.cell import Axis
+from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.names import axis_name, named_values
+from shardwise.lab.report.panels import (
+    Drawn,
+    Groups,
+    comma_ticks,
+    grid,
+    legend,
+    peak_in,
+    peak_unit,
+    set_title,
+    speed,
+)
+from shardwise.lab.report.style import Look, colour, looks
+from shardwise.lab.report.tables import Row, number_of, scaling_kind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+AGAINST = "against-"
+"""The beginning of the names of figures along an axis of numbers."""
+ROUTING_PANELS = (
+    ("router_max_over_mean", "Busiest expert ÷ mean"),
+    ("router_entropy", "Entropy ÷ that of equal loads"),
+    ("router_dropped", "Share of tokens dropped"),
+)
+ROUTING_CAPTION = (
+    "How evenly routers gave tokens to experts in every step: the tokens of the busiest expert "
+    "over the mean, in the layer where that is most; the entropy of the loads over that of equal "
+    "loads, as the mean of the layers; and the share of tokens that model.expert_capacity dropped."
+)
+AGAINST_CAPTION = (
+    "Cells without a figure are left out of the lines; the table of all cells has the reason. "
+    "Markers with a hole are unchecked cells."
+)
+PROCESSES = "processes"
+"""The name of an axis that sets the number of processes."""
+WRONG: dict[str, Any] = {
+    "color": colour("bad"),
+    "linestyle": (0, (4, 1.5)),
+    "linewidth": 2.2,
+    "marker": "x",
+    "markersize": 6,
+}
+"""The loss curve of a wrong cell."""
+CONTROL: dict[str, Any] = {
+    "color": colour("muted"),
+    "linestyle": (0, (1, 1.5)),
+    "linewidth": 1.4,
+    "marker": "1",
+    "markersize": 7,
+}
+"""The loss curve of a noise control."""
+
+
+# ----------------------------------------------------------------------------- over the steps
+
+
+def draw_steps(
+    panel: Axes, cells: Sequence[Row], look: dict[str, Look], read: Callable[[Row], Sequence[float]]
+) -> None:
+    """Draw a number of each step. Each curve has about six markers, so that none covers another."""
+    from matplotlib.ticker import MaxNLocator
+
+    for index, row in enumerate(cells):
+        numbers = read(row)
+        steps = range(1, len(numbers) + 1)
+        marker_distance = max(1, len(steps) // 6)
+        first_marker = index % marker_distance
+        style = line_style(row, look[row.plan.id])
+        panel.plot(steps, numbers, markevery=(first_marker, marker_distance), **style)
+    panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    panel.set_xlabel("step")
+
+
+def routing(groups: Groups, look: dict[str, Look]) -> Drawn:
+    """Draw over the steps how evenly the routers of each group's cells gave tokens to experts."""
+    shown = [
+        (title, with_routers)
+        for title, cells in groups
+        if (with_routers := [row for row in cells if row.routing and row.routing.steps])
+    ]
+    figure, panels = grid(len(shown), len(ROUTING_PANELS), [2.0] * len(shown))
+    for (title, cells), of_group in zip(shown, panels, strict=True):
+        for panel, (name, quantity) in zip(of_group, ROUTING_PANELS, strict=True):
+            set_title(panel, quantity, title if panel is of_group[0] else "")
+            read = partial(_routing_steps, name)
+            draw_steps(panel, cells, look, read)
+            highest = max((max(read(row), default=0.0) for row in cells), default=0.0)
+            panel.set_ylim(0, 1.1 * highest or 1.0)
+    legend(figure, [row for _, cells in shown for row in cells], look, {})
+    return Drawn("routing", "Loads of experts", ROUTING_CAPTION, figure)
+
+
+def _routing_steps(name: str, row: Row) -> Sequence[float]:
+    return row.routing.steps.get(name, []) if row.routing else []
+
+
+def line_style(row: Row, look: Look) -> dict[str, Any]:
+    """Return the style of a cell's curve."""
+    if row.state == "wrong":
+        return WRONG
+    if row.plan.control:
+        return CONTROL
+    style: dict[str, Any] = {"color": look.colour, "marker": look.marker}
+    if row.is_reference:
+        return style | {"linestyle": "solid", "linewidth": 4.0, "alpha": 0.4}
+    return style | {"linestyle": look.dash, "linewidth": 1.3, "markersize": 4.5}
+
+
+# --------------------------------------------------------------------- along an axis of numbers
+
+
+def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
+    """Draw throughput and peak memory along an axis of numbers.
+
+    There is a line for each combination of values on the other compared axes, and a pair of panels
+    for each combination on the axes that are not compared.
+    """
+    cells = [row for row in rows if not row.plan.control]
+    look = looks(bench.sweep, cells, apart_from=axis.name)
+    by_title = _lines_by_title(bench, axis, cells, look)
+    figure, panels = grid(len(by_title), 2, [2.7] * len(by_title))
+    unit, unit_name = peak_unit(rows)
+    name = PROCESSES if "nproc" in axis.keys else axis_name(axis)
+    ticks = sorted({number_of(axis, row) or 0.0 for row in cells})
+    for (title, lines), (left, right) in zip(by_title.items(), panels, strict=True):
+        set_title(left, "Throughput, tokens/s", title)
+        set_title(right, f"Peak memory, {unit_name}", "")
+        for style, of_line in lines.items():
+            _draw_line(left, axis, of_line, style, speed)
+            _draw_line(right, axis, of_line, style, peak_in(unit))
+            if name == PROCESSES:
+                _draw_ideal(left, axis, of_line, ticks[-1])
+        for panel in (left, right):
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
+            panel.set_xlabel(name)
+            panel.set_ylim(bottom=0)
+            comma_ticks(panel.yaxis)
+    legend(figure, cells, look, {})
+    file_name = AGAINST + "".join(c if c.isalnum() else "-" for c in axis.name)
+    caption = AGAINST_CAPTION
+    if name == PROCESSES:
+        caption += f" The thin dashes show ideal {scaling_kind(bench.sweep)} scaling."
+    return Drawn(file_name, f"Against {name}", caption, figure)
+
+
+def _lines_by_title(
+    bench: Bench, axis: Axis, cells: Sequence[Row], look: dict[str, Look]
+) -> dict[str, dict[Look, list[Row]]]:
+    """Return the cells of each line by its look, grouped by the title of their pair of panels."""
+    others = [other for other in bench.sweep.axes if other.name != axis.name]
+    separating = [other for other in others if not other.compared]
+    by_title: dict[str, dict[Look, list[Row]]] = {}
+    for row in cells:
+        title = named_values(row.plan, bench.sweep, separating)
+        lines = by_title.setdefault(title, {})
+        lines.setdefault(look[row.plan.id], []).append(row)
+    return by_title
+
+
+def _points(
+    axis: Axis, cells: Sequence[Row], read: Callable[[Row], float | None]
+) -> list[tuple[float, float]]:
+    """Return the cells that have a figure as (number on the axis, figure), from left to right."""
+    points = [(number_of(axis, row) or 0.0, read(row)) for row in cells]
+    return sorted((x, y) for x, y in points if y is not None)
+
+
+def _draw_line(
+    panel: Axes, axis: Axis, cells: Sequence[Row], look: Look, read: Callable[[Row], float | None]
+) -> None:
+    """Draw the cells of one line. The markers of unchecked cells have a hole."""
+    style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "linestyle": look.dash}
+    panel.plot(*zip(*_points(axis, cells, read)), markersize=5, linewidth=1.6, **style)
+    unchecked = [row for row in cells if row.state == "unchecked"]
+    for x, y in _points(axis, unchecked, read):
+        panel.plot(x, y, marker=look.marker, color=colour("paper"), markersize=3)
+
+
+def _draw_ideal(panel: Axes, axis: Axis, cells: Sequence[Row], most_processes: float) -> None:
+    """Draw the throughput of one process times the number of processes, if one was measured."""
+    points = _points(axis, cells, speed)
+    if points and points[0][0] == 1:
+        # The axis is logarithmic, on which this line is a curve.
+        numbers = [most_processes ** (i / 32) for i in range(33)]
+        ideal = [points[0][1] * number for number in numbers]
+        panel.plot(numbers, ideal, color=colour("faint"), linewidth=0.9, dashes=(2, 2))
