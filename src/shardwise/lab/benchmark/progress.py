@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.benchmark.cells import CellState
-from shardwise.benchmark.sweep import Cell
-from shardwise.records.cell import CellPlan, CellRecord
-from shardwise.words import counted, duration, percent
+from shardwise.base.records.cell import CellPlan, CellRecord
+from shardwise.base.words import counted, duration, percent
+from shardwise.lab.benchmark.cells import CellState
+from shardwise.lab.benchmark.sweep import Cell
 
 MIB = 2**20
 COLUMNS = ("cell", "status", "rounds", "tokens/s", "peak MiB", "reason")
