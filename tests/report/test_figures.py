@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.records.cell import CellRecord, SweepRecord
+from shardwise.base.records.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.lab.drawing.svg import colour, drawing
 from shardwise.lab.report.figures import draw_all
-from shardwise.lab.report.folder import read_bench
+from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.learned import changes_losses, lowest
 from shardwise.lab.report.losses import LEAST_RANGE, MOST_DOTS
 from shardwise.lab.report.panels import Drawn
 from shardwise.lab.report.tables import make_rows
@@ -23,9 +24,11 @@ from tests.report.conftest import (
     STEPS,
     mixtures,
     processes,
+    record,
     seeds,
     shifted,
     strategies,
+    sweep_of,
     write,
 )
 
@@ -241,3 +244,45 @@ def test_seeds_are_dots_of_one_row(tmp_path):
     medians = [line.get_xdata()[0] for line in right.lines if line.get_marker() == "|"]
     assert medians == [5.75, 5.625]
     assert "seeds" not in figures(tmp_path / "b", strategies())
+
+
+def rates(has_validation: bool = True) -> tuple[SweepRecord, dict[str, CellRecord]]:
+    """Three learning rates. The lowest loss of the second one is lowest, and not its last one."""
+    axis = Axis("optimizer.lr", ("0.001", "0.01", "0.1"), ("optimizer.lr",), False)
+    plans, made = [], {}
+    for name, losses in zip(axis.values, ((6.0, 5.5), (4.9759, 5.25), (7.0, 6.5)), strict=True):
+        plan = CellPlan(name, {"optimizer.lr": name}, 1, f"optimizer.lr={name}", None)
+        evals = [{"step": 0, "loss": 4.0}]
+        evals += [{"step": 1 + i, "loss": loss} for i, loss in enumerate(losses)]
+        made[name] = record(plan, losses=[*losses], eval=evals if has_validation else [])
+        plans.append(plan)
+    return sweep_of((axis,), plans, "Rates"), made
+
+
+@pytest.mark.parametrize(("has_validation", "kind"), [(True, "validation"), (False, "training")])
+def test_a_learning_rate_is_told_by_losses(has_validation, kind, tmp_path):
+    sweep, records = rates(has_validation)
+    left, right = figures(tmp_path, (sweep, records))["against-optimizer-lr"].figure.axes
+    titles = [axes.get_title(loc="left") or axes.get_title() for axes in (left, right)]
+    assert titles == [f"Last {kind} loss", f"Lowest {kind} loss"]
+    drawn = [sorted(y for line in axes.lines for y in line.get_ydata()) for axes in (left, right)]
+    assert [sorted(set(ys)) for ys in drawn] == [[5.25, 5.5, 6.5], [4.9759, 5.5, 6.5]]
+    rows = make_rows(Bench(sweep, records))
+    assert lowest(sweep, rows) == [f"Lowest {kind} loss: lr 0.01 (4.9759)."]
+    assert lowest(strategies()[0], make_rows(Bench(*strategies()))) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_so"),
+    [
+        (("optimizer.lr",), True),
+        (("optimizer.lr", "optimizer.name"), True),
+        (("training.global_batch_size",), False),
+        (("training.seed",), False),
+        (("data.sequence_length",), False),
+        (("nproc", "parallel.data"), False),
+        (("training.micro_batch_size",), False),
+    ],
+)
+def test_axes_that_change_the_losses_and_no_speed(keys, is_so):
+    assert changes_losses(Axis("a", ("1", "2"), keys, False)) == is_so

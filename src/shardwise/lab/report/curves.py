@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.records.cell import Axis
 from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.learned import changes_losses, last_and_best
 from shardwise.lab.report.names import axis_name, named_values
 from shardwise.lab.report.panels import (
     Drawn,
@@ -121,7 +122,7 @@ def line_style(row: Row, look: Look) -> dict[str, Any]:
 
 
 def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
-    """Draw throughput and peak memory along an axis of numbers.
+    """Draw throughput and peak memory along an axis of numbers; losses where it changes these.
 
     There is a line for each combination of values on the other compared axes, and a pair of panels
     for each combination on the axes that are not compared.
@@ -132,21 +133,29 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
     figure, panels = grid(len(by_title), 2, [2.7] * len(by_title))
     unit, unit_name = peak_unit(rows)
     name = PROCESSES if "nproc" in axis.keys else axis_name(axis)
+    quantities = [("Throughput, tokens/s", speed), (f"Peak memory, {unit_name}", peak_in(unit))]
+    if is_of_losses := changes_losses(axis):
+        kind, losses = last_and_best(cells)
+        quantities = [
+            (f"{name} {kind}", partial(_loss, losses, place))
+            for place, name in enumerate(("Last", "Lowest"))
+        ]
     ticks = sorted({number_of(axis, row) or 0.0 for row in cells})
     for (title, lines), (left, right) in zip(by_title.items(), panels, strict=True):
-        set_title(left, "Throughput, tokens/s", title)
-        set_title(right, f"Peak memory, {unit_name}", "")
-        for style, of_line in lines.items():
-            _draw_line(left, axis, of_line, style, speed)
-            _draw_line(right, axis, of_line, style, peak_in(unit))
+        for panel, (quantity, read) in zip((left, right), quantities, strict=True):
+            set_title(panel, quantity, title if panel is left else "")
+            for style, of_line in lines.items():
+                _draw_line(panel, axis, of_line, style, read)
+        for of_line in lines.values():
             if name == PROCESSES:
                 _draw_ideal(left, axis, of_line, ticks[-1])
         for panel in (left, right):
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
             panel.set_xlabel(name)
-            panel.set_ylim(bottom=0)
-            comma_ticks(panel.yaxis)
+            if not is_of_losses:
+                panel.set_ylim(bottom=0)
+                comma_ticks(panel.yaxis)
     legend(figure, cells, look, {})
     file_name = AGAINST + "".join(c if c.isalnum() else "-" for c in axis.name)
     caption = AGAINST_CAPTION
@@ -167,6 +176,10 @@ def _lines_by_title(
         lines = by_title.setdefault(title, {})
         lines.setdefault(look[row.plan.id], []).append(row)
     return by_title
+
+
+def _loss(losses: dict[str, tuple[float, float]], place: int, row: Row) -> float | None:
+    return losses[row.plan.id][place] if row.plan.id in losses else None
 
 
 def _points(

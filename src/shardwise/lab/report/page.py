@@ -19,7 +19,7 @@ from shardwise.base.safety import write_atomically, write_output
 from shardwise.base.words import seconds
 from shardwise.config import UserError
 from shardwise.lab.drawing.svg import drawing, png_of, svg_of, with_dark
-from shardwise.lab.report import columns, seeds, summary, tables, timelines
+from shardwise.lab.report import columns, learned, seeds, summary, tables, timelines
 from shardwise.lab.report.curves import AGAINST
 from shardwise.lab.report.figures import NAMES, draw_all
 from shardwise.lab.report.folder import Bench, read_bench
@@ -118,6 +118,7 @@ def page_templates() -> Environment:
         "columns": columns,
         "details": _details,
         "group_title": group_title,
+        "learned": learned,
         "marks": MARKS,
         "seeds": seeds,
         "summary": summary,
