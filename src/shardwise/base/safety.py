@@ -123,10 +123,11 @@ def is_hub_name(path: str) -> bool:
     problem = "is a folder without a config.json"
     if folder.is_file():
         problem = "is a file, and not a folder with a config.json"
-    elif folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        problem = "is no folder here, so it has no config.json"
     elif not folder.is_dir():
-        return True
+        is_path = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+        if not is_path:
+            return True
+        problem = "is no folder here, so it has no config.json"
     require(
         (folder / "config.json").is_file(),
         f"{path}: the path of the model {problem}; correct it, or give a hub id such as owner/name",

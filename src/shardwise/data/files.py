@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from shardwise.config import UserError
 from shardwise.config.ranges import shown
@@ -204,7 +204,11 @@ def _say_once(note: str) -> None:
 
 def tell(line: str, file: TextIO | None = None) -> None:
     """Print a line on the first rank, before there is a report; without a file on stdout."""
-    if int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0:
+    ranks = sys.modules.get("torch.distributed")  # whose processes need not have a variable
+    rank: Any = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0
+    if ranks is not None and ranks.is_available() and ranks.is_initialized():
+        rank = ranks.get_rank()
+    if int(rank) == 0:
         print(line, file=file, flush=True)
 
 

@@ -152,19 +152,28 @@ class Encoder:
 
         BadDocument where the fields cannot be used.
         """
-        return self.cut(self.readers[group].encode(record), start)
+        return self.cut(self.encode(record, group), start)
+
+    def encode(self, record: Record, group: int) -> list[Encoded]:
+        """Return the documents of a record of a group, as tokens that the model has embeddings for.
+
+        BadDocument where its fields cannot be used, and for any other token.
+        """
+        texts = self.readers[group].encode(record)
+        for tokens, _ in texts:
+            self._check_rows(tokens)
+        return texts
 
     def cut(self, texts: Iterable[Encoded], start: SlotState) -> list[Document]:
         """Return the documents of a record that fit into rows; it begins at `start`.
 
         There are several where a dialogue is trained on turn by turn, or a long document is split.
         Where documents are kept apart, the first token of each is no target, since it would be
-        predicted from the document before. BadDocument for a token without an embedding.
+        predicted from the document before.
         """
         length = self.data.sequence_length
         documents: list[Document] = []
         for tokens, targets in texts:
-            self._check_rows(tokens)
             is_long = self.data.packed == "documents" and len(tokens) > length + 1
             for begin, end in self._parts(len(tokens)) if is_long else [(0, len(tokens))]:
                 mask = np.array(targets[begin:end], bool)

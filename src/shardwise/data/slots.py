@@ -49,7 +49,7 @@ def encoded(corpus: Documents, number: int, encoder: Encoder) -> tuple[Record, i
     """
     try:
         record, group = corpus.read(number)
-        return record, group, encoder.readers[group].encode(record)
+        return record, group, encoder.encode(record, group)
     except OutOfBounds as error:
         raise UserError(f"{corpus.where(number)}: {error}") from None
     except BadDocument as error:

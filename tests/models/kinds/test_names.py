@@ -30,15 +30,17 @@ ALLOWED = {
     # It replaces the forward of transformers' classes of stacked experts, with their names.
     "models/patches/experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},
     # It measures layers of each kind in small models of these families.
-    "planner/measured_models.py": {
+    "lab/planner/measured_models.py": {
         *("qwen3_5_text", "bamba", "qwen3", "full_attention"),
         *("kimi_linear", "jamba", "lfm2", "jet_nemotron", "conv"),
     },
+    # The names of fla's module and functions of this operation.
+    "kernels/kimi_delta_attention/__init__.py": {"kda"},
     # The share of the weights of norms that no step moves.
     "metrics/spacing.py": {"norm"},
     # The norm of all gradients.
-    "proof/harness.py": {"norm"},
-    "proof/prove.py": {"norm"},
+    "lab/proof/harness.py": {"norm"},
+    "lab/proof/prove.py": {"norm"},
 }
 """By file, the names that it may have, and why."""
 SUFFIXES = (".py", ".j2", ".js", ".css")
