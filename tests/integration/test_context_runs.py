@@ -43,7 +43,7 @@ def train(
     folder = tmp_path_factory.mktemp("runs")
     (folder / "run.yaml").write_text(json.dumps(RUN))  # JSON is YAML
     # The commands run in forks of this process, which need not measure their peak each.
-    monkeypatch_module.setattr(measure, "peak_flops", lambda *_: PeakFlops(1.0, "not measured"))
+    monkeypatch_module.setattr(measure, "peak_of", lambda *_: PeakFlops(1.0, "not measured"))
 
     def run(name: str, nproc: int, *arguments: str, memory: bool = False) -> RunRecord:
         own = (f"--training.output_dir={folder / name}", f"--measure.memory={str(memory).lower()}")

@@ -103,7 +103,7 @@ def cheap(folder) -> Iterator[None]:
         path.mkdir()
         (path / "config.json").write_text(json.dumps({**model, "num_hidden_layers": layers}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "peak_flops", lambda *_: PeakFlops(1.0, "not measured"))
+        patch.setattr(measure, "peak_of", lambda *_: PeakFlops(1.0, "not measured"))
         yield
 
 

@@ -8,23 +8,35 @@ r_i = beta_i (v_i - what the state stores under k_i) solve a unit lower triangul
 The output is a sum of what the state and what the corrections of the chunk give to each token, and
 the next state is linear in both. Where a document begins, the decays over its border are 0.
 
-The backward is the chain rule on these equations; delta_rule.py has the frame of both passes.
+The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
+inputs and the state before each chunk, and computes the rest again. Only the state goes from chunk
+to chunk: all else is computed for as many chunks at once as the device likes.
 Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, section 3.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from shardwise.kernels import delta_rule
-from shardwise.kernels.chunks import Span, heads_first
-from shardwise.kernels.delta_rule import Rule, function_of, pass_back
+from shardwise.kernels.chunks import (
+    Span,
+    heads_first,
+    pass_back,
+    pass_on,
+    spans,
+    tokens_first,
+    tokens_of,
+    zero_state,
+)
 from shardwise.kernels.gated_delta_rule.naive import State
-from shardwise.kernels.recurrence import LOG2_E, begins
+from shardwise.kernels.recurrence import LOG2_E, Summary, begins, wide
+
+CHUNK = 64
+"""C: tokens of a chunk."""
 
 
 def gated_delta_rule(
@@ -43,6 +55,103 @@ def gated_delta_rule(
     """
     out, last = _GatedDeltaRule.apply(q, k, v, g, beta, state, documents)
     return out, last
+
+
+def summary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> Summary:
+    """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
+    # The state and the matrix are columns of one state, of which only the former gets values.
+    key_size, value_size = k.shape[-1], v.shape[-1]
+    s = F.pad(zero_state(k, v), (0, key_size))
+    s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
+    numbers = _numbers(documents)
+    with torch.autocast(v.device.type, enabled=False):
+        for span in spans(v, CHUNK):
+            chunks = _chunks(k, k, v, g, beta, numbers, span)  # no query is read
+            values, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
+            values = F.pad(values, (0, key_size))
+            *_, s = pass_on(values, reads, chunks.k_to_end, chunks.over, s)
+    after, transition = s.split([value_size, key_size], -1)
+    return Summary(transition.contiguous(), after.contiguous())
+
+
+def of_before(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    of_out: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
+    numbers, of_state = _numbers(documents), zero_state(k, v)
+    with torch.autocast(v.device.type, enabled=False):
+        for span in reversed(spans(v, CHUNK)):
+            chunks = _chunks(q, k, v, g, beta, numbers, span)
+            _, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
+            similar = (chunks.q @ chunks.k.mT).mul_(chunks.between)
+            *_, of_state = _pass_back(chunks, reads, similar, heads_first(of_out, span), of_state)
+    return of_state
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: State,
+        documents: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        s = zero_state(k, v) if state is None else wide(state)
+        numbers, states, out = _numbers(documents), [], torch.empty_like(v)
+        # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
+        with torch.autocast(v.device.type, enabled=False):
+            for span in spans(v, CHUNK):
+                chunks = _chunks(q, k, v, g, beta, numbers, span)
+                values, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
+                before, corrections, s = pass_on(values, reads, chunks.k_to_end, chunks.over, s)
+                states.append(before)
+                scores = (chunks.q @ chunks.k.mT) * chunks.between
+                outs = chunks.q_from_start @ before + scores @ corrections
+                tokens_of(out, span).copy_(tokens_first(outs))
+        ctx.state_dtype = s.dtype if state is None else state.dtype
+        ctx.save_for_backward(q, k, v, g, beta, documents, *states)
+        return out, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, beta, documents, *states = ctx.saved_tensors
+        of_out, of_last = gradients
+        numbers, of_state = _numbers(documents), wide(of_last)
+        of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
+        with torch.autocast(v.device.type, enabled=False):
+            for span in reversed(spans(v, CHUNK)):
+                chunks = _chunks(q, k, v, g, beta, numbers, span)
+                of_chunks, of_state = _backward(
+                    chunks, states.pop(), heads_first(of_out, span), of_state
+                )
+                of_q, of_k, of_v, of_g, of_beta = of_chunks
+                keys = k.shape[2]
+                of_q = _through_unit(of_q, chunks.q, chunks.q_factor, k.shape[-1] ** -0.5, keys)
+                of_k = _through_unit(of_k, chunks.k, chunks.k_factor, 1.0, keys)
+                of_slices = (of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0])
+                for of_x, of_slice in zip(of_inputs, of_slices):
+                    tokens_of(of_x, span).copy_(tokens_first(of_slice))
+        if not ctx.needs_input_grad[5]:
+            return *of_inputs, None, None
+        return *of_inputs, of_state.to(ctx.state_dtype), None
 
 
 class _Chunks(NamedTuple):
@@ -124,11 +233,6 @@ def _alike(chunks: _Chunks) -> torch.Tensor:
     return (chunks.k @ chunks.k.mT) * chunks.between
 
 
-def _similar(chunks: _Chunks, _: None) -> torch.Tensor:
-    """Return q_i . k_j times the share of token j that is left at token i: [n, B, N, C, C]."""
-    return (chunks.q @ chunks.k.mT) * chunks.between
-
-
 def _inverse(chunks: _Chunks, alike: torch.Tensor) -> torch.Tensor:
     """Return the inverse of the system's matrix, lower triangular: [n, B, N, C, C]."""
     size = alike.shape[-1]
@@ -139,15 +243,28 @@ def _inverse(chunks: _Chunks, alike: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _solve(chunks: _Chunks) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return values [n, B, N, C, H] and reads [n, B, N, C, S]: see delta_rule.py."""
-    return *_solved(chunks, _inverse(chunks, _alike(chunks))), None
+def _solve(chunks: _Chunks, inverse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values [n, B, N, C, H] and reads [n, B, N, C, S].
 
-
-def _solved(chunks: _Chunks, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values and reads, given the inverse of the system's matrix."""
+    The corrections of a chunk are values - reads @ s, with the state s before it.
+    """
     by_beta = inverse * chunks.beta.mT
     return by_beta @ chunks.v, by_beta @ chunks.k_from_start
+
+
+def _pass_back(
+    chunks: _Chunks,
+    reads: torch.Tensor,
+    similar: torch.Tensor,
+    of_out: torch.Tensor,
+    of_state: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the states after the chunks, of corrections, and of the first state.
+
+    `of_state` [B, N, S, H] is that of the state after the last one.
+    """
+    of_before, of_corrections = chunks.q_from_start.mT @ of_out, similar.mT @ of_out
+    return pass_back(reads, chunks.k_to_end, chunks.over, of_before, of_corrections, of_state)
 
 
 def _backward(
@@ -161,8 +278,8 @@ def _backward(
     q, k, v, beta, between = chunks.q, chunks.k, chunks.v, chunks.beta, chunks.between
     similar, alike = (q @ k.mT).mul_(between), _alike(chunks)
     inverse = _inverse(chunks, alike)
-    values, reads = _solved(chunks, inverse)
-    of_after, of_corrections, of_first = pass_back(chunks, reads, similar, of_out, of_last)
+    values, reads = _solve(chunks, inverse)
+    of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
     corrections = values - reads @ before
 
     # Through the outputs and the states after the chunks.
@@ -227,19 +344,3 @@ def _through_unit(
     if num_heads == of_x.shape[2]:
         return of_x
     return of_x.unflatten(2, (num_heads, -1)).sum(3)  # heads that share a key
-
-
-def _through_inputs(
-    of_chunks: Sequence[torch.Tensor], chunks: _Chunks, inputs: Sequence[torch.Tensor], span: Span
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k, v, g and beta of a span."""
-    of_q, of_k, of_v, of_g, of_beta = of_chunks
-    keys, key_size = inputs[1].shape[2:]
-    of_q = _through_unit(of_q, chunks.q, chunks.q_factor, key_size**-0.5, keys)
-    of_k = _through_unit(of_k, chunks.k, chunks.k_factor, 1.0, keys)
-    return of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0]
-
-
-RULE = Rule(_numbers, _chunks, _solve, _similar, heads_first, _backward, _through_inputs)
-_GatedDeltaRule = function_of(RULE)
-summary, of_before = partial(delta_rule.summary, RULE), partial(delta_rule.of_before, RULE)

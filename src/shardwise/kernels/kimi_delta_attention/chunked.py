@@ -16,25 +16,35 @@ border times what is kept from the border to i. So a chunk is halved until a hal
 decay is divided by another one: nothing overflows, however strong the decay is, and a decay of 0
 is a decay like any other; it stands before the first token of a document.
 
-A chunk has a power of 2 of tokens; the last one is padded with tokens that do nothing. The backward
-is the chain rule on these equations; delta_rule.py has the frame of both passes.
+The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
+inputs and the state before each chunk, and computes the rest again. Only the state goes from chunk
+to chunk: all else is computed for as many chunks at once as the device likes.
 Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, section 3; the halves are this project's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shardwise.kernels import delta_rule
-from shardwise.kernels.chunks import Span, heads_first
-from shardwise.kernels.delta_rule import CHUNK, Rule, function_of, pass_back
+from shardwise.kernels.chunks import (
+    Span,
+    heads_first,
+    pass_back,
+    pass_on,
+    spans,
+    tokens_first,
+    tokens_of,
+    zero_state,
+)
 from shardwise.kernels.gated_delta_rule.naive import State, unit
-from shardwise.kernels.recurrence import begins, power_of_e
+from shardwise.kernels.recurrence import Summary, begins, power_of_e, wide
+
+CHUNK = 64
+"""C: tokens of a chunk, a power of 2. The last chunk is padded with tokens that do nothing."""
 
 
 def kimi_delta_attention(
@@ -49,6 +59,103 @@ def kimi_delta_attention(
     """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
     out, last = _KimiDeltaAttention.apply(q, k, v, g, beta, state, documents)
     return out, last
+
+
+def summary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> Summary:
+    """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
+    # The state and the matrix are columns of one state, of which only the former gets values.
+    key_size, value_size = k.shape[-1], v.shape[-1]
+    s = F.pad(zero_state(k, v), (0, key_size))
+    s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
+    starts = _starts(documents)
+    with torch.autocast(v.device.type, enabled=False):
+        for span in spans(v, CHUNK):
+            chunks = _chunks(k, k, v, g, beta, starts, span)  # no query is read
+            values, reads = _solve(chunks, _pairs(chunks).alike)
+            values = F.pad(values, (0, key_size))
+            *_, s = pass_on(values, reads, chunks.k * chunks.to_end, chunks.over, s)
+    after, transition = s.split([value_size, key_size], -1)
+    return Summary(transition.contiguous(), after.contiguous())
+
+
+def of_before(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    of_out: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
+    starts, of_state = _starts(documents), zero_state(k, v)
+    with torch.autocast(v.device.type, enabled=False):
+        for span in reversed(spans(v, CHUNK)):
+            chunks = _chunks(q, k, v, g, beta, starts, span)
+            pairs = _pairs(chunks)
+            _, reads = _solve(chunks, pairs.alike)
+            of_outs = _padded(of_out, span)
+            *_, of_state = _pass_back(chunks, reads, pairs.similar, of_outs, of_state)
+    return of_state
+
+
+class _KimiDeltaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: State,
+        documents: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        s = zero_state(k, v) if state is None else wide(state)
+        starts, states, out = _starts(documents), [], torch.empty_like(v)
+        # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
+        with torch.autocast(v.device.type, enabled=False):
+            for span in spans(v, CHUNK):
+                chunks = _chunks(q, k, v, g, beta, starts, span)
+                alike, similar, _ = _pairs(chunks)
+                values, reads = _solve(chunks, alike)
+                k_to_end = chunks.k * chunks.to_end
+                before, corrections, s = pass_on(values, reads, k_to_end, chunks.over, s)
+                states.append(before)
+                outs = (chunks.q * chunks.from_start) @ before + similar @ corrections
+                _write(out, outs, span)
+        ctx.state_dtype = s.dtype if state is None else state.dtype
+        ctx.save_for_backward(q, k, v, g, beta, documents, *states)
+        return out, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, beta, documents, *states = ctx.saved_tensors
+        of_out, of_last = gradients
+        starts, of_state = _starts(documents), wide(of_last)
+        of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
+        with torch.autocast(v.device.type, enabled=False):
+            for span in reversed(spans(v, CHUNK)):
+                chunks = _chunks(q, k, v, g, beta, starts, span)
+                of_chunks, of_state = _backward(
+                    chunks, states.pop(), _padded(of_out, span), of_state
+                )
+                of_q, of_k, of_v, of_g, of_beta = of_chunks
+                of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
+                of_k = _through_unit(of_k, k, span)
+                for of_x, of_slice in zip(of_inputs, (of_q, of_k, of_v, of_g, of_beta[..., 0])):
+                    _write(of_x, of_slice, span)
+        if not ctx.needs_input_grad[5]:
+            return *of_inputs, None, None
+        return *of_inputs, of_state.to(ctx.state_dtype), None
 
 
 class _Halves(NamedTuple):
@@ -82,16 +189,6 @@ class _Chunks(NamedTuple):
     def over(self) -> torch.Tensor:
         """The share of the state before a chunk that is left after it: [n, B, N, S, 1]."""
         return self.from_start[..., -1, :, None]
-
-    @property
-    def q_from_start(self) -> torch.Tensor:
-        """Queries times the share of the state before a chunk that is left: [n, B, N, C, S]."""
-        return self.q * self.from_start
-
-    @property
-    def k_to_end(self) -> torch.Tensor:
-        """Keys times the share of what they write that is left after a chunk: [n, B, N, C, S]."""
-        return self.k * self.to_end
 
 
 def _chunks(
@@ -160,19 +257,29 @@ def _between_halves(products: torch.Tensor, size: int) -> torch.Tensor:
     return blocks[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -4)
 
 
-def _solve(chunks: _Chunks) -> tuple[torch.Tensor, torch.Tensor, _Pairs]:
-    """Return values [n, B, N, C, H] and reads [n, B, N, C, S]: see delta_rule.py."""
-    pairs = _pairs(chunks)
+def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values [n, B, N, C, H] and reads [n, B, N, C, S]; see `pass_on`."""
     right_side = torch.cat([chunks.v, chunks.k * chunks.from_start], -1).mul_(chunks.beta)
     solution = torch.linalg.solve_triangular(
-        pairs.alike * chunks.beta, right_side, upper=False, unitriangular=True
+        alike * chunks.beta, right_side, upper=False, unitriangular=True
     )
-    values, reads = solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
-    return values, reads, pairs
+    return solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
 
 
-def _similar(_: _Chunks, pairs: _Pairs) -> torch.Tensor:
-    return pairs.similar
+def _pass_back(
+    chunks: _Chunks,
+    reads: torch.Tensor,
+    similar: torch.Tensor,
+    of_out: torch.Tensor,
+    of_state: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the states after the chunks, of corrections, and of the first state.
+
+    `of_state` [B, N, S, H] is that of the state after the last one.
+    """
+    of_before, of_corrections = (chunks.q * chunks.from_start).mT @ of_out, similar.mT @ of_out
+    k_to_end = chunks.k * chunks.to_end
+    return pass_back(reads, k_to_end, chunks.over, of_before, of_corrections, of_state)
 
 
 def _backward(
@@ -184,10 +291,11 @@ def _backward(
     [B, N, S, H]: the gradient of the state after the last one.
     """
     q, k, v, beta, halves, from_start, to_end = chunks
-    values, reads, (alike, similar, factors) = _solve(chunks)
+    alike, similar, factors = _pairs(chunks)
+    values, reads = _solve(chunks, alike)
     corrections = values - reads @ before
     of_similar = of_out @ corrections.mT
-    of_after, of_corrections, of_first = pass_back(chunks, reads, similar, of_out, of_last)
+    of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
 
     # Through the system. Its gradient is minus that of the right side times the corrections.
     of_solution = torch.cat([of_corrections, -of_corrections @ before.mT], -1)
@@ -239,24 +347,14 @@ def _padded(x: torch.Tensor, span: Span) -> torch.Tensor:
     return F.pad(heads_first(x, span), (0, 0, 0, CHUNK - span.length))
 
 
+def _write(out: torch.Tensor, chunks: torch.Tensor, span: Span) -> None:
+    """Write [n, B, N, C, ...] to the tokens of out [B, T, N, ...], without the padding."""
+    tokens_of(out, span).copy_(tokens_first(chunks[:, :, :, : span.length]))
+
+
 def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
     """Return the gradient of a span of x [B, T, N, S], given that of its `unit`."""
     x = _padded(x, span)
     shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     direction = x * shrunk
     return (of_unit - direction * (of_unit * direction).sum(-1, keepdim=True)) * shrunk
-
-
-def _through_inputs(
-    of_chunks: Sequence[torch.Tensor], chunks: _Chunks, inputs: Sequence[torch.Tensor], span: Span
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k, v, g and beta of a span."""
-    of_q, of_k, of_v, of_g, of_beta = of_chunks
-    q, k = inputs[:2]
-    of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
-    return of_q, _through_unit(of_k, k, span), of_v, of_g, of_beta[..., 0]
-
-
-RULE = Rule(_starts, _chunks, _solve, _similar, _padded, _backward, _through_inputs)
-_KimiDeltaAttention = function_of(RULE)
-summary, of_before = partial(delta_rule.summary, RULE), partial(delta_rule.of_before, RULE)
