@@ -21,6 +21,7 @@ from shardwise.parallel.reduce import of_every_rank
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
+from tests.notes import beside_random_base
 from tests.parity.harness import MAX_NORM, Cell, Start, microbatches, run_config
 
 
@@ -89,7 +90,9 @@ def notes_by_length() -> list[tuple[str, ...]]:
     cfg = run_config(Cell("llama", "single", "lora"))
     mesh = build_mesh(cfg, torch.device("cpu"))
     return [
-        build(replace(cfg, data=replace(cfg.data, sequence_length=length)), mesh).notes
+        beside_random_base(
+            build(replace(cfg, data=replace(cfg.data, sequence_length=length)), mesh).notes
+        )
         for length in (4096, 4097)
     ]
 

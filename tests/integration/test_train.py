@@ -26,6 +26,7 @@ from tests.left_out import some_now
 from tests.models import multimodal
 from tests.models.tiny import entries, on_meta, same, tiny
 from tests.models.unproven import write_config
+from tests.notes import beside_random_base
 from tests.parity.harness import CONFIGS
 
 STEPS = 6
@@ -164,7 +165,7 @@ def test_whole_runs_of_other_shapes(folder, family, capfd):
     record = run_on(2, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / f"tiny-{family}"))))
     assert record.sample.startswith("the state")
     assert record.flops["model_per_token"] > 0
-    assert record.notes == []
+    assert beside_random_base(record.notes) == ()
     cores = {"short convolution": "torch"} if family == "lfm2" else {}
     experts = {"experts": "loop"} if family == "qwen3_moe" else {}
     assert record.kernels == {"loss": "chunked", **cores, **experts, "lora": "torch"}
@@ -244,7 +245,7 @@ def test_a_run_of_a_family_that_is_not_listed_says_so(folder, tmp_path, capfd):
     assert record.sample.startswith("the state")
     assert (record.mfu, record.hfu, record.flops) == (None, None, None)
     assert record.parameters["trainable"] == record.lora["trainable"]
-    (note,) = record.notes
+    (note,) = beside_random_base(record.notes)
     assert note.startswith("family mistral is not proven here")
     assert f"note: {note}" in " ".join(capfd.readouterr().out.split())
 
@@ -254,7 +255,7 @@ def test_mfu_is_null_where_documents_are_isolated(folder):
     record = run_on(1, replace(cfg, data=replace(cfg.data, packing="isolated")))
     assert len(record.losses) == 2
     assert (record.mfu, record.hfu, record.flops) == (None, None, None)
-    (note,) = record.notes
+    (note,) = beside_random_base(record.notes)
     assert note.startswith("data.packing isolated: no FLOPs are counted")
 
 

@@ -28,6 +28,7 @@ from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models.tiny import CONFIGS, on_meta, tiny, with_whole_feed_forwards
+from tests.notes import beside_random_base
 from tests.parity import harness
 from tests.parity.harness import Cell, Start, microbatches, run_config
 
@@ -104,7 +105,9 @@ def notes_and_matrices(cell: Cell) -> tuple[tuple[str, ...], int]:
     cfg = run_config(cell)
     job = build.build(cfg, build_mesh(cfg, torch.device("cpu")))
     matrices = [p for name, p in job.pm.named_parameters() if p.dim() > 1 and not is_adapter(name)]
-    return job.notes, sum(local(p).nbytes for p in matrices if "tp" not in axes_of(p))
+    return beside_random_base(job.notes), sum(
+        local(p).nbytes for p in matrices if "tp" not in axes_of(p)
+    )
 
 
 TOLD = "parallel.tp: of these weights other ranks hold the same bytes: "
