@@ -99,17 +99,17 @@ EVERYONE = {
     "safety",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 4_965,
-    "cli commands library __main__ __init__": 2_175,
-    "presets": 265,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 4_970,
+    "cli commands library __main__ __init__": 2_180,
+    "presets": 260,
     "assembly training checkpoint process launch": 9_100,
-    "models": 12_685,
-    "parallel": 6_180,
-    "data": 5_270,
-    "kernels": 6_140,
-    "planner schedule metrics": 10_735,
+    "models": 12_680,
+    "parallel": 6_140,
+    "data": 5_280,
+    "kernels": 6_090,
+    "planner schedule metrics": 10_250,
     "proof": 1_120,
-    "benchmark report drawing records": 7_550,
+    "benchmark report drawing records": 6_440,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__", "lab", "base"}
@@ -225,7 +225,7 @@ def test_budgets():
 
 
 NO_NOUN = {"Of", "Those", "That", "As", "In", "By", "What"}
-WITHOUT_A_NOUN = {"config": 4, "data": 6, "layouts": 7, "parallel": 23, "planner": 40}
+WITHOUT_A_NOUN = {"layouts": 7, "data": 6, "planner": 40, "parallel": 23}
 """Rooms with docstrings that begin with one of these words, and the most there may be."""
 
 
