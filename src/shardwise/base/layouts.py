@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the slowest first: those that communicate most come last, within a node."""
 EXPERT_AXES = ("dp_expert", "ep")
-"""What a mixture of experts makes of the axis of the data-parallel strategy: ranks with the same
-experts, and neighbours that have different ones."""
+"""Axes that a mixture of experts makes of the axis of the data-parallel strategy: ranks with the
+same experts, and neighbours that have different ones."""
 HALVING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
 """Schedules that run backwards in two halves: first the gradient of a stage's input, later those of
 its weights. The first half needs an input that requires a gradient, all the way down to the
@@ -35,7 +35,7 @@ of the model."""
 
 
 class StrategyFacts:
-    """What others may ask of a data-parallel strategy: see `parallel/strategies/`."""
+    """Facts that others may ask of a data-parallel strategy: see `parallel/strategies/`."""
 
     name: str = ""
     """The value of `parallel.data`, which is the name of its file."""
@@ -44,7 +44,7 @@ class StrategyFacts:
     axis: Literal["dp_replicate", "dp_shard"] | None = "dp_replicate"
     """The axis of the mesh that it works over; None: it uses no ranks but those of a model."""
     with_replicas: str | None = None
-    """What its layouts are called with several replicas (`parallel.dp_replicate`); None: it has no
+    """Name of its layouts with several replicas (`parallel.dp_replicate`); None: it has no
     replicas beside its shards."""
     sharded: tuple[str, ...] = ()
     """The parts of which a rank has a piece between steps, of weights, gradients and optimizer."""
@@ -63,7 +63,7 @@ class StrategyFacts:
     takes_late_sums: bool = True
     """Whether gradients may be completed after the last backward, as `tp` completes some."""
     shares: str = ""
-    """What its ranks divide among them, in words; "": what others of its axis do."""
+    """Parts that its ranks divide among them, in words; "": those of others of its axis."""
 
 
 ALONE = Parallel().data
@@ -158,7 +158,7 @@ def _patterns(tails: set[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a rule may ask of a model with its adapters; `models/facts.py` finds it."""
+    """Facts that a rule may ask of a model with its adapters; `models/facts.py` finds it."""
 
     family: str
     """`model_type` of its config."""
@@ -220,7 +220,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What a rule may ask of the adapters of a run, before a model has them.
+    """Facts that a rule may ask of the adapters of a run, before a model has them.
 
     `models/lora.py` finds it.
     """
@@ -250,7 +250,7 @@ def torch_version() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rule may ask beside the run file."""
+    """Facts that a rule may ask for, beside the run file."""
 
     num_ranks: int
     """Processes of the run."""

@@ -27,7 +27,7 @@ Render = Callable[[Sequence[Message], bool], str]
 BEGIN, END = 0xF0000, 0x100000
 """Message i is marked with the characters BEGIN + i and END + i."""
 MOST_MESSAGES = 1_000
-"""In a dialogue. To find its turns takes time that grows with the square of their number."""
+"""Most messages of a dialogue: finding turns takes time by the square of their number."""
 _A_BEGIN = f"[{chr(BEGIN)}-{chr(BEGIN + MOST_MESSAGES)}]"
 _AN_END = f"[{chr(END)}-{chr(END + MOST_MESSAGES)}]"
 _MARK = re.compile(f"{_A_BEGIN}|{_AN_END}")
@@ -119,7 +119,7 @@ class _Dialogue:
     marked: Sequence[Message]
     text: str
     places: Mapping[int, tuple[int, int]]
-    """By message the characters of `text` from its first to its last marked word."""
+    """The characters, by message, of `text` from its first to its last marked word."""
 
     def gap_before(self, number: int) -> str:
         """Return the text between a message's first word and what the message before it wrote."""

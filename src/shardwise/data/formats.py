@@ -39,7 +39,7 @@ PACK = {
     "isolated": pack_joined,
     "documents": pack_documents,
 }
-"""What makes rows of documents, by `data.packing`."""
+"""Functions that make rows of documents, by `data.packing`."""
 
 ONE_ENTRY = "{path: FILE, format: ..., fields: ...}"
 """How an entry of `data.train` is written that has keys of its own."""

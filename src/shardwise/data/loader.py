@@ -66,7 +66,7 @@ class Loaders:
     """Deals out the rows up to the end of `training.epochs`, a collective of all ranks, and returns
     the last step. Each rank tokenises what its share of the slots has not read yet."""
     notes: tuple[str, ...] = ()
-    """What a reader of the record must know."""
+    """Notes that a reader of the record must know."""
     sample: Callable[[], str] = str
     """Returns in words what a sample of the documents comes to; nothing of a stream."""
 

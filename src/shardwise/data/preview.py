@@ -1,4 +1,4 @@
-"""What a run would train on: counts of each source, and the rows of the first step."""
+"""A view of what a run would train on: counts of each source, and the rows of the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What documents come to in tokens: all of a source, or a sample of it, before a run reads them."""
+"""Counts of what documents come to in tokens: all of a source, or a sample of it, before a run
+reads them.
+"""
 
 from __future__ import annotations
 

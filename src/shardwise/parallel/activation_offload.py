@@ -28,7 +28,7 @@ from shardwise.models.spec import ModelSpec
 from shardwise.models.storages import storages
 
 LEAST_BYTES = 1024
-"""What is smaller stays, as a copy would take longer than it is worth."""
+"""Bytes below which a tensor stays, as a copy would take longer than it is worth."""
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -69,7 +69,7 @@ class Moved:
 
 
 class LayerForward:
-    """What one forward of a layer has moved."""
+    """Tensors that one forward of a layer has moved."""
 
     def __init__(self, below: LayerForward | None) -> None:
         """Take the forward of the layer below on the same micro-batch."""
@@ -86,7 +86,7 @@ class LayerForward:
 
 
 class Kept(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """The stand-in that autograd keeps in place of a tensor."""
 
     moved: Moved
     layer: LayerForward
@@ -97,7 +97,7 @@ class Kept(NamedTuple):
 
 
 class Offload:
-    """What the layers of one part move, micro-batch by micro-batch."""
+    """Tensors that the layers of one part move, micro-batch by micro-batch."""
 
     def __init__(
         self, part: ModelPart, device: torch.device, stream: torch.cuda.Stream | None

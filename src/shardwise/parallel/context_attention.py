@@ -29,7 +29,8 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.parallel.context_exchange import Alone, Exchange, Gather, Message, Ring, ranges_of
 
 CHANGES_OF_SCORES = ("softcap", "s_aux", "position_bias")
-"""What transformers' attention of some models takes: a cap of scores, sinks, a bias by place."""
+"""Arguments that transformers' attention of some models takes: a cap of scores, sinks, a bias by
+place."""
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ class Message:
     """Keys and values, or gradients, that are on their way to this rank."""
 
     pair: Pair
-    """What they will be in."""
+    """Buffers that they will be in."""
     columns: slice
     """Gradients: the tokens of this rank that they are of."""
     works: tuple[dist.Work, ...] = ()
     sent: torch.Tensor | None = None
-    """What leaves this rank at the same time, kept until it has left."""
+    """Tensors that leave this rank at the same time, kept until it has left."""
 
     def wait(self) -> Pair:
         """Return them once they are here."""

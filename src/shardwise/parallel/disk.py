@@ -127,7 +127,7 @@ def _reserve(layout: Layout, cfg: RunConfig) -> Window:
 
 
 class Kept(NamedTuple):
-    """What autograd keeps in place of a weight, or of a view of it."""
+    """The stand-in that autograd keeps in place of a weight, or of a view of it."""
 
     dtype: torch.dtype
     size: torch.Size

@@ -1,4 +1,5 @@
-"""What disk offload reads together: the layers and the ends of a model, and where each one lies.
+"""Units that disk offload reads together: the layers and the ends of a model, and where each one
+lies.
 
 A tensor that is not in memory is a stand-in of its shape: one NaN, expanded, so that nobody
 computes with it unnoticed.
@@ -44,7 +45,7 @@ class Leaf:
     begin: int
     """Where it begins in the file."""
     tensor: torch.Tensor | None = None
-    """What the model or the optimizer has; None: a state that was not made yet."""
+    """The tensor of the model or the optimizer; None: a state that was not made yet."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +64,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class Unit:
-    """What is read together. In the file it lies in the order of the fields here."""
+    """Tensors that are read together. In the file it lies in the order of the fields here."""
 
     frozen: list[Leaf]
     trained: list[Leaf]
@@ -129,7 +130,7 @@ class Layout:
         ends = dict.fromkeys(p for part in parts if part.spec.tied for p in named(part)[""])
         tied = self._unit([*ends])
         self.visits = [self._visits(part, tied if part.spec.tied else None) for part in parts]
-        """In each part."""
+        """Units of each part."""
 
     def _visits(self, part: ModelPart, tied: Unit | None) -> list[Visit]:
         units = {

@@ -13,7 +13,7 @@ from shardwise.parallel.disk_window import Window
 
 
 class Update:
-    """What the optimizer of a rank does with the window."""
+    """The update of a rank's weights in the window."""
 
     def __init__(self, layout: Layout, window: Window, kinds: tuple[str, ...]) -> None:
         """Let gradients that have a place on disk go there as soon as a backward has made them.

@@ -38,7 +38,7 @@ class Buffer:
     def __init__(self, num_bytes: int) -> None:
         self.memory = mmap.mmap(-1, num_bytes)
         self.pending: Future[None] | None = None
-        """What the thread does with it last."""
+        """The last task of the thread with it."""
         self._seen: StorageWeakRef | None = None
 
     def first(self, num_bytes: int) -> memoryview:

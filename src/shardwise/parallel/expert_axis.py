@@ -1,4 +1,4 @@
-"""What expert parallelism sends along its axis: tokens to the ranks of their experts, and back."""
+"""Messages of expert parallelism along its axis: tokens to the ranks of their experts, and back."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from shardwise.parallel.reduce import sum_gradients
 
 
 class Unit(nn.Module):
-    """What a wrapper holds and calls, in place of the module whose calls go through the wrapper.
+    """The part that a wrapper holds and calls, in place of the module whose calls go through the
+    wrapper.
 
     So the model keeps the bare module, and with it transformers' names.
     """

@@ -1,4 +1,6 @@
-"""What fsdp1 and fsdp2 share: units of weights that are gathered together, and what they take."""
+"""Parts that fsdp1 and fsdp2 share: units of weights that are gathered together, and what they
+take.
+"""
 
 from __future__ import annotations
 

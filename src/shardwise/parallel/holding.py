@@ -1,4 +1,4 @@
-"""What data parallelism holds of gradients and buffers at each moment of a micro-batch.
+"""Memory that data parallelism holds of gradients and buffers at each moment of a micro-batch.
 
 Each strategy whose gradients are not simply whole has a class of its own in its file. None knows
 anything of activations, which the planner adds. Where a file says "copy", gloo copies what a

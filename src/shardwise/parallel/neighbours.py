@@ -32,7 +32,7 @@ class Affine(NamedTuple):
     """A map of states, or of their gradients: x to `linear` x + `added`."""
 
     linear: torch.Tensor | None
-    """As `Recurrence.pass_on` takes it; None where x is 0."""
+    """The argument of `Recurrence.pass_on`; None where x is 0."""
     added: torch.Tensor
 
 
@@ -162,7 +162,7 @@ class ContextNeighbours:
 
 
 class NoNeighbours:
-    """Those of a rank that has complete rows: it computes as others do and sends nothing."""
+    """Neighbours of a rank that has complete rows: it computes as others do and sends nothing."""
 
     documents = None
 

@@ -28,7 +28,7 @@ class Messages:
     calls: int
     num_bytes: int
     receiver: int | None = None
-    """Of a sent tensor: the place along the axis of the rank that gets it, where it is known."""
+    """The place of a sent tensor along the axis of the rank that gets it, where it is known."""
     when: When = "waited"
 
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism sends along its axis: each move, and the move of its backward."""
+"""Messages of tensor parallelism along its axis: each move, and the move of its backward."""
 
 from __future__ import annotations
 

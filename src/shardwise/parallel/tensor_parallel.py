@@ -75,7 +75,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 @dataclass
 class SplitResult:
-    """What splitting has made of the parameters."""
+    """The parameters after the split."""
 
     reordered: dict[str, Cut] = field(default_factory=dict)
     """Sharded parameters, by name, whose shares joined in rank order are not the complete one."""

@@ -1,4 +1,4 @@
-"""What mixers and feed-forwards make tensor parallelism send, by closed formulas."""
+"""Messages of tensor parallelism that mixers and feed-forwards cause, by closed formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Block:
-    """What a mixer or a feed-forward makes tensor parallelism send."""
+    """Messages of tensor parallelism that a mixer or a feed-forward causes."""
 
     is_sharded: bool
     """Whether each rank computes a partial sum of its output; otherwise all of it."""

@@ -1,4 +1,4 @@
-"""What `shardwise calibrate` has measured of a machine: its file, and seconds looked up in it."""
+"""Measures of a machine by `shardwise calibrate`: its file, and seconds looked up in it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ FACTORS = {
 
 
 LEAST_SECONDS = 1e-6
-"""What a message adds to a step at least."""
+"""Seconds that a message adds to a step at least."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective among `num_ranks`, on a tensor of `num_bytes` in all, adds to a step."""
+    """Seconds that a collective among `num_ranks`, on a tensor of `num_bytes` in all, adds to a
+    step.
+    """
 
     kind: str
     num_ranks: int
@@ -145,12 +147,12 @@ class Calibration:
     memory_bandwidth: float
     """Bytes per second that a copy reads and writes, while all processes copy."""
     speeds: Mapping[int, Speeds]
-    """By the number of processes that are busy."""
+    """Values by the number of processes that are busy."""
     collectives: tuple[Collective, ...]
     jitter: float
     """Seconds that a rank waits for others per second of computing."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """What computes in a process: a core, or a GPU."""
+    """The device that computes in a process: a core, or a GPU."""
     dtype: str = "float32"
     """The dtype of the products and layers that were measured."""
 

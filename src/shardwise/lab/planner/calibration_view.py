@@ -1,4 +1,4 @@
-"""What `shardwise calibrate` prints of a calibration."""
+"""Text that `shardwise calibrate` prints of a calibration."""
 
 from __future__ import annotations
 

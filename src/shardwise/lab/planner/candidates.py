@@ -215,7 +215,7 @@ class Space:
     refused_choices: dict[str, str] = field(default_factory=dict)
     """Layouts that the rules allow, with a message on how a rank was to work in them."""
     offloads: tuple[str, ...] = ("none",)
-    """What may stay on the CPU. A search offers more only where nothing fits without."""
+    """Parts that may stay on the CPU. A search offers more only where nothing fits without."""
 
     def __post_init__(self) -> None:
         self._why_not = cache(self._why_no_layout)

@@ -44,7 +44,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins ranks: bus bandwidth as nccl-tests define it, in bytes per second and rank."""
+    """The link that joins ranks: bus bandwidth as nccl-tests define it, in bytes per second and
+    rank.
+    """
 
     bandwidth: float
     latency: float
@@ -63,7 +65,7 @@ class Cluster:
     host: Link
     """The link between a device and the memory of its host."""
     calibration: Calibration | None = None
-    """What was measured here; None for a preset."""
+    """The measures of this machine; None for a preset."""
 
     @property
     def num_devices(self) -> int:

@@ -1,4 +1,4 @@
-"""What a rank sends in a step: counted collective by collective, and predicted.
+"""Bytes that a rank sends in a step: counted collective by collective, and predicted.
 
 Counted is what a call is given, not what a backend makes of it (gloo's reduce-scatter is an
 all-reduce inside).

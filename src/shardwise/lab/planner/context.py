@@ -1,4 +1,4 @@
-"""What the layers of a rank send under `parallel.cp`, by closed formulas.
+"""Messages that the layers of a rank send under `parallel.cp`, by closed formulas.
 
 A mixer sends in every forward and, where a gradient reaches its core, in every backward; activation
 checkpointing sends what its forward sends once more. schedule/context.py counts the messages of one

@@ -30,7 +30,7 @@ with the questions of tools/plan_search.py in view, and decides nothing but what
 
 @dataclass
 class Estimates:
-    """What candidates of one question take, roughly."""
+    """Rough memory and time of the candidates of one question."""
 
     question: Question
     subject: Subject

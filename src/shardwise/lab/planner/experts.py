@@ -1,4 +1,4 @@
-"""What mixtures of experts send under `parallel.ep`, by closed formulas.
+"""Messages that mixtures of experts send under `parallel.ep`, by closed formulas.
 
 A rank has N tokens of a micro-batch, each of which goes to k experts: N k rows leave for the ranks
 of their experts, and R rows arrive from all ranks. R depends on the routing; all else does not.
@@ -21,7 +21,7 @@ from shardwise.models.spec import LayerSpec
 from shardwise.models.tensor_cuts import unwrapped
 
 COUNT_BYTES = 8
-"""Of the number of rows for an expert, an int64."""
+"""Bytes of the number of rows for an expert, an int64."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Mixture:
     """The routed experts of a layer."""
 
     path: str
-    """Of the experts in the transformers model."""
+    """Name of the experts in the transformers model."""
     num_experts: int
     """E, on all ranks."""
     top_k: int

@@ -35,13 +35,14 @@ class Memory(NamedTuple):
     optimizer: int = 0
     """The states of the optimizer."""
     activations: int = 0
-    """What forwards have kept for backwards."""
+    """Bytes that forwards have kept for backwards."""
     buffers: int = 0
     """Gathered weights, buckets, partial sums and messages: what is there to be communicated."""
     temporary: int = 0
-    """What a unit or the optimizer needs while it runs, the rows of the step, and constants."""
+    """Bytes that a unit or the optimizer needs while it runs, the rows of the step, and
+    constants."""
     overhead: int = 0
-    """What the device's runtime and libraries take; 0 on a CPU."""
+    """Bytes that the device's runtime and libraries take; 0 on a CPU."""
     host: int = 0
     """Bytes offloaded to the memory of the host: no part of the total."""
     moment: str = ""

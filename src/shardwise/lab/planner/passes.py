@@ -23,9 +23,9 @@ class Moment(NamedTuple):
 
     held: Held
     place: int
-    """Of the unit in its chunk."""
+    """The place of the unit in its chunk."""
     below: int
-    """Of how many units of the chunk, from the lowest up, activations are alive."""
+    """The number of units of the chunk, from the lowest up, whose activations are alive."""
     beside: int
     """Bytes of hidden states and their gradients."""
     kind: int
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
     chunk: int
     moments: tuple[Moment, ...]
     in_flight: tuple[int, ...]
-    """Of each chunk of the rank, the other micro-batches that keep its activations."""
+    """The other micro-batches, for each chunk of the rank, that keep its activations."""
     late: int = 0
     """Bytes that halves of backwards have left for the other halves."""
     gradients: int = 0

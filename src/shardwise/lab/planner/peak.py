@@ -44,12 +44,12 @@ from shardwise.parallel.weights import Weight
 NORM_ELEMENTS = 2**16
 """Elements of a gradient that are squared together for the norm, on a CPU."""
 CUDA_CONTEXT_BYTES = 1122 * 2**20
-"""What a process takes of a GPU beside tensors: the driver's context, and kernels. Measured on an
-H200 with driver 580 and torch 2.11: 518 MiB at the start, 692 with cuBLAS and attention, 1,250
-with a group of one rank in NCCL 2.28, which has NCCL_BYTES in it."""
+"""Bytes that a process takes of a GPU beside tensors: the driver's context, and kernels. Measured
+on an H200 with driver 580 and torch 2.11: 518 MiB at the start, 692 with cuBLAS and attention,
+1,250 with a group of one rank in NCCL 2.28, which has NCCL_BYTES in it."""
 NCCL_BYTES = 32 * 4 * 2**20
-"""What NCCL takes for a group of ranks: a buffer of 4 MiB (NCCL_BUFFSIZE) for each of at most 32
-channels (NCCL_MAX_NCHANNELS, the defaults in NVIDIA's documentation). *Unverified here.*"""
+"""Bytes that NCCL takes for a group of ranks: a buffer of 4 MiB (NCCL_BUFFSIZE) for each of at
+most 32 channels (NCCL_MAX_NCHANNELS, the defaults in NVIDIA's documentation). *Unverified here.*"""
 
 
 def memory_of_run(cfg: RunConfig, run: Description) -> Memory:

@@ -1,4 +1,6 @@
-"""What `shardwise plan` prints: the best layouts, why they are the best, and their arithmetic."""
+"""Text that `shardwise plan` prints: the best layouts, why they are the best, and their
+arithmetic.
+"""
 
 from __future__ import annotations
 

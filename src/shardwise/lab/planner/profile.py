@@ -143,8 +143,8 @@ class Bench:
     watch: Stopwatch
     number: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By stage and kind: F forward, B backward, I and W its halves, `around` and `again` the first
-    stage after a backward and right before another stage."""
+    """Seconds by stage and kind: F forward, B backward, I and W its halves, `around` and `again`
+    the first stage after a backward and right before another stage."""
     rounds: list[float] = field(default_factory=list)
 
     def means(self, rounds: int, together: bool) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""What a budget of memory lets a run keep of its layers, and what is computed again instead.
+"""The parts of layers that a run keeps within a budget of memory; others are computed again.
 
 The memory is that of `peak.py`, for the rank of each pipeline stage that has most of it, and the
 price of computing a layer again is its FLOPs, or its measured seconds where the cache has a profile
@@ -42,7 +42,7 @@ MANY_TOKENS = 2**18
 """The tokens of a micro-batch from which on it is asked whether a CPU's memory holds a step."""
 Boundaries = tuple[int, ...] | None
 Prices = Mapping[Way, Sequence[int]]
-"""What it costs to compute each unit again, by way."""
+"""Cost of computing each unit again, by way."""
 
 
 def chosen_of(cfg: RunConfig, mesh: Mesh, adapter: Any = None) -> Chosen | None:

@@ -44,7 +44,7 @@ OFFLOADS = ("none", "optimizer", "all")
 
 @dataclass
 class Answer:
-    """What a search has found."""
+    """Result of a search."""
 
     question: Question
     subject: Subject
@@ -53,7 +53,8 @@ class Answer:
     computed: list[Choice] = field(default_factory=list)
     """Every choice that was computed exactly."""
     simpler: dict[str, Choice] = field(default_factory=dict)
-    """Of other layouts, by name: the best choice, or the one that needs least if none fits."""
+    """Choices of other layouts, by name: the best choice, or the one that needs least if none
+    fits."""
     refused: dict[str, str] = field(default_factory=dict)
     """Layouts and sizes with the message of the rule that refuses them."""
     changes: dict[str, Choice] = field(default_factory=dict)

@@ -39,16 +39,16 @@ class Chunk(ChunkWeights):
     sends_to: int | None = None
     """The place along `pp` of the other rank that its output goes to; None: to none."""
     mixers: tuple[Mixer, ...] = ()
-    """What context parallelism makes send."""
+    """Messages of context parallelism."""
     mixtures: tuple[Mixture, ...] = ()
-    """What expert parallelism makes send."""
+    """Messages of expert parallelism."""
     router_experts: tuple[int, ...] = ()
     """The experts of each of its routers that has a load-balancing loss."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a model."""
+    """The part of a model that one rank holds."""
 
     chunks: tuple[Chunk, ...]
     tied: Weight | None

@@ -1,4 +1,4 @@
-"""What `shardwise split` prints and writes: a run's pipeline by stage, beside other splits."""
+"""Text and files of `shardwise split`: a run's pipeline by stage, beside other splits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the figures must know."""
+        """Notes that a reader of the figures must know."""
         notes = []
         if self.cfg.parallel.tp > 1:
             notes.append(

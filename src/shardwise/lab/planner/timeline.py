@@ -1,4 +1,6 @@
-"""What the ranks of a pipeline did in a step: recorded, compared with the prediction, and drawn."""
+"""Actions of the ranks of a pipeline in a step: recorded, compared with the prediction, and
+drawn.
+"""
 
 from __future__ import annotations
 

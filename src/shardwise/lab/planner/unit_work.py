@@ -1,4 +1,4 @@
-"""What one micro-batch does in each unit of a model: its products by shape, and all the rest.
+"""Work of one micro-batch in each unit of a model: its products by shape, and all the rest.
 
 A product multiplies T tokens by a weight. The rest of a unit (a core, norms, activations, the loss,
 the launching of operators) is described by four numbers, whose prices a calibration measures.
@@ -38,7 +38,7 @@ class Product(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What the time of a unit beyond its products is proportional to."""
+    """Quantities to which the time of a unit beyond its products is proportional."""
 
     calls: float
     elements: float

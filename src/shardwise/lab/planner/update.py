@@ -1,4 +1,4 @@
-"""What an optimizer needs while it updates the weights of a rank."""
+"""Memory that an optimizer needs while it updates the weights of a rank."""
 
 from __future__ import annotations
 
