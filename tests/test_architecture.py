@@ -107,7 +107,7 @@ MOST_LINES = {
     "parallel": 6_140,
     "data": 5_280,
     "kernels": 6_090,
-    "planner schedule metrics": 10_250,
+    "planner schedule metrics": 10_260,
     "proof": 1_120,
     "benchmark report drawing records": 6_440,
 }
