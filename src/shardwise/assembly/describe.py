@@ -58,7 +58,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     """
     if device is None and device_type(cfg) == "cpu":
         device = torch.device("cpu")
-    rules.check(cfg, Facts(num_ranks), but="step")  # too many stages are told before
+    rules.check(cfg, Facts(num_ranks), but="step")  # too many stages are refused before
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
     multimodal = multimodal_of(cfg.model, hf)

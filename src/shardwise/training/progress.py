@@ -14,7 +14,7 @@ from rich.console import Console
 from shardwise.base.words import size
 
 MOST_SECONDS = 100 * 365 * 86_400.0
-"""The longest time to come that is told."""
+"""The longest time to come that is printed."""
 
 
 class Progress:
