@@ -43,6 +43,14 @@ def test_counts_of_each_source(run_file: str, capsys: pytest.CaptureFixture[str]
     assert len(row["tokens"]) == len(row["targets"]) == len(row["documents"]) == 65
 
 
+def test_no_name_is_cut_in_a_pipe(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{'long-' * 20}name.jsonl"
+    Path(name).write_text(Path("a.jsonl").read_text())
+    capsys.readouterr()
+    assert cli.main(["data", run_file, f"--data.train={name}", "--rows=0"]) == 0
+    assert any(line.startswith(f"{name} ") for line in capsys.readouterr().out.splitlines())
+
+
 def test_a_sample_is_called_one(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cli.main(["data", run_file, "--documents=2", "--rows=1"]) == 0

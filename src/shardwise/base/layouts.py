@@ -40,7 +40,7 @@ class StrategyFacts:
     name: str = ""
     """The value of `parallel.data`, which is the name of its file."""
     order: float = 0
-    """Its place among the strategies, the simplest first."""
+    """Place among the strategies, the simplest first."""
     axis: Literal["dp_replicate", "dp_shard"] | None = "dp_replicate"
     """The axis of the mesh that it works over; None: it uses no ranks but those of a model."""
     with_replicas: str | None = None

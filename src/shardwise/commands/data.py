@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,9 @@ def run(args: Namespace) -> int:
 
         print(json.dumps(found.to_dict()))
         return 0
-    _print(cfg, found, tokenizer, Console(highlight=False))
+    # In a file or a pipe no name is cut in two.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 1_000)
+    _print(cfg, found, tokenizer, console)
     return 0
 
 

@@ -30,7 +30,7 @@ class Division(NamedTuple):
 
     @property
     def strategy(self) -> Strategy:
-        """Its data-parallel strategy."""
+        """Data-parallel strategy of the division."""
         return STRATEGIES[self.data]
 
     @property
