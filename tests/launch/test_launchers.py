@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 
@@ -22,7 +23,7 @@ LAUNCH = {
     "restarts": 3,
     "environment": {"HF_HOME": "/data/hf"},
     "before": ["module load cuda"],
-    "slurm": {"partition": "gpu"},
+    "slurm": {"partition": "gpu", "cpus-per-task": 8},
     "torchrun": {"rdzv-endpoint": "node1:29400"},
     "ray": {"address": "10.0.0.1:6379"},
     "container": "me/image:1",
@@ -88,6 +89,20 @@ def test_a_job_that_asks_for_no_gpu_says_so(
         assert cli.main([*command, f"--training.device={device}"]) == 0
         note = f"note: the job asks for no GPU; set {asked}, or training.device=cpu"
         assert (note in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [({}, True), ({"gpus-per-node": 1}, True), ({"cpus-per-task": 8}, False)],
+)
+def test_a_job_of_slurm_whose_processes_get_one_cpu_each_says_so(
+    options, is_told, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    keys = ["--launch.mounts={/data: kept}", f"--launch.slurm={json.dumps(options)}"]
+    assert cli.main(["launch", "run.yaml", "--on=slurm", "--dry-run", *keys]) == 0
+    assert ("set launch.slurm.cpus-per-task" in capsys.readouterr().err) == is_told
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -85,6 +85,12 @@ def run(args: Namespace) -> int:
         print(f"note: --on {args.on} does not use {names}", file=sys.stderr)
     if cfg.training.device != "cpu" and (keys := _keys_for_gpus(cfg.launch, args.on)):
         print(f"note: the job asks for no GPU; set {keys}, or training.device=cpu", file=sys.stderr)
+    if args.on == "slurm" and not any(key.startswith("cpus-per-") for key in cfg.launch.slurm):
+        print(
+            "note: Slurm gives each process one CPU unless the partition says otherwise; set "
+            "launch.slurm.cpus-per-task",
+            file=sys.stderr,
+        )
     for note in _unseen(cfg, args.on):
         print(f"note: {note}", file=sys.stderr)
     if args.dry_run:
