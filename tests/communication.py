@@ -19,7 +19,7 @@ from shardwise.lab.planner.share import share_of
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.patches.experts import Compute
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.step import training_step
 from tests.parity.harness import Cell, microbatches, numerics_of, run_config
 
@@ -106,7 +106,7 @@ def rows_received(counts: list[torch.Tensor], num_microbatches: int, mesh: Mesh)
     if mesh.ep == 1:
         return 0
     routed = torch.stack(counts).sum(0) * num_microbatches // len(counts)  # [E]
-    from_each = torch.stack(of_every_rank(routed, mesh.group("ep")))
+    from_each = torch.stack(from_every_rank(routed, mesh.group("ep")))
     return int(from_each.sum(0).view(mesh.ep, -1)[mesh.rank("ep")].sum())
 
 

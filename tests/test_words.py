@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from shardwise.base import words
+
+SOURCE = Path(words.__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,20 @@ def test_one_line():
     assert words.one_line("a\nb\x07c") == "a b c"
     assert words.one_line("x" * 70 + "1") == "x" * 29 + "…" + "x" * 29 + "1"
     assert words.one_line("y" * 60) == "y" * 60
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Names that a file gives to functions, classes, arguments, variables and attributes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+def test_a_name_says_content():
+    """A gradient of x is `grad_x`; nothing is `of_x`."""
+    named = {path: [*names_in(path)] for path in SOURCE.rglob("*.py")}
+    assert sum("grad_out" in names for names in named.values()) > 10
+    assert {name for names in named.values() for name in names if name.startswith("of_")} == set()

@@ -17,7 +17,7 @@ from shardwise.base.interfaces import Mesh
 from shardwise.config import Lora, Optimizer, Parallel, RunConfig, UserError
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
@@ -40,7 +40,7 @@ def cut_anew_after_two_steps(mode: str, optimizer: str) -> tuple[list[float], li
     begun = losses(job, cfg, mesh, range(1, 3))
     portable = portable_tensors(job.pm, job.optimizer, trained_only=False)
     mine = {key: full_tensor(tensor).clone() for key, tensor in portable}
-    everything = {key: tensor for held in of_every_rank(mine) for key, tensor in held.items()}
+    everything = {key: tensor for held in from_every_rank(mine) for key, tensor in held.items()}
     moved = replace(cfg, parallel=Parallel(pp=2, split=[3, 1], schedule="gpipe"))
     again = build(moved, mesh, MemoryState(everything, step=2))
     assert [len(part.spec.layers) for part in again.pm.parts] == [[3], [1]][

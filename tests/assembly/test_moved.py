@@ -19,7 +19,7 @@ from shardwise.base.interfaces import Mesh
 from shardwise.config import Parallel, RunConfig
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.step import forward_backward, training_step
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
@@ -113,7 +113,7 @@ def trained(
     for group in job.optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             mine[f"gradient/{name}"] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
-    return Trained(losses, norms, {k: t for held in of_every_rank(mine) for k, t in held.items()})
+    return Trained(losses, norms, {k: t for held in from_every_rank(mine) for k, t in held.items()})
 
 
 @cache

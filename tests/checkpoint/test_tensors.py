@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.index import check_header, read_index
 from shardwise.parallel.place import full_tensor
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 from tests.distributed import run_ranks
 
 WHOLE = {
@@ -49,7 +49,7 @@ def write(folder: Path, shape: tuple[int, ...]) -> None:
     )
     tensors = laid_out(cut | {"cut twice": [Shard(0), Shard(1)][: len(shape)]}, shape, fill=True)
     rank = dist.get_rank()
-    ranks = of_every_rank(checkpoint_tensors.held(tensors, rank))
+    ranks = from_every_rank(checkpoint_tensors.held(tensors, rank))
     checkpoint_tensors.write(tensors, folder, ranks, rank)
 
 

@@ -40,7 +40,7 @@ def in_pieces(
     inputs: Sequence[torch.Tensor],
     shared: Sequence[int],
     documents: torch.Tensor | None,
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     cuts: Sequence[int],
 ) -> list[torch.Tensor]:
     """The outputs and the gradients of all inputs, if each piece only knows its own tokens.
@@ -49,20 +49,20 @@ def in_pieces(
     have no tokens: their gradients are added up.
     """
     pieces = []
-    for first, end in zip([0, *cuts], [*cuts, of_out.shape[1]]):
+    for first, end in zip([0, *cuts], [*cuts, grad_out.shape[1]]):
         mine = [
             (x if place in shared else x[:, first:end]).detach().requires_grad_()
             for place, x in enumerate(inputs)
         ]
         # What a rank gets of the tokens before: whether a document begins with its first one.
         tokens = None if documents is None else documents[:, first:end]
-        goes_on = torch.ones(of_out.shape[0], dtype=torch.bool)
+        goes_on = torch.ones(grad_out.shape[0], dtype=torch.bool)
         if documents is not None and first:
             goes_on = documents[:, first] == documents[:, first - 1]
-        pieces.append((mine, tokens, goes_on, of_out[:, first:end]))
+        pieces.append((mine, tokens, goes_on, grad_out[:, first:end]))
     with torch.no_grad():
         maps = [core.summary(*mine, tokens) for mine, tokens, _, _ in pieces]
-        firsts = [core.of_before(*mine, of_piece, tokens) for mine, tokens, _, of_piece in pieces]
+        firsts = [core.grad_before(*mine, of_piece, tokens) for mine, tokens, _, of_piece in pieces]
 
     def only(goes_on: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         return state * goes_on.view(-1, *[1] * (state.ndim - 1))
@@ -70,15 +70,15 @@ def in_pieces(
     states = [torch.zeros_like(maps[0].after)]
     for (transition, after), (_, _, goes_on, _) in zip(maps[:-1], pieces[1:]):
         states.append(only(goes_on, core.pass_on(transition, states[-1]) + after))
-    of_lasts = [torch.zeros_like(maps[0].after)]
+    grad_lasts = [torch.zeros_like(maps[0].after)]
     for place in reversed(range(1, len(pieces))):
-        of_first = core.pass_back(maps[place].transition, of_lasts[0]) + firsts[place]
-        of_lasts.insert(0, only(pieces[place][2], of_first))
+        grad_first = core.pass_back(maps[place].transition, grad_lasts[0]) + firsts[place]
+        grad_lasts.insert(0, only(pieces[place][2], grad_first))
     outs, gradients = [], []
-    for (mine, tokens, _, of_piece), state, of_last in zip(pieces, states, of_lasts):
+    for (mine, tokens, _, of_piece), state, grad_last in zip(pieces, states, grad_lasts):
         out, last = core.run(*mine, state, tokens)
         outs.append(out)
-        gradients.append(torch.autograd.grad([out, last], mine, [of_piece, of_last]))
+        gradients.append(torch.autograd.grad([out, last], mine, [of_piece, grad_last]))
     return [
         torch.cat(outs, 1),
         *(

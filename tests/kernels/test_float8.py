@@ -40,7 +40,7 @@ def test_products_are_those_of_rounded_operands(recipe):
     y = float8_linear(x, w, None, Float8(recipe))
     y.backward(dy)
     e4m3 = torch.float8_e4m3fn
-    of_dy = torch.float8_e5m2 if recipe == "tensorwise" else e4m3
+    grad_dy = torch.float8_e5m2 if recipe == "tensorwise" else e4m3
     both = [0, 1]
     is_rowwise = recipe == "rowwise"
 
@@ -49,8 +49,8 @@ def test_products_are_those_of_rounded_operands(recipe):
 
     expected = [
         read(x, 1) @ read(w, 1).t(),
-        read(dy, 1, of_dy) @ read(w, 0),
-        read(dy, 0, of_dy).t() @ read(x, 0),
+        read(dy, 1, grad_dy) @ read(w, 0),
+        read(dy, 0, grad_dy).t() @ read(x, 0),
     ]
     for value, exact in zip((y, x.grad, w.grad), expected):
         assert value is not None
@@ -108,8 +108,8 @@ def test_a_linear_with_an_adapter_multiplies_the_frozen_weight_alone(recipe, p):
             if float8_i is None:
                 torch.testing.assert_close(y, plain_y)
                 continue
-            of_weight = products.output(x.detach(), w)
-            torch.testing.assert_close(y, plain_y - x.detach() @ w.t() + of_weight)
+            grad_weight = products.output(x.detach(), w)
+            torch.testing.assert_close(y, plain_y - x.detach() @ w.t() + grad_weight)
             expected_dx += products.input_gradient(dy, w) - dy @ w
         torch.testing.assert_close(dx, expected_dx, rtol=1e-4, atol=1e-4)
 

@@ -121,12 +121,12 @@ def inputs(case: Case) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
 
 def of_one_process(case: Case) -> tuple[torch.Tensor, ...]:
     """Return output and gradients of complete rows."""
-    (q, k, v, of_out), documents = inputs(case)
+    (q, k, v, grad_out), documents = inputs(case)
     for x in (q, k, v):
         x.requires_grad_()
     sight = Sight(0.4, 0, case.window, documents, documents)
     out, _ = naive.attend(q, k, v, sight)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), of_out)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)
 
 
 def differences(cases: list[Case]) -> list[list[float]]:
@@ -142,12 +142,12 @@ def differences(cases: list[Case]) -> list[list[float]]:
             return torch.cat([parts[chunk] for chunk in chunks], 2)
 
         tensors, documents = inputs(case)
-        q, k, v, of_out = map(here, tensors)
+        q, k, v, grad_out = map(here, tensors)
         for x in (q, k, v):
             x.requires_grad_()
         attend = ContextAttention(dist.group.WORLD, cut, case.way)
         out = attend(q, k, v, 0.4, case.window, documents)
-        results = out.detach(), *torch.autograd.grad(out, (q, k, v), of_out)
+        results = out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)
         wanted = of_one_process(case)
         found.append(
             [
@@ -203,9 +203,9 @@ def without_documents(self, keys):
     return BLOCKS(self._replace(documents=None), keys)
 
 
-def lose_gradients(self, number, of_k, of_v):
+def lose_gradients(self, number, grad_k, grad_v):
     lost = number == 1
-    return GIVE_BACK(self, number, of_k * (not lost), of_v * (not lost))
+    return GIVE_BACK(self, number, grad_k * (not lost), grad_v * (not lost))
 
 
 def keep_gradients(_, gradient):
@@ -240,14 +240,14 @@ def sent_and_predicted(cases: list[Case]) -> list[tuple[list[Total], list[Total]
     results = []
     for case in cases:
         cut = Cut(n, case.zigzag)
-        (q, k, v, of_out), _ = inputs(case)
-        q, k, v, of_out = (x[:, :, : NUM_TOKENS // n].clone() for x in (q, k, v, of_out))
+        (q, k, v, grad_out), _ = inputs(case)
+        q, k, v, grad_out = (x[:, :, : NUM_TOKENS // n].clone() for x in (q, k, v, grad_out))
         q.requires_grad_()
         k.requires_grad_()
         with Collectives(mesh) as forward:
             out = ContextAttention(mesh.group("cp"), cut, case.way)(q, k, v, 0.4, case.window)
         with Collectives(mesh) as backward:
-            out.backward(of_out)
+            out.backward(grad_out)
         shape = AttentionShape(2 * q.shape[2], *case.heads, *case.sizes, q.element_size())
         predicted = sent_by_attention(shape, cut, rank, case.way, case.window, q.shape[2])
         as_totals = [
@@ -301,7 +301,7 @@ def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
     def attention(module, *args, **kwargs):
         calls.append(kwargs.get("sliding_window"))
         context = ContextAttention(None, Cut(1), "ring")
-        return context.of_mixer(Tokens(), module, *args, **kwargs)
+        return context.for_mixer(Tokens(), module, *args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "of_test", attention)
     model = tiny(name)
@@ -328,7 +328,7 @@ def of_mixer_on_a_rank() -> torch.Tensor:
     tokens = Tokens(documents.chunk(n, 1)[rank], CompleteRows(documents))
     context = ContextAttention(dist.group.WORLD, Cut(n), "ring")
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = context.of_mixer(tokens, torch.nn.Identity(), *mine, None, scaling=0.4)
+        out, _ = context.for_mixer(tokens, torch.nn.Identity(), *mine, None, scaling=0.4)
     assert out.dtype == torch.bfloat16
     return out
 
@@ -346,7 +346,7 @@ def test_changed_scores_are_refused(given):
     (q, k, v, _), _ = inputs(Case("ring", False))
     context = ContextAttention(None, Cut(1), "ring")
     with pytest.raises(UserError, match=r"parallel\.cp"):
-        context.of_mixer(Tokens(), torch.nn.Identity(), q, k, v, None, **given)
+        context.for_mixer(Tokens(), torch.nn.Identity(), q, k, v, None, **given)
 
 
 def kept_bytes() -> dict[str, int]:

@@ -47,7 +47,9 @@ def _no_state_of_other_ranks(patch: Patch) -> None:
 
 def _no_gradient_of_later_ranks(patch: Patch) -> None:
     patch.setattr(
-        ContextNeighbours, "of_state_after", lambda self, core, transition, of: torch.zeros_like(of)
+        ContextNeighbours,
+        "grad_state_after",
+        lambda self, core, transition, of: torch.zeros_like(of),
     )
 
 

@@ -118,12 +118,12 @@ def _transition_without_decay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _transition_not_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    after = ContextNeighbours.of_state_after
+    after = ContextNeighbours.grad_state_after
 
     def without(self: Any, core: Recurrence, *rest: torch.Tensor) -> torch.Tensor:
         return after(self, core._replace(pass_back=core.pass_on), *rest)
 
-    monkeypatch.setattr(ContextNeighbours, "of_state_after", without)
+    monkeypatch.setattr(ContextNeighbours, "grad_state_after", without)
 
 
 def _state_across_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +173,12 @@ def _sent_and_predicted(length: int, dtype: torch.dtype) -> list[tuple[Total, To
         return tokens.recur(kimi_delta_attention.RECURRENCE, q, k, v, decays, beta)
 
     of_map = sent_by_recurrence(B * N * S * S, B * N * S * H, dtype.itemsize, rank, size)
-    of_halo = sent_by_convolution(W, B * D * dtype.itemsize, rank, size)
+    grad_halo = sent_by_convolution(W, B * D * dtype.itemsize, rank, size)
     results = []
     for compute, predicted in (
         (lambda: tokens.recur(RECURRENCE, q, k, v, g, beta), of_map),
         (by_key, of_map),
-        (convolve, of_halo),
+        (convolve, grad_halo),
     ):
         with Collectives(mesh) as forward:
             out = compute()

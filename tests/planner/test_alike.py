@@ -30,7 +30,7 @@ def test_blocks_and_mixers_of_like_layers(family):
         (chunk,) = share_of(cfg, run, first, None, parts).chunks
         blocks, mixers = [], []
         for layer, unit in zip(run.spec.layers, counts.units[1:-1], strict=True):
-            weights = chunk.of_layers[layer.name]
+            weights = chunk.by_layer[layer.name]
             blocks += blocks_of(cfg, run, layer, unit, weights)
             if cfg.parallel.cp > 1:
                 shapes = {weight.name: weight.shape for weight in weights}

@@ -13,7 +13,7 @@ from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.lab.planner.calibration import FACTORS, Calibration, Collective, Speeds
 from shardwise.lab.planner.cluster import Cluster, Link, cluster_of, efficiency
-from shardwise.lab.planner.communication import of_data, step_of
+from shardwise.lab.planner.communication import data_messages, step_of
 from shardwise.lab.planner.shares import Shares
 from shardwise.lab.planner.step_time import StepTime, _waits_for_host, time_of_step
 from shardwise.lab.planner.unit_time import UnitSeconds, seconds_of_units
@@ -246,7 +246,7 @@ def test_what_follows_the_last_backward_does_not_hide():
     for cfg in runs:
         run = describe(cfg, 4)
         step = step_of(cfg, run, Shares(cfg, run).of(0))
-        sent.append({(message.kind, message.when) for message in of_data(step)})
+        sent.append({(message.kind, message.when) for message in data_messages(step)})
     assert sent == [
         {("all-reduce", "waited")},
         {("all-gather", "layers"), ("reduce-scatter", "waited")},

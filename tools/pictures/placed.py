@@ -145,9 +145,9 @@ def _only(share: Share, chosen: set[str]) -> Share:
     for chunk in share.chunks:
         kept = {
             layer: tuple(weight for weight in weights if weight.name in chosen)
-            for layer, weights in chunk.of_layers.items()
+            for layer, weights in chunk.by_layer.items()
         }
-        chunks.append(replace(chunk, of_layers=kept))
+        chunks.append(replace(chunk, by_layer=kept))
     return replace(share, chunks=tuple(chunks))
 
 

@@ -46,7 +46,7 @@ from shardwise.models.multimodal import Multimodal
 from shardwise.models.own import OwnModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import fill, materialise
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _costs(cfg: RunConfig, mesh: Mesh, facts: Description, counts: ModelCounts |
 
 def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> Cut:
     # A few numbers per layer go from every rank to all: a node may have another profile, or none.
-    units, source = of_every_rank(costs)[0]
+    units, source = from_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 

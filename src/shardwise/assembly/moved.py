@@ -22,7 +22,7 @@ from shardwise.base.process.watchdog import beat
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.config import Lora, RunConfig
 from shardwise.parallel.place import local
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 Described = Mapping[int, Sequence[tuple[str, torch.Size, torch.dtype]]]
 """The tensors of layers that leave a rank, by the layers' numbers."""
@@ -78,7 +78,7 @@ class MovedState:
                 prefix = f"{layer.name}."
                 names = ((key, key.partition("/")[2]) for key in self._tensors)
                 leaving[number] = [key for key, name in names if name.startswith(prefix)]
-        described: list[Described] = of_every_rank(
+        described: list[Described] = from_every_rank(
             {n: [self._describe(key) for key in keys] for n, keys in leaving.items()}, group
         )
         for number, (source, target) in enumerate(zip(before, after, strict=True)):

@@ -19,7 +19,7 @@ from shardwise.models.own import OWN, GivesCuts, GivesStages, OwnModel, OwnPart,
 from shardwise.models.tensor_cuts import Indivisible
 from shardwise.models.tensor_plan import split_blocks
 from shardwise.parallel.pipeline_parallel import pipeline_of
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 BY_PARAMETERS = CostSource(rate="one operation per parameter")
 """The source of the costs of a module's layers."""
@@ -130,7 +130,7 @@ def own_state(cfg: RunConfig, own: OwnModel) -> MemoryState:
     """Return the state of a new run: the module's own values, which must be equal on every rank."""
     # A number for each tensor, from every rank to all.
     sums = {key: value.double().sum().item() for key, value in own.values.items()}
-    ranks = of_every_rank(sums)
+    ranks = from_every_rank(sums)
     for key, value in sums.items():
         require(
             all(other.get(key) == value for other in ranks),

@@ -61,9 +61,9 @@ class Routing:
             assert isinstance(part, CausalLM)
             for path, routed in part.experts.items():
                 # A layer that its backward computes again counts twice, which changes no share.
-                if (of_layer := routed.take_counts()) is not None:
+                if (layer_counts := routed.take_counts()) is not None:
                     row = counts[self.paths.index(path)]
-                    row[: len(of_layer) - 1], row[-1] = of_layer[:-1], of_layer[-1]
+                    row[: len(layer_counts) - 1], row[-1] = layer_counts[:-1], layer_counts[-1]
         sum_over(counts, mesh, ("pp", *mesh.gradient_axes))
         shares = counts / counts[:, :-1].sum(1, keepdim=True).clamp(min=1)
         self.given.copy_(shares[:, :-1])

@@ -167,7 +167,7 @@ def _initial_weights(
                     own = None if scales is None else scales.of(disk_name)
                     tensors = quantise(full, stored[name].format, own)
                     yield from ((f"{name}.{tensor}", values) for tensor, values in tensors.items())
-                    full = dequantise(tensors, stored[name].format, stored[name].of_dtype)
+                    full = dequantise(tensors, stored[name].format, stored[name].weight_dtype)
                 elif name in names:
                     yield name, full
                 if name in magnitudes:

@@ -9,7 +9,7 @@ from shardwise.config import RunConfig, require
 from shardwise.metrics.flops import model_flops_per_token
 from shardwise.metrics.hardware import PeakFlops, peak_flops
 from shardwise.models.counts import ModelCounts
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 MARGIN = 4.0
 """How much faster than its peak a device may seem: a busy machine measures too low a peak, and
@@ -33,7 +33,7 @@ def check_step_time(
     if flops / num_ranks <= most * SLOW[device.type]:
         return
     # A number from every rank to all, which may measure different ones.
-    rate = sum(of_every_rank(peak_of(cfg, device).flops_per_second))
+    rate = sum(from_every_rank(peak_of(cfg, device).flops_per_second))
     least = flops / (MARGIN * rate)
     require(
         least <= most,

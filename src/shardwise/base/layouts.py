@@ -280,7 +280,7 @@ def parallel_of(layout: str) -> Parallel:
     """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
     pp, cp, ep, tp = (2 if axis in parts else 1 for axis in ("pp", "cp", "ep", "tp"))
-    given = (of_part for part, of_part in data_parts().items() if part in parts)
+    given = (part_kind for part, part_kind in data_parts().items() if part in parts)
     data, replicas = next(given, (ALONE, 1))
     sizes = Parallel(data=data, dp_replicate=replicas, pp=pp, cp=cp, ep=ep, tp=tp)
     return replace(sizes, sequence_parallel="sp" in parts)

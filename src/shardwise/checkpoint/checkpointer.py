@@ -37,8 +37,8 @@ from shardwise.checkpoint.together import together
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
-from shardwise.models.adapter_start import of_folder
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.models.adapter_start import keys_of_folder
+from shardwise.parallel.reduce import from_every_rank
 
 
 class _Portable(NamedTuple):
@@ -95,7 +95,7 @@ class Checkpointer:
         if start.folder is not None and not self._best_folder.is_dir():  # a resume elsewhere
             self._best_folder = start.folder.with_name(self._best_folder.name)
         exists = best is not None and self._best_folder.is_dir()
-        self._best: Best | None = best if of_every_rank(exists, self._group)[0] else None
+        self._best: Best | None = best if from_every_rank(exists, self._group)[0] else None
 
     def __enter__(self) -> Checkpointer:
         if not self._starts_in_memory:
@@ -161,7 +161,7 @@ class Checkpointer:
             return self._step
         with paused():
             damage = folders.damage(folder, dist.get_rank(), dist.get_world_size())
-        if any(of_every_rank(damage, self._group)):
+        if any(from_every_rank(damage, self._group)):
             note(f"the best checkpoint, {folder}, is damaged: the result is of the last step")
             return self._step
         load_weights(self.job.pm, SavedState(folder, folders.read_manifest(folder)))
@@ -195,7 +195,7 @@ class Checkpointer:
     def _manifest(self, step: int, group: dist.ProcessGroup) -> Manifest:
         """Return what a checkpoint after `step` holds beside tensors; its files are not known."""
         # A few numbers for each slot, from every rank to all.
-        loader = of_every_rank(self._loaders.state(), group)
+        loader = from_every_rank(self._loaders.state(), group)
         job, lora = self.job, self._cfg.lora
         return Manifest(
             step=step,
@@ -207,7 +207,7 @@ class Checkpointer:
             best=self._best,
             files={},
             format=folders.FORMAT,
-            lora=None if lora is None or lora.path is None else of_folder(job.lora),
+            lora=None if lora is None or lora.path is None else keys_of_folder(job.lora),
         )
 
     def _tensors(self) -> Tensors:

@@ -30,7 +30,7 @@ from shardwise.checkpoint.index import DamagedError
 from shardwise.checkpoint.tensors import Tensors, file_of
 from shardwise.checkpoint.together import together
 from shardwise.config import RunConfig
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 MESSAGE_BYTES = 2**28
 """The most bytes that are sent at once."""
@@ -44,7 +44,7 @@ class Nodes:
         """Find the nodes of a group of all ranks."""
         self.rank = dist.get_rank()
         by_name: dict[str, list[int]] = {}
-        names = of_every_rank(f"{socket.gethostname()} {memory_folder.root()}", group)
+        names = from_every_rank(f"{socket.gethostname()} {memory_folder.root()}", group)
         for rank, name in enumerate(names):
             by_name.setdefault(name, []).append(rank)
         self.ranks = list(by_name.values())
@@ -78,7 +78,7 @@ class MemoryCheckpoints:
         self.nodes = Nodes(self.group)
         if self.nodes.rank == 0:
             memory_folder.draw_name(self._output_dir)
-        folder = of_every_rank(_name_of(self._output_dir), self.group)[0]
+        folder = from_every_rank(_name_of(self._output_dir), self.group)[0]
         self.folder = memory_folder.root() / folder
 
     def save(self, manifest: Manifest, tensors: Tensors) -> None:
@@ -132,7 +132,9 @@ class MemoryCheckpoints:
                     shutil.rmtree(path)
 
         is_here = self._latest is not None and (self._latest / METRICS).is_file()
-        if not all(of_every_rank(is_here, self.group)):  # the first one, or the memory was cleared
+        if not all(
+            from_every_rank(is_here, self.group)
+        ):  # the first one, or the memory was cleared
             self._sent, self._sha256, self._latest = 0, hashlib.sha256(), None
         common, num_bytes = self._together(read, folder)[0]
         lines = torch.empty(common.files[METRICS].num_bytes - num_bytes, dtype=torch.uint8)
@@ -159,7 +161,7 @@ class MemoryCheckpoints:
         before `least_step`.
         """
         found = self._found() if self.nodes.is_first else {}
-        by_rank = of_every_rank(found, self.group)
+        by_rank = from_every_rank(found, self.group)
         keys = {key for found in by_rank for key in found}
         lines: list[str] = []
         for step, checksum in sorted(keys, reverse=True):
@@ -224,7 +226,7 @@ class MemoryCheckpoints:
             return str(error)
         ranks = self.nodes.ranks[self.nodes.index]
         problem = folders.damage(folder, ranks.index(self.nodes.rank), len(ranks))
-        problems = of_every_rank(problem, self.group)
+        problems = from_every_rank(problem, self.group)
         return next((problem for problem in problems if problem is not None), None)
 
     def _send(

@@ -24,7 +24,7 @@ from shardwise.config.run_file import parse_config, without_removed
 from shardwise.data.state import LoaderState
 from shardwise.models import weight_folder
 from shardwise.models.adapter_start import resumed
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def find_start(cfg: RunConfig) -> Start:
     if resume is None:
         return Start()
     by_name = resume not in folders.BY_AGE
-    candidates = of_every_rank(_candidates(cfg, resume))[0]
+    candidates = from_every_rank(_candidates(cfg, resume))[0]
     passed_over: list[str] = []
     in_memory = None
-    if resume == "auto" and of_every_rank(memory_folder.has_name(cfg.training.output_dir))[0]:
+    if resume == "auto" and from_every_rank(memory_folder.has_name(cfg.training.output_dir))[0]:
         least_step = folders.step_of(candidates[0]) if candidates else 0
         in_memory, passed_over = MemoryCheckpoints(cfg).recover(least_step)
     if in_memory is not None:
@@ -78,7 +78,7 @@ def find_start(cfg: RunConfig) -> Start:
             output_dir.remove_files(cfg)
         return Start(passed_over=tuple(passed_over))
     for folder in candidates:
-        damages = of_every_rank(folders.damage(folder, dist.get_rank(), dist.get_world_size()))
+        damages = from_every_rank(folders.damage(folder, dist.get_rank(), dist.get_world_size()))
         problem = next((problem for problem in damages if problem is not None), None)
         if problem is None:
             manifest = folders.read_manifest(folder)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise.base.process.ending import MAKE_ROOM, RunError, is_full
 from shardwise.base.process.watchdog import beat
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 
 def together(
@@ -26,7 +26,7 @@ def together(
         result = work()
     except Exception as error:
         reason = _reason(error, make_room)
-    results = of_every_rank((result, reason), group)
+    results = from_every_rank((result, reason), group)
     beat()
     if reasons := [reason for _, reason in results if reason is not None]:
         raise RunError(f"{name} could not be written: {min(reasons)[1]}")

@@ -147,8 +147,8 @@ class Order:
         before, after = self._draws(epochs), self._draws(epochs + 1)
         documents, begin = np.empty_like(unshuffled), np.zeros_like(unshuffled)
         for index, (first, last) in enumerate(zip(before, after)):
-            of_group = (begin <= unshuffled) & (unshuffled < begin + last - first)
-            documents[of_group] = self._drawn(index, (unshuffled - begin + first)[of_group])
+            in_group = (begin <= unshuffled) & (unshuffled < begin + last - first)
+            documents[in_group] = self._drawn(index, (unshuffled - begin + first)[in_group])
             begin += last - first
         return documents.tolist()
 

@@ -41,9 +41,9 @@ class Preview:
         """Return in words what an epoch has; empty for a stream."""
         if self.num_documents is None:
             return ""
-        of_each = sum(survey.mean(survey.tokens) for survey in self.train)
+        mean_tokens = sum(survey.mean(survey.tokens) for survey in self.train)
         rows = cfg.training.global_batch_size
-        steps = math.ceil(of_each * self.num_documents / (rows * cfg.data.sequence_length))
+        steps = math.ceil(mean_tokens * self.num_documents / (rows * cfg.data.sequence_length))
         held_out = f", and {self.num_held_out:,} are held out" if self.num_held_out else ""
         return (
             f"an epoch has {self.num_documents:,} documents{held_out}; its tokens fill at least "

@@ -106,12 +106,12 @@ class TrainStream(IterableDataset):
         try:
             for step in itertools.count(self.step + 1):
                 rows: SlotRows = {}
-                of_rest = None if self.rest is None else self.rest.rows(step)
+                rest_numbers = None if self.rest is None else self.rest.rows(step)
                 for slot in slots:
-                    if of_rest is None or of_rest[slot] < 0:
+                    if rest_numbers is None or rest_numbers[slot] < 0:
                         rows[slot] = next(streams[slot])
                         continue
-                    while number < of_rest[slot]:
+                    while number < rest_numbers[slot]:
                         number, row = next(rest_rows)
                     assert row is not None
                     rows[slot] = row

@@ -189,8 +189,8 @@ class Counts:
             text = f"{text}, {self.padding:.1%} padding"
         text = f"{text}; documents: {self.begun:,} begun, {self.finished:,} finished"
         if self.epochs_by_entry is not None:
-            of_each = ", ".join(f"{epochs:.2f}" for epochs in self.epochs_by_entry)
-            text = f"by their weights {of_each} epochs of the entries; {text}"
+            entry_epochs = ", ".join(f"{epochs:.2f}" for epochs in self.epochs_by_entry)
+            text = f"by their weights {entry_epochs} epochs of the entries; {text}"
         if self.epochs is not None:
             text = f"{self.epochs:.2f} epochs; {text}"
         if self.long:

@@ -64,9 +64,9 @@ def without_padding(row: Record, features: Any) -> Record:
     def kept(value: Any, feature: Any) -> Any:
         if isinstance(feature, dict) and isinstance(value, dict):
             return {k: kept(v, feature.get(k)) for k, v in value.items() if v is not None}
-        of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-        if of_items is not None and isinstance(value, list):
-            return [kept(item, of_items) for item in value]
+        items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        if items is not None and isinstance(value, list):
+            return [kept(item, items) for item in value]
         return value
 
     return {name: kept(value, (features or {}).get(name)) for name, value in row.items()}

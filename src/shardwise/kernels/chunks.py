@@ -30,11 +30,11 @@ def spans(v: torch.Tensor, length: int) -> list[Span]:
     """Return the chunks of `length` of the tokens of v [B, T, N, H], in order."""
     tokens, at_once = v.shape[1], AT_ONCE.get(v.device.type, 1)
     full, rest = divmod(tokens, length)
-    of_full = [
+    full_spans = [
         Span(first * length, min(at_once, full - first), length)
         for first in range(0, full, at_once)
     ]
-    return of_full + [Span(full * length, 1, rest)] * (rest > 0)
+    return full_spans + [Span(full * length, 1, rest)] * (rest > 0)
 
 
 def tokens_of(x: torch.Tensor, span: Span) -> torch.Tensor:
@@ -84,22 +84,22 @@ def pass_back(
     reads: torch.Tensor,
     k_to_end: torch.Tensor,
     over: torch.Tensor,
-    of_before: torch.Tensor,
-    of_corrections: torch.Tensor,
-    of_state: torch.Tensor,
+    grad_before: torch.Tensor,
+    grad_corrections: torch.Tensor,
+    grad_state: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the states after the chunks, of corrections, and of the first state.
 
-    `of_before` and `of_corrections` are those that outputs give; `of_state` [B, N, S, H] is that of
-    the state after the last chunk.
+    `grad_before` and `grad_corrections` are those that outputs give; `grad_state` [B, N, S, H] is
+    that of the state after the last chunk.
     """
-    of_after, of_each = [], list(of_corrections.unbind())
+    grad_after, grad_each = [], list(grad_corrections.unbind())
     for n in reversed(range(len(reads))):
-        of_after.append(of_state)
-        of_each[n] = _add_product(of_each[n], k_to_end[n], of_state)
-        of_state = torch.addcmul(of_before[n], of_state, over[n])
-        of_state = _add_product(of_state, reads[n].mT, of_each[n], -1)
-    return _stacked(of_after[::-1]), _stacked(of_each), of_state
+        grad_after.append(grad_state)
+        grad_each[n] = _add_product(grad_each[n], k_to_end[n], grad_state)
+        grad_state = torch.addcmul(grad_before[n], grad_state, over[n])
+        grad_state = _add_product(grad_state, reads[n].mT, grad_each[n], -1)
+    return _stacked(grad_after[::-1]), _stacked(grad_each), grad_state
 
 
 def _add_product(
@@ -110,6 +110,6 @@ def _add_product(
     return product.unflatten(0, x.shape[:2])
 
 
-def _stacked(of_chunks: list[torch.Tensor]) -> torch.Tensor:
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return [n, ...], without a copy where there is one chunk."""
-    return of_chunks[0][None] if len(of_chunks) == 1 else torch.stack(of_chunks)
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)

@@ -247,9 +247,9 @@ def read_bytes(fmt: Format, shape: Sequence[int], itemsize: int) -> int:
     numel = shape.numel() if at_once is None else at_once * shape[-1]
     if fmt not in NF4:
         return whole + numel * (4 if itemsize == 4 else 4 + itemsize)
-    of_scales = 4 * numel // BLOCK if fmt == "nf4" else 0
+    scale_bytes = 4 * numel // BLOCK if fmt == "nf4" else 0
     # Codes as indices of 32 bits, two weights each, and values in float32.
-    return whole + numel * 6 + of_scales
+    return whole + numel * 6 + scale_bytes
 
 
 def _rows_at_once(shape: torch.Size) -> int | None:

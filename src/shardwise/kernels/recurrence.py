@@ -43,13 +43,13 @@ class Recurrence(NamedTuple):
     """run(*inputs, before, documents): return the outputs and the last state, with a backward."""
     summary: Callable[..., Summary]
     """summary(*inputs, documents): return the map of all these tokens, without a gradient."""
-    of_before: Callable[..., torch.Tensor]
-    """of_before(*inputs, of_out, documents): return the gradient of `before` that the gradient of
-    the outputs gives, if the last state has none. It does not depend on `before`."""
+    grad_before: Callable[..., torch.Tensor]
+    """grad_before(*inputs, grad_out, documents): return the gradient of `before` that the gradient
+    of the outputs gives, if the last state has none. It does not depend on `before`."""
     pass_on: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """pass_on(transition, state): return the state [B, ...] that tokens leave of `state`."""
     pass_back: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """pass_back(transition, of_after): return the gradient of the state before the tokens."""
+    """pass_back(transition, grad_after): return the gradient of the state before the tokens."""
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -76,9 +76,9 @@ def by_matrix(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     return transition @ state
 
 
-def by_transposed_matrix(transition: torch.Tensor, of_after: torch.Tensor) -> torch.Tensor:
+def by_transposed_matrix(transition: torch.Tensor, grad_after: torch.Tensor) -> torch.Tensor:
     """Return the transposed matrices times gradients of states [B, N, S, H]."""
-    return transition.mT @ of_after
+    return transition.mT @ grad_after
 
 
 def by_factor(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -115,12 +115,12 @@ class Neighbours(Protocol):
         """Return the state before this rank's tokens, 0 if a document begins with the first."""
         ...
 
-    def of_state_after(
-        self, core: Recurrence, transition: torch.Tensor, of_before: torch.Tensor
+    def grad_state_after(
+        self, core: Recurrence, transition: torch.Tensor, grad_before: torch.Tensor
     ) -> torch.Tensor:
         """Return the gradient of the state after this rank's tokens, which later ranks give.
 
-        `transition` and `of_before` are what this rank's tokens give to it.
+        `transition` and `grad_before` are what this rank's tokens give to it.
         """
         ...
 
@@ -188,7 +188,7 @@ class _PassedOn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         documents, transition, *inputs = ctx.saved_tensors
-        (of_out,) = gradients
-        of_before = ctx.core.of_before(*inputs, of_out, documents)
-        of_last = ctx.neighbours.of_state_after(ctx.core, transition, of_before)
-        return None, None, None, None, of_out, of_last, *(None for _ in inputs)
+        (grad_out,) = gradients
+        grad_before = ctx.core.grad_before(*inputs, grad_out, documents)
+        grad_last = ctx.neighbours.grad_state_after(ctx.core, transition, grad_before)
+        return None, None, None, None, grad_out, grad_last, *(None for _ in inputs)

@@ -40,9 +40,9 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     launch = cfg.launch
     tasks = f"ntasks-per-node={launch.processes}"
     if launch.min_nodes is None:
-        size, of_srun = [f"nodes={launch.nodes}", tasks], []
+        size, srun_options = [f"nodes={launch.nodes}", tasks], []
     else:  # sbatch would take so many tasks for the fewest nodes, and give no node beyond them
-        size, of_srun = [f"nodes={launch.min_nodes}-{launch.nodes}"], [f"--{tasks}"]
+        size, srun_options = [f"nodes={launch.min_nodes}-{launch.nodes}"], [f"--{tasks}"]
         # Without a number of tasks there is room for them on whole nodes only.
         size += [] if "exclusive" in launch.slurm else ["exclusive"]
     return job(
@@ -51,7 +51,7 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
         ["-m", "shardwise", "train", run_file, *overrides, "--resume", "auto"],
         size,
         final=(USER_ERROR, OUT_OF_MEMORY),
-        of_srun=of_srun,
+        srun_options=srun_options,
         at_end=_FORGET if cfg.training.memory_checkpoint_every else None,
         saves=True,
     )
@@ -103,13 +103,13 @@ def job(
     size: Sequence[str],
     final: Sequence[int],
     array: Sequence[str] = (),
-    of_srun: Sequence[str] = (),
+    srun_options: Sequence[str] = (),
     at_end: str | None = None,
     saves: bool = False,
 ) -> str:
     """Return a batch script that runs Python with these arguments as one task or many.
 
-    `size` are the options of sbatch for nodes and tasks, and `of_srun` further ones of srun. The
+    `size` are the options of sbatch for nodes and tasks, `srun_options` further ones of srun. The
     job is queued again after every exit code but 0 and `final`: after `launch.restarts` failures at
     most and, where it `saves` when its time is nearly up, as often as it does so. With `array` it
     is one job for each of its words, which the command gets as its last argument. When it fails for
@@ -122,7 +122,7 @@ def job(
     )
     options = [*size, f"array=0-{len(array) - 1}"] if array else size
     log = "slurm-%A_%a.log" if array else "slurm-%j.log"
-    of_container, before_python = _container(launch, folder)
+    container_options, before_python = _container(launch, folder)
     command = shlex.join([*before_python, *arguments])
     number = "$SLURM_JOB_ID"  # of an array, that of the last job is the array's own
     if array:
@@ -131,8 +131,8 @@ def job(
     leave, at_last = "exit", []
     if at_end is not None:
         python = shlex.join([*before_python, "-c", at_end, str(folder)])
-        of_nodes = '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
-        clean = f"srun {of_nodes} {shlex.join(of_container)} {python}"
+        node_options = '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
+        clean = f"srun {node_options} {shlex.join(container_options)} {python}"
         leave, at_last = "fail", [f'fail() {{ {clean}; exit "$1"; }}']
     lines = [
         "#!/bin/bash",
@@ -156,7 +156,7 @@ def job(
         f"rank={shlex.quote(_rank(final, saves))}",
         *([f"words=({shlex.join(array)})"] if array else []),
         f'failures={shlex.quote(str(folder))}/"slurm-{number}.failures"',
-        f'srun {shlex.join([*of_srun, *of_container])} bash -c "$rank" rank {command}',
+        f'srun {shlex.join([*srun_options, *container_options])} bash -c "$rank" rank {command}',
         "code=$?",
         *at_last,
         '[ -z "${ended:-}" ] || exit "$code"',

@@ -15,7 +15,7 @@ from shardwise.models.names import is_factor_b
 def unmoved_note(
     named: Iterable[tuple[str, torch.nn.Parameter]],
     cfg: RunConfig,
-    of_every_rank: Callable[[Counter[str]], list[Counter[str]]],
+    from_every_rank: Callable[[Counter[str]], list[Counter[str]]],
 ) -> str | None:
     """Return a line of the share of trained weights that a run leaves where they are; None: few.
 
@@ -31,14 +31,14 @@ def unmoved_note(
             kind = "norm" if "norm" in name else "other"
             num[f"{kind} unmoved"] += int((values.abs() >= 2.0**k).sum())
             num[kind] += values.numel()
-    num = sum(of_every_rank(num), Counter[str]())
-    of_norms, every = num["norm unmoved"], num["norm"] + num["other"]
-    unmoved = of_norms + num["other unmoved"]
-    is_few = unmoved < 0.1 * every and of_norms <= 0.5 * num["norm"]
+    num = sum(from_every_rank(num), Counter[str]())
+    unmoved_norms, every = num["norm unmoved"], num["norm"] + num["other"]
+    unmoved = unmoved_norms + num["other unmoved"]
+    is_few = unmoved < 0.1 * every and unmoved_norms <= 0.5 * num["norm"]
     if cfg.optimizer.name == "sgd" or not unmoved or is_few:
         return None
     key = "lora.dtype" if cfg.lora and cfg.lora.dtype == "model" else "model.dtype"
-    norms = f", and of {of_norms / num['norm']:.0%} of those of norms" if num["norm"] else ""
+    norms = f", and of {unmoved_norms / num['norm']:.0%} of those of norms" if num["norm"] else ""
     return (
         f"at optimizer.lr {rate:g} an update is less than half the spacing of "
         f"{unmoved / every:.0%} of the trained weights{norms}: in 16 bits no step moves them; "

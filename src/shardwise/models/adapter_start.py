@@ -71,7 +71,7 @@ def section_of(lora: Lora, base: Model, model: PreTrainedModel) -> Lora:
     )
 
 
-def of_folder(lora: Lora | None) -> dict[str, Any]:
+def keys_of_folder(lora: Lora | None) -> dict[str, Any]:
     """Return what the folder of `lora.path` has given, by key: with it no resume needs a folder."""
     return {key: getattr(lora, key) for key in _FROM_FOLDER}
 
@@ -80,7 +80,7 @@ def resumed(cfg: RunConfig, saved: Lora | None) -> RunConfig:
     """Return the run with the adapter that a checkpoint has `saved`, in the place of a folder's."""
     if cfg.lora is None or cfg.lora.path is None or saved is None:
         return cfg
-    return replace(cfg, lora=replace(cfg.lora, path=None, **of_folder(saved)))
+    return replace(cfg, lora=replace(cfg.lora, path=None, **keys_of_folder(saved)))
 
 
 def contradicted(given: Lora, found: Lora) -> tuple[str, object, object] | None:

@@ -28,28 +28,28 @@ class Chunks(NamedTuple):
         """The tokens of the first chunk."""
         return self.size if self.num_full else self.rest
 
-    def sum(self, of_chunk: Callable[[int], int]) -> int:
+    def sum(self, per_chunk: Callable[[int], int]) -> int:
         """Return the sum of what each chunk has by its number of tokens."""
-        return self.num_full * of_chunk(self.size) + (of_chunk(self.rest) if self.rest else 0)
+        return self.num_full * per_chunk(self.size) + (per_chunk(self.rest) if self.rest else 0)
 
-    def in_forward(self, of_chunk: Callable[[int], int]) -> int:
+    def in_forward(self, per_chunk: Callable[[int], int]) -> int:
         """Return the most bytes that are alive in a forward, from the first chunk to the last.
 
-        `of_chunk` gives those of a chunk between chunks of its length. Some of them are of the one
+        `per_chunk` gives those of a chunk between chunks of its length. Some of them are of the one
         before, to which names still refer.
         """
-        own, first = OWN_FORWARD, of_chunk(self.longest)
+        own, first = OWN_FORWARD, per_chunk(self.longest)
         if self.num_full > 1:
             return first
-        last = own * of_chunk(self.rest) + (1 - own) * first if self.num_full else 0
+        last = own * per_chunk(self.rest) + (1 - own) * first if self.num_full else 0
         return round(max(own * first, last))
 
-    def in_backward(self, of_chunk: Callable[[int], int]) -> int:
+    def in_backward(self, per_chunk: Callable[[int], int]) -> int:
         """Return the same of a backward, which goes from the last chunk to the first."""
-        own, first = OWN_BACKWARD, of_chunk(self.longest)
+        own, first = OWN_BACKWARD, per_chunk(self.longest)
         if self.num_full > 1:
             return first
-        before = of_chunk(self.rest) if self.num_full else 0
+        before = per_chunk(self.rest) if self.num_full else 0
         return round(own * first + (1 - own) * before)
 
 

@@ -30,9 +30,9 @@ class Magnitude(DoraLinearLayer):
 
 def use_magnitudes(layer: Any) -> None:
     """Replace PEFT's modules of magnitudes in one of its layers, if that has any."""
-    for name, of_peft in layer.lora_magnitude_vector.items():
-        magnitude = Magnitude(of_peft.fan_in_fan_out)
-        magnitude.weight = nn.Parameter(of_peft.weight)
+    for name, peft_magnitude in layer.lora_magnitude_vector.items():
+        magnitude = Magnitude(peft_magnitude.fan_in_fan_out)
+        magnitude.weight = nn.Parameter(peft_magnitude.weight)
         layer.lora_magnitude_vector[name] = magnitude
 
 

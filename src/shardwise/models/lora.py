@@ -348,7 +348,7 @@ def _is_of_stack(weight: _Weight, target: str) -> bool:
 
 def _near(target: str, names: Iterable[str]) -> str:
     ends = [_ends(name) for name in names]
-    pool = sorted({end for of_one in ends for end in of_one})
+    pool = sorted({end for one in ends for end in one})
     near = difflib.get_close_matches(target, pool, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -365,14 +365,14 @@ def _ends(name: str) -> list[str]:
 def _coverage(model: PreTrainedModel, weights: list[_Weight], adapted: set[str]) -> Coverage:
     rows = []
     for kind in dict.fromkeys(weight.layer.kind for weight in weights):
-        of_kind = [weight for weight in weights if weight.layer.kind == kind]
-        frozen = [weight.name for weight in of_kind if weight.path not in adapted]
+        same_kind = [weight for weight in weights if weight.layer.kind == kind]
+        frozen = [weight.name for weight in same_kind if weight.path not in adapted]
         rows.append(
             CoverageRow(
                 kind=kind,
-                layers=len({weight.layer.name for weight in of_kind}),
-                weights=len(of_kind),
-                adapted=len(of_kind) - len(frozen),
+                layers=len({weight.layer.name for weight in same_kind}),
+                weights=len(same_kind),
+                adapted=len(same_kind) - len(frozen),
                 frozen=tuple(dict.fromkeys(frozen)),
             )
         )

@@ -267,12 +267,12 @@ class Block:
         """Return y with the lengths of rows; see kernels/lora_linear/magnitude.py."""
         num_out, wide = magnitude.shape[0], y.numel * WIDE
         inputs = [y, parameter(num_out, magnitude.itemsize, magnitude.is_trained)]
-        of_rows = min(num_out, max(1, CHUNK_ELEMENTS // num_in)) * num_in * WIDE
+        row_bytes = min(num_out, max(1, CHUNK_ELEMENTS // num_in)) * num_in * WIDE
         copied = wide if y.itemsize < WIDE else 0
         size, keeps = [(y.numel, y.itemsize)], [y, self.tape.tensor(num_out, WIDE)]
         weight = self.parameters[_weight_of(name)]
         values, reading = weight.reading(weight.itemsize)
-        most, back = max(values + of_rows, reading, copied), wide + copied
+        most, back = max(values + row_bytes, reading, copied), wide + copied
         return self.tape.run(inputs, size, keeps=keeps, forward=most, backward=back)[0]
 
     def num_out(self, name: str) -> int:

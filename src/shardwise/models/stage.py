@@ -194,5 +194,5 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (gradient,) = gradients
-        (of_loss,) = ctx.saved_tensors
-        return gradient, of_loss, None
+        (grad_loss,) = ctx.saved_tensors
+        return gradient, grad_loss, None

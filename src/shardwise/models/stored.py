@@ -25,7 +25,7 @@ class Stored(nn.Module):
     def __init__(self, weight: torch.Tensor, fmt: Format) -> None:
         super().__init__()
         self.format: Format = fmt
-        self.of_dtype = weight.dtype
+        self.weight_dtype = weight.dtype
         for name, (size, dtype) in shapes_of(fmt, weight.shape).items():
             memory = torch.empty(size, dtype=dtype, device="meta")
             self.register_parameter(name, nn.Parameter(memory, requires_grad=False))
@@ -35,7 +35,7 @@ class Stored(nn.Module):
         """Return this rank's share, which kernels compute with while its block runs."""
         names = tuple(self._parameters)
         tensors = tuple(getattr(self, name) for name in names)
-        return Matrix(tensors, Layout(self.format, names, self.of_dtype))
+        return Matrix(tensors, Layout(self.format, names, self.weight_dtype))
 
     @property
     def shape(self) -> torch.Size:

@@ -30,13 +30,13 @@ class Memory:
 class Slot:
     """Where the gradient of one output of an operation is added up."""
 
-    __slots__ = ("gradient", "is_leaf", "num_bytes", "of_weights")
+    __slots__ = ("from_weights", "gradient", "is_leaf", "num_bytes")
 
-    def __init__(self, num_bytes: int, is_leaf: bool = False, of_weights: bool = False) -> None:
-        """Begin without a gradient; `of_weights`: nothing but weights went into the output."""
+    def __init__(self, num_bytes: int, is_leaf: bool = False, from_weights: bool = False) -> None:
+        """Begin without a gradient; `from_weights`: nothing but weights went into the output."""
         self.gradient: Memory | None = None
         self.num_bytes, self.is_leaf = num_bytes, is_leaf
-        self.of_weights = of_weights or is_leaf
+        self.from_weights = from_weights or is_leaf
 
     def add(self, gradient: Memory) -> None:
         """Add a gradient: in place, unless another slot has the same memory."""
@@ -156,9 +156,9 @@ class Tape:
         self.touch(forward)
         slots = [x.slot for x in inputs if x.slot is not None]
         if slots:
-            of_weights = all(slot.of_weights for slot in slots)
+            from_weights = all(slot.from_weights for slot in slots)
             for y in results:
-                y.slot = Slot(y.num_bytes, of_weights=of_weights)
+                y.slot = Slot(y.num_bytes, from_weights=from_weights)
             if keeps and self.keeps_products:
                 self._last_needed = self._num_run
             kept = [x.memory for x in keeps] if self.keeps else []
@@ -206,7 +206,7 @@ class Tape:
             node = self._nodes.pop()
             if self.is_halved:
                 self._late.append(node)
-                if any(slot.of_weights for slot in node.inputs):
+                if any(slot.from_weights for slot in node.inputs):
                     self._leave([s.gradient for s in node.outputs if s.gradient])
             self._run_backward(node)
         self._untaken.clear()
@@ -231,7 +231,7 @@ class Tape:
         arrived = [slot.gradient for slot in node.outputs if slot.gradient is not None]
         if not arrived:
             return
-        inputs = [slot for slot in node.inputs if not (self.is_halved and slot.of_weights)]
+        inputs = [slot for slot in node.inputs if not (self.is_halved and slot.from_weights)]
         if node.passes:
             gradients = [arrived[0]] * len(inputs)
         else:

@@ -68,7 +68,7 @@ class ContextAttention:
             exchange = Gather(self.group, self.cut)
         return _Attention.apply(q, k, v, exchange, places)
 
-    def of_mixer(
+    def for_mixer(
         self,
         tokens: Tokens,
         module: torch.nn.Module,
@@ -151,7 +151,7 @@ class _Attention(torch.autograd.Function):
         exchange: Exchange,
         places: Places,
     ) -> torch.Tensor:
-        merged = Merged.of_no_key(q, v)
+        merged = Merged.without_keys(q, v)
         for keys in exchange.rounds(k, v):
             for rows, columns, sight in places.blocks(keys.places):
                 some_k, some_v = keys.k[:, :, columns], keys.v[:, :, columns]
@@ -165,26 +165,26 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        of_q, *of_own = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        grad_q, *grad_own = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         arriving: list[Message] = []
         for number, keys in enumerate(ctx.exchange.rounds(k, v)):
-            of_k, of_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys.k, keys.v))
+            grad_k, grad_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys.k, keys.v))
             for rows, columns, sight in ctx.places.blocks(keys.places):
                 queries = [x[:, :, rows] for x in (gradients[0], q, out, lse)]
                 some = keys.k[:, :, columns], keys.v[:, :, columns]
-                parts = of_q[:, :, rows], of_k[:, :, columns], of_v[:, :, columns]
+                parts = grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]
                 attend_backward(*queries[:2], *some, *queries[2:], sight, parts)
-            of_k, of_v = of_k.to(k.dtype), of_v.to(v.dtype)
-            arriving.append(ctx.exchange.give_back(number, of_k, of_v))
+            grad_k, grad_v = grad_k.to(k.dtype), grad_v.to(v.dtype)
+            arriving.append(ctx.exchange.give_back(number, grad_k, grad_v))
             if number:  # the gradients of a round travel during the next one
-                _add(of_own, arriving.pop(0))
+                _add(grad_own, arriving.pop(0))
         for message in arriving:
-            _add(of_own, message)
-        return of_q.to(q.dtype), of_own[0].to(k.dtype), of_own[1].to(v.dtype), None, None
+            _add(grad_own, message)
+        return grad_q.to(q.dtype), grad_own[0].to(k.dtype), grad_own[1].to(v.dtype), None, None
 
 
-def _add(of_own: list[torch.Tensor], message: Message) -> None:
-    for own, gradient in zip(of_own, message.wait()):
+def _add(grad_own: list[torch.Tensor], message: Message) -> None:
+    for own, gradient in zip(grad_own, message.wait()):
         own[:, :, message.columns] += gradient
 
 

@@ -60,7 +60,7 @@ class Exchange(Protocol):
         """Yield keys to compute with, given this rank's own; ranks have equally many rounds."""
         ...
 
-    def give_back(self, number: int, of_k: torch.Tensor, of_v: torch.Tensor) -> Message:
+    def give_back(self, number: int, grad_k: torch.Tensor, grad_v: torch.Tensor) -> Message:
         """Send the gradients of a round's keys home; return those of this rank's own keys."""
         ...
 
@@ -72,9 +72,9 @@ class Alone:
         """See Exchange: one round."""
         yield Keys((range(k.shape[2]),), k, v)
 
-    def give_back(self, number: int, of_k: torch.Tensor, of_v: torch.Tensor) -> Message:
+    def give_back(self, number: int, grad_k: torch.Tensor, grad_v: torch.Tensor) -> Message:
         """See Exchange."""
-        return Message((of_k, of_v), slice(None))
+        return Message((grad_k, grad_v), slice(None))
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ class Ring:
         outgoing = _packed(k[:, :, columns], v[:, :, columns])
         return self._transfer(reader, outgoing, owner, self._read(self.rank, owner), k, v)
 
-    def give_back(self, number: int, of_k: torch.Tensor, of_v: torch.Tensor) -> Message:
+    def give_back(self, number: int, grad_k: torch.Tensor, grad_v: torch.Tensor) -> Message:
         """See Exchange."""
         if number == 0:
-            return Message((of_k, of_v), slice(None))
+            return Message((grad_k, grad_v), slice(None))
         reader, owner = self._neighbour(number), self._neighbour(-number)
         chunks = self._read(reader, self.rank)
-        return self._transfer(owner, _packed(of_k, of_v), reader, chunks, of_k, of_v)
+        return self._transfer(owner, _packed(grad_k, grad_v), reader, chunks, grad_k, grad_v)
 
     def _transfer(
         self,
@@ -178,20 +178,20 @@ class Gather:
         both = [part.view(n, *x.shape) for part, x in zip(parts, (k, v))]
         chunks: dict[int, tuple[torch.Tensor, ...]] = {}
         for rank in range(n):
-            of_rank = zip(*(x[rank].chunk(chunks_per_rank, 2) for x in both))
-            chunks.update(zip(self.cut.chunks(rank), of_rank))
+            rank_chunks = zip(*(x[rank].chunk(chunks_per_rank, 2) for x in both))
+            chunks.update(zip(self.cut.chunks(rank), rank_chunks))
         all_k, all_v = (torch.cat(x, 2) for x in zip(*(chunks[i] for i in range(len(chunks)))))
         return all_k, all_v
 
-    def give_back(self, number: int, of_k: torch.Tensor, of_v: torch.Tensor) -> Message:
+    def give_back(self, number: int, grad_k: torch.Tensor, grad_v: torch.Tensor) -> Message:
         """See Exchange."""
         n = self.cut.num_ranks
-        chunks = [x.chunk(n * self.cut.chunks_per_rank, 2) for x in (of_k, of_v)]
-        message = of_k.new_empty(n, (of_k.numel() + of_v.numel()) // n)
+        chunks = [x.chunk(n * self.cut.chunks_per_rank, 2) for x in (grad_k, grad_v)]
+        message = grad_k.new_empty(n, (grad_k.numel() + grad_v.numel()) // n)
         for rank, part in enumerate(message):
-            of_rank = (torch.cat([x[i] for i in self.cut.chunks(rank)], 2) for x in chunks)
-            part.copy_(_packed(*of_rank))
-        summed, pair = _unpacked(of_k, of_v, of_k.shape[2] // n)
+            rank_chunks = (torch.cat([x[i] for i in self.cut.chunks(rank)], 2) for x in chunks)
+            part.copy_(_packed(*rank_chunks))
+        summed, pair = _unpacked(grad_k, grad_v, grad_k.shape[2] // n)
         reduce_scatter(
             summed, message.flatten(), group=self.group
         )  # (n-1)/n of its bytes leave each rank
@@ -208,5 +208,5 @@ def _unpacked(k: torch.Tensor, v: torch.Tensor, num_tokens: int) -> tuple[torch.
     shapes = [(*x.shape[:2], num_tokens, x.shape[-1]) for x in (k, v)]
     sizes = [prod(shape) for shape in shapes]
     message = k.new_empty(sum(sizes))
-    of_k, of_v = (part.view(shape) for part, shape in zip(message.split(sizes), shapes))
-    return message, (of_k, of_v)
+    grad_k, grad_v = (part.view(shape) for part, shape in zip(message.split(sizes), shapes))
+    return message, (grad_k, grad_v)

@@ -41,7 +41,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     way, cut = facts.way_and_cut(cfg.parallel)
     attention = ContextAttention(group, cut, way)
     for part in parts:
-        use_attention(part.hf, part.spec, part.tokens, attention.of_mixer)
+        use_attention(part.hf, part.spec, part.tokens, attention.for_mixer)
     isolated = cfg.data.keeps_documents_apart
 
     def shard(batch: AnyBatch) -> Batch:

@@ -20,7 +20,7 @@ from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
 from shardwise.base.words import listed
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.parallel.place import axes_of, local, sharded_axes
-from shardwise.parallel.reduce import all_gather, of_every_rank
+from shardwise.parallel.reduce import all_gather, from_every_rank
 
 PLAIN = ParameterFacts()
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,7 +48,7 @@ def differences(
 
     A collective of all ranks, which all get the same list.
     """
-    by_rank = of_every_rank(list(_seen_here(pm, mesh, optimizer)))
+    by_rank = from_every_rank(list(_seen_here(pm, mesh, optimizer)))
     return list(dict.fromkeys(difference for rank in by_rank for difference in rank))
 
 

@@ -32,7 +32,7 @@ from shardwise.parallel.disk_units import Layout, Pages, stand_in
 from shardwise.parallel.disk_update import Update
 from shardwise.parallel.disk_window import Window
 from shardwise.parallel.place import local, materialise, placed_like
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
 """The states of each trained weight that are as large as it, by optimizer."""
@@ -112,7 +112,7 @@ def _reserve(layout: Layout, cfg: RunConfig) -> Window:
             raise MemoryError("no memory for the buffers of parallel.offload disk") from None
         reason = error.strerror
     # A few words from every rank to all.
-    reasons = [reason for reason in of_every_rank(reason) if reason]
+    reasons = [reason for reason in from_every_rank(reason) if reason]
     if reasons:
         if window is not None:
             window.close()

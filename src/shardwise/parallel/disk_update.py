@@ -91,9 +91,9 @@ class Update:
 
     def _states(self, parameter: nn.Parameter) -> list[tuple[Leaf, torch.Tensor]]:
         assert self.optimizer is not None
-        of_parameter = self.optimizer.state.get(parameter, {})
+        parameter_states = self.optimizer.state.get(parameter, {})
         leaves = zip(self.layout.states[parameter], self.kinds, strict=True)
-        return [(leaf, of_parameter[kind]) for leaf, kind in leaves if kind in of_parameter]
+        return [(leaf, parameter_states[kind]) for leaf, kind in leaves if kind in parameter_states]
 
     def take_state(self, tensor: torch.Tensor) -> None:
         """Move a state of the optimizer that was just loaded to disk; leave anything else."""

@@ -43,7 +43,7 @@ def units_of(chunk: ChunkWeights, ends_apart: bool) -> list[Unit]:
         others[unit].append(weight)
     units = [
         Unit(tuple(others[spec.embed]), is_kept=False),
-        *(Unit(chunk.of_layers[layer.name], is_kept=False) for layer in spec.layers),
+        *(Unit(chunk.by_layer[layer.name], is_kept=False) for layer in spec.layers),
         Unit(tuple(others[spec.head]), is_kept=True),
         Unit(tuple(others[rest]), is_kept=spec.tied or not ends_apart),
     ]
@@ -66,25 +66,25 @@ class ShardedHolding(Whole):
     ) -> None:
         super().__init__(units)
         sharded = [[w for w in unit.weights if w not in whole] for unit in self.units]
-        of_root = [weight for weights in sharded for weight in weights if weight in rest]
-        of_units = [[w for w in weights if w not in rest] for weights in sharded]
-        self.gathered = [self._gathered(weights) for weights in of_units]
-        self.sent = [self._sent(weights) for weights in of_units]
-        self.root = self._gathered(of_root)
+        root_weights = [weight for weights in sharded for weight in weights if weight in rest]
+        unit_weights = [[w for w in weights if w not in rest] for weights in sharded]
+        self.gathered = [self._gathered(weights) for weights in unit_weights]
+        self.sent = [self._sent(weights) for weights in unit_weights]
+        self.root = self._gathered(root_weights)
         self.last = len(self.units) - 1 if self.tied is None else 0
         """The unit after whose backward the gradients of the root are complete."""
-        self.sent[self.last] += self._sent(of_root)
-        self.sums = [self._summed(weights) for weights in of_units]
+        self.sent[self.last] += self._sent(root_weights)
+        self.sums = [self._summed(weights) for weights in unit_weights]
         """The bytes of a rank's part of the sums of a unit's gradients."""
-        self.sums[self.last] += self._summed(of_root)
-        self.kept = [self._kept(weights) for weights in of_units]
+        self.sums[self.last] += self._summed(root_weights)
+        self.kept = [self._kept(weights) for weights in unit_weights]
         """The bytes that stay of them: a rank's shards of a unit's gradients."""
-        self.kept[self.last] += self._kept(of_root)
-        self.of_whole = [
+        self.kept[self.last] += self._kept(root_weights)
+        self.whole_gradients = [
             sum(self._gradient(w) for w in unit.trained if w in whole) for unit in self.units
         ]
         """The bytes of the gradients of weights of which a rank has all."""
-        self.is_root_trained = any(weight.is_trained for weight in of_root)
+        self.is_root_trained = any(weight.is_trained for weight in root_weights)
         self.shards = 0
         """Bytes of the shards' gradients."""
         self.has_shards = self.is_gloo or self.cfg.parallel.offload != "all"
@@ -112,7 +112,7 @@ class ShardedHolding(Whole):
 
     def _complete(self, place: int) -> int:
         """Return the bytes of new complete gradients after the backward of a unit."""
-        added = 0 if self.is_first else self.of_whole[place]
+        added = 0 if self.is_first else self.whole_gradients[place]
         return self.gradients[place] - added + (self.early if place else 0)
 
     def backward(self, place: int) -> Iterator[Held]:

@@ -67,10 +67,10 @@ class Whole:
     def __init__(self, units: ChunkUnits) -> None:
         self.cfg, self.units, self.num_shards, self.is_gloo, self.tied = units
         sizes = [{weight: self._gradient(weight) for weight in unit.trained} for unit in self.units]
-        self.gradients = [sum(of_unit.values()) for of_unit in sizes]
+        self.gradients = [sum(unit_sizes.values()) for unit_sizes in sizes]
         # The head makes a gradient of a tied weight, to which the embedding adds its own at last.
         self.early = sizes[0].pop(self.tied, 0) if self.tied else 0
-        self.largest = [max(of_unit.values(), default=0) for of_unit in sizes]
+        self.largest = [max(unit_sizes.values(), default=0) for unit_sizes in sizes]
         is_kept = self.cfg.training.loss != "plain" and self.units[-1].name == "the head"
         if is_kept and all(weight.itemsize == 4 for weight in self.units[-1].trained):
             self.largest[-1] = 0  # Among what the loss keeps is the gradient of its weight.

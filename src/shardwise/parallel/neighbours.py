@@ -66,11 +66,11 @@ class ContextNeighbours:
         own = Affine(self._into(summary.transition), summary.after)
         return self._into(self._of_ranks_before(own, core.pass_on, core.pass_on, 1))
 
-    def of_state_after(
-        self, core: Recurrence, transition: torch.Tensor, of_before: torch.Tensor
+    def grad_state_after(
+        self, core: Recurrence, transition: torch.Tensor, grad_before: torch.Tensor
     ) -> torch.Tensor:
         """See Neighbours."""
-        own = Affine(self._into(transition), self._into(of_before))
+        own = Affine(self._into(transition), self._into(grad_before))
 
         def join(nearer: torch.Tensor, farther: torch.Tensor) -> torch.Tensor:
             return core.pass_on(farther, nearer)  # later tokens are applied last
@@ -178,11 +178,11 @@ class NoNeighbours:
         """See Neighbours."""
         return torch.zeros_like(summary.after)
 
-    def of_state_after(
-        self, core: Recurrence, transition: torch.Tensor, of_before: torch.Tensor
+    def grad_state_after(
+        self, core: Recurrence, transition: torch.Tensor, grad_before: torch.Tensor
     ) -> torch.Tensor:
         """See Neighbours."""
-        return torch.zeros_like(of_before)
+        return torch.zeros_like(grad_before)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         """See Neighbours."""
@@ -203,5 +203,5 @@ class _Earlier(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (of_earlier,) = gradients
-        return F.pad(ctx.neighbours.shift(of_earlier, -1), (0, 0, ctx.num_others, 0)), None, None
+        (grad_earlier,) = gradients
+        return F.pad(ctx.neighbours.shift(grad_earlier, -1), (0, 0, ctx.num_others, 0)), None, None

@@ -32,7 +32,7 @@ from shardwise.models.part import StagePart as Part
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
 from shardwise.parallel.place import local
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -63,7 +63,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         if any(parameter.requires_grad for parameter in part.parameters())
     ]
     # A few chunk numbers go from every rank to all.
-    lowest = min(chain(*of_every_rank(trained)), default=pipeline.num_chunks)
+    lowest = min(chain(*from_every_rank(trained)), default=pipeline.num_chunks)
     if cfg.parallel.schedule in HALVING:
         lowest = 0  # See models/patches/embedding.py.
     runner = _Runner(pipeline, chunks, lowest, mesh)

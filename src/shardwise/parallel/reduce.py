@@ -70,7 +70,7 @@ def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.Te
         yield bucket
 
 
-def of_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def from_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of every rank (of a group), in rank order: small plain data, pickled."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

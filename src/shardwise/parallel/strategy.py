@@ -84,7 +84,7 @@ class Strategy(StrategyFacts):
         Neighbours along `ep` have other experts, so each has the same shard of its own.
         """
         whole, times = self.left_whole(cfg, chunk), Counter(chunk.alike.values())
-        for name, weights in chunk.of_layers.items():
+        for name, weights in chunk.by_layer.items():
             if chunk.alike.get(name, name) == name:
                 for weight in weights:
                     elements = (weight.numel,) * 3

@@ -86,7 +86,7 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> Non
     for name, cut in split.weights.items():
         owner = block.get_submodule(name.rpartition(".")[0])
         if name.endswith(".weight") and cut.dim == 1:
-            for module in of_type(owner, Conv1D):
+            for module in modules_of_type(owner, Conv1D):
                 module.nf = cut.rows.local_size
     for name, cut in split.buffers.items():
         owner, _, buffer = name.rpartition(".")
@@ -104,20 +104,20 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> Non
             shares.changed[module, "bias"] = lambda bias: bias / axis.size  # Each rank adds it.
         _share_dropout(block, name, cut.rows, axis)
         adapter = block.get_submodule(name.removesuffix(".base_layer"))
-        for magnitude in of_type(adapter, Magnitude):
+        for magnitude in modules_of_type(adapter, Magnitude):
             assert not cut.rows.shared, "the squares of shared columns would count twice"
             magnitude.share_rows(axis.sum)  # 2 (n-1)/n of [out] float32 leave each rank.
     block.forward = around(shares.within(block.forward), axis.enter, axis.leave)
 
 
-def of_type(module: nn.Module, kind: type[nn.Module]) -> list[Any]:
+def modules_of_type(module: nn.Module, kind: type[nn.Module]) -> list[Any]:
     """Return the modules of a kind in a module: one, or two where PEFT has made a copy of it."""
     return [child for child in module.modules() if isinstance(child, kind)]
 
 
 def split_embedding(embed: nn.Module, axis: TensorAxis) -> None:
     """Let each rank look up the tokens whose rows it holds, and add the results up."""
-    for module in of_type(embed, nn.Embedding):
+    for module in modules_of_type(embed, nn.Embedding):
         module.forward = partial(_look_up, module, axis)
 
 
@@ -141,7 +141,7 @@ def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:
     """
     most = -(-vocab_size // axis.size)
     vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
-    for module in of_type(head, nn.Linear):
+    for module in modules_of_type(head, nn.Linear):
         with_shares = Shares(module).within(module.forward)
         module.forward = partial(_logits_or_loss, with_shares, vocabulary, vocab_size, axis)
 
@@ -174,4 +174,4 @@ def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) 
     for parent in list(adapter.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, SlotDropout):
-                setattr(parent, name, child.of_share(features.to(axis.mesh.device_type)))
+                setattr(parent, name, child.for_share(features.to(axis.mesh.device_type)))

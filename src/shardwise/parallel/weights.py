@@ -79,7 +79,7 @@ class ChunkWeights:
     """The weights of a pipeline stage, or of the whole model."""
 
     spec: ModelSpec
-    of_layers: Mapping[str, tuple[Weight, ...]]
+    by_layer: Mapping[str, tuple[Weight, ...]]
     """The weights by the name of their layer. Those of no layer are under "start" and "end",
     without a tied one that a lower chunk of the same rank has."""
     alike: Mapping[str, str]
@@ -90,20 +90,18 @@ class ChunkWeights:
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """All weights, in the order of the model."""
-        return tuple(weight for weights in self.of_layers.values() for weight in weights)
+        return tuple(weight for weights in self.by_layer.values() for weight in weights)
 
     @cached_property
     def unlike(self) -> tuple[Weight, ...]:
         """The weights without those of a layer that is like a lower one."""
-        of_layers = (
-            ws for name, ws in self.of_layers.items() if self.alike.get(name, name) == name
-        )
-        return tuple(weight for weights in of_layers for weight in weights)
+        by_layer = (ws for name, ws in self.by_layer.items() if self.alike.get(name, name) == name)
+        return tuple(weight for weights in by_layer for weight in weights)
 
     @property
     def ends(self) -> tuple[Weight, ...]:
         """The weights of no layer."""
-        return (*self.of_layers["start"], *self.of_layers["end"])
+        return (*self.by_layer["start"], *self.by_layer["end"])
 
 
 def gradient_bytes(cfg: RunConfig, numel: int, itemsize: int) -> int:

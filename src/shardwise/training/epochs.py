@@ -8,7 +8,7 @@ from shardwise.base.process.watchdog import paused
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import Loaders
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 
 def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
@@ -23,7 +23,7 @@ def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
         return training.num_steps
     slots = range(dist.get_rank(), training.global_batch_size, dist.get_world_size())
     with paused():  # tokenises all documents
-        num_steps = loaders.num_steps(slots, of_every_rank)
+        num_steps = loaders.num_steps(slots, from_every_rank)
     before = start.manifest.config["training"].get("epochs") if start.manifest else None
     if num_steps == start.step and before != training.epochs:
         if num_steps == 0:

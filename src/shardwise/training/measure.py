@@ -34,7 +34,7 @@ from shardwise.metrics.meter import Meter
 from shardwise.models.counts import ModelCounts
 from shardwise.models.part import ModelPart
 from shardwise.parallel.clip import clip_by_global_norm
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.reporter import Reporter
 from shardwise.training.step import forward_backward
 
@@ -105,13 +105,13 @@ def measure_memory(
     assert peak.parts is not None
     weights_bytes = peak.parts["weights"] + window_bytes
     return Memory(
-        of_every_rank(peak.peak_bytes + window_bytes),
-        of_every_rank({**peak.parts, "weights": weights_bytes}),
-        of_every_rank(bytes_of_state),
-        of_every_rank(dispatches.num_launches) if is_seen else None,
-        of_every_rank(dispatches.num_waits) if is_seen else None,
-        of_every_rank(offloaded() - before) if cfg.training.offload_activations else None,
-        of_every_rank((read, written)) if cfg.parallel.offload == "disk" else None,
+        from_every_rank(peak.peak_bytes + window_bytes),
+        from_every_rank({**peak.parts, "weights": weights_bytes}),
+        from_every_rank(bytes_of_state),
+        from_every_rank(dispatches.num_launches) if is_seen else None,
+        from_every_rank(dispatches.num_waits) if is_seen else None,
+        from_every_rank(offloaded() - before) if cfg.training.offload_activations else None,
+        from_every_rank((read, written)) if cfg.parallel.offload == "disk" else None,
     )
 
 
@@ -127,7 +127,7 @@ def documents_read(loaders: Loaders) -> dict[str, Counts]:
     It is the same on every rank.
     """
     # An all-gather of a few numbers for each micro-batch row, from every rank to all.
-    read = {"train": counts(merge_states(of_every_rank(loaders.state())))}
+    read = {"train": counts(merge_states(from_every_rank(loaders.state())))}
     return read if loaders.validation is None else {**read, "validation": loaders.validation.read}
 
 

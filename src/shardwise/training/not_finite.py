@@ -11,7 +11,7 @@ from shardwise.base.interfaces import ParallelModel, Storage
 from shardwise.base.words import listed
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.parallel.place import local
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def explain(on_this_rank: NotFinite, just_loaded: bool, trained: bool) -> str:
     `just_loaded`: no step has changed the weights since they were read. `trained`: a step has, in
     this run or before. This is a collective: an all-gather of the names, between all ranks.
     """
-    ranks = of_every_rank(on_this_rank)[::-1]  # the last stage of a pipeline is on the last ranks
+    ranks = from_every_rank(on_this_rank)[::-1]  # the last stage of a pipeline is on the last ranks
     weights = list(dict.fromkeys(name for rank in ranks for name in rank.weights))
     gradients = list(dict.fromkeys(name for rank in ranks for name in rank.gradients))
     if weights and just_loaded:

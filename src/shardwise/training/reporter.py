@@ -27,7 +27,7 @@ from shardwise.config.ranges import shown
 from shardwise.data.state import Counts
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.early_stop import EarlyStop, early_stop
 from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
@@ -60,7 +60,7 @@ class Reporter:
             self.history = read_history(start.folder / METRICS, sha256)
             read_history.cache_clear()  # it is continued
         # A few numbers for each evaluation, from rank 0 to all: each rank may stop early.
-        self.history.evaluations = of_every_rank(self.history.evaluations)[0]
+        self.history.evaluations = from_every_rank(self.history.evaluations)[0]
         self._loads = job.routing
         self.documents: Mapping[str, Counts] = {}
         self.notes: list[str] = []

@@ -14,7 +14,7 @@ from shardwise.base.interfaces import Mesh
 from shardwise.base.schedule.resplit import Proposal, Seen, better_split
 from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 FIRST_STEPS = 4
 """The steps under a split, after its warm-up, that are compared with the prediction. As long as the
@@ -64,7 +64,7 @@ class Watch:
         self._window *= 2
         busy, step = (statistics.median(column) for column in zip(*self._steps))
         cost = self._cost + max(0.0, self._first - step)
-        ranks = of_every_rank((self._mesh.rank("pp"), busy, step, cost))
+        ranks = from_every_rank((self._mesh.rank("pp"), busy, step, cost))
         proposal = None
         if dist.get_rank() == 0:
             assert job.cut is not None
@@ -86,7 +86,7 @@ class Watch:
                 max(cost for _, _, _, cost in ranks),
             )
         # One rank decides, since another make of processor may round otherwise.
-        proposal = of_every_rank(proposal)[0]
+        proposal = from_every_rank(proposal)[0]
         self._settled = proposal is not None and proposal.goes_back
         return proposal
 

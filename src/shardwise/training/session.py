@@ -30,7 +30,7 @@ from shardwise.metrics.meter import Meter
 from shardwise.metrics.spacing import unmoved_note
 from shardwise.models.load import check_computes
 from shardwise.parallel import copies
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.evaluate import evaluate
 from shardwise.training.measure import add_to_record, measure_memory, write_record
 from shardwise.training.reporter import Reporter
@@ -89,7 +89,7 @@ class Session:
             stack.enter_context(on_signals(self._signals.append))
             self._stack = stack.pop_all()
         named = self.job.pm.named_parameters()
-        if note := unmoved_note(named, self.cfg, of_every_rank):
+        if note := unmoved_note(named, self.cfg, from_every_rank):
             self.reporter.note(note)
         self._is_open = True
         return self
@@ -183,7 +183,7 @@ class Session:
         self.job = self._checkpointer.job = replace(rebuilt, routing=routing)
         self._recorder = Recorder(self.cfg.measure.warmup_steps)
         # A number from every rank to all, who are ready then.
-        num_bytes = sum(of_every_rank(state.moved_bytes)) // self.mesh.size("pp")
+        num_bytes = sum(from_every_rank(state.moved_bytes)) // self.mesh.size("pp")
         seconds = time.perf_counter() - begin
         watch.begin(seconds)
         self.reporter.resplit(self.done, layers, proposal, num_bytes, seconds)
@@ -278,8 +278,8 @@ class Session:
         self.reporter.measuring_memory()
         memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
         self.add(**memory.fields())
-        counted = of_every_rank(None if self._sent is None else self._sent.sent_bytes)
-        predicted = of_every_rank(self._predicted_bytes())
+        counted = from_every_rank(None if self._sent is None else self._sent.sent_bytes)
+        predicted = from_every_rank(self._predicted_bytes())
         return self.add(
             sent_bytes_per_step=None if None in counted else counted,
             sent_bytes_by_formula=None if None in predicted else predicted,

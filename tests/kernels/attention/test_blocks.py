@@ -51,24 +51,24 @@ def with_documents(sight: Sight, num_queries: int, num_keys: int) -> Sight:
 
 
 def output(q, k, v, sight) -> Merged:
-    merged = Merged.of_no_key(q, v)
+    merged = Merged.without_keys(q, v)
     attend(q, k, v, sight, merged)
     return merged
 
 
-def backward(of_out, q, k, v, out, lse, sight) -> tuple[torch.Tensor, ...]:
+def backward(grad_out, q, k, v, out, lse, sight) -> tuple[torch.Tensor, ...]:
     gradients = tuple(torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-    attend_backward(of_out, q, k, v, out, lse, sight, gradients)
+    attend_backward(grad_out, q, k, v, out, lse, sight, gradients)
     return gradients
 
 
-def check(q, k, v, of_out, sight, within: float) -> None:
+def check(q, k, v, grad_out, sight, within: float) -> None:
     out, lse = output(q, k, v, sight)
     reference_out, reference_lse = naive.attend(q, k, v, sight)
     torch.testing.assert_close(out, reference_out.to(out.dtype), rtol=0, atol=within)
     torch.testing.assert_close(lse, reference_lse, rtol=0, atol=within)
-    gradients = backward(of_out, q, k, v, out.to(q.dtype), lse, sight)
-    wanted = naive.attend_backward(of_out, q, k, v, reference_out, reference_lse, sight)
+    gradients = backward(grad_out, q, k, v, out.to(q.dtype), lse, sight)
+    wanted = naive.attend_backward(grad_out, q, k, v, reference_out, reference_lse, sight)
     for gradient, reference in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, reference.to(gradient.dtype), rtol=0, atol=within)
 
@@ -114,12 +114,12 @@ def test_more_keys_than_are_computed_together(monkeypatch, window, offset, apart
 
 def test_documents_take_no_memory_that_grows_with_the_keys():
     def added_bytes(num_keys: int) -> int:
-        q, k, v, of_out = inputs(32, num_keys, (2, 1), dtype=torch.float32)
+        q, k, v, grad_out = inputs(32, num_keys, (2, 1), dtype=torch.float32)
         documents = torch.arange(num_keys).expand(2, -1) // 100
         sight = Sight(0.3, num_keys - 32, None, documents[:, -32:], documents)
         with PeakMemory(torch.device("cpu")) as peak:
             out, lse = output(q, k, v, sight)
-            backward(of_out, q, k, v, out, lse, sight)
+            backward(grad_out, q, k, v, out, lse, sight)
         return peak.added_bytes() - 2 * k.nbytes  # the gradients of k and v
 
     assert added_bytes(3 * blocks.KEYS) == added_bytes(2 * blocks.KEYS)
@@ -128,15 +128,15 @@ def test_documents_take_no_memory_that_grows_with_the_keys():
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_inputs_of_16_bits(dtype, within, window):
-    q, k, v, of_out = inputs(9, 12, dtype=dtype)
+    q, k, v, grad_out = inputs(9, 12, dtype=dtype)
     sight = Sight(0.3, 3, window)
-    check(q, k, v, of_out, sight, within)
+    check(q, k, v, grad_out, sight, within)
     out, lse = output(q, k, v, sight)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
 
 
 def test_the_reference_has_the_gradients_of_autograd():
-    q, k, v, of_out = inputs(5, 7)
+    q, k, v, grad_out = inputs(5, 7)
     sight = with_documents(Sight(0.3, 2, 4), 5, 7)
     for x in (q, k, v):
         x.requires_grad_()
@@ -144,18 +144,18 @@ def test_the_reference_has_the_gradients_of_autograd():
     mask = sight.mask(5, 7, q.device)
     other = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(out, other)
-    wanted = torch.autograd.grad(out, (q, k, v), of_out)
-    gradients = naive.attend_backward(of_out, q, k, v, out, lse, sight)
+    wanted = torch.autograd.grad(out, (q, k, v), grad_out)
+    gradients = naive.attend_backward(grad_out, q, k, v, out, lse, sight)
     torch.testing.assert_close(gradients, wanted, rtol=0, atol=1e-12)
 
 
 def test_queries_that_see_no_key():
-    q, k, v, of_out = inputs(4, 3)
+    q, k, v, grad_out = inputs(4, 3)
     sight = Sight(0.3, offset=-2)
     out, lse = output(q, k, v, sight)
     assert bool((out[:, :, :2] == 0).all())
     assert bool((lse[:, :, :2] == -torch.inf).all())
-    gradients = backward(of_out, q, k, v, out, lse, sight)
+    gradients = backward(grad_out, q, k, v, out, lse, sight)
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     assert bool((gradients[0][:, :, :2] == 0).all())
     nothing = output(q, k, v, Sight(0.3, offset=-4))
@@ -163,27 +163,27 @@ def test_queries_that_see_no_key():
     assert bool((nothing[1] == -torch.inf).all())
 
 
-def merged_in_three(q, k, v, of_out) -> tuple[torch.Tensor, ...]:
+def merged_in_three(q, k, v, grad_out) -> tuple[torch.Tensor, ...]:
     """Return output and gradients of keys in three blocks, the last of which comes first."""
     stretches = [slice(8, 13), slice(0, 3), slice(3, 8)]
     sights = [Sight(0.3, offset=-stretch.start) for stretch in stretches]
-    merged = Merged.of_no_key(q, v)
+    merged = Merged.without_keys(q, v)
     for stretch, sight in zip(stretches, sights):
         attend(q, k[:, :, stretch], v[:, :, stretch], sight, merged)
-    of_q, of_k, of_v = (torch.zeros_like(x) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
     for keys, sight in zip(stretches, sights):
         some = (k[:, :, keys], v[:, :, keys])
-        gradients = of_q, of_k[:, :, keys], of_v[:, :, keys]
-        attend_backward(of_out, q, *some, *merged, sight, gradients)
-    return merged.out, of_q, of_k, of_v
+        gradients = grad_q, grad_k[:, :, keys], grad_v[:, :, keys]
+        attend_backward(grad_out, q, *some, *merged, sight, gradients)
+    return merged.out, grad_q, grad_k, grad_v
 
 
 def differs_from_one_block() -> float:
-    q, k, v, of_out = inputs(13, 13)
+    q, k, v, grad_out = inputs(13, 13)
     sight = Sight(0.3)
     out, lse = naive.attend(q, k, v, sight)
-    wanted = out, *naive.attend_backward(of_out, q, k, v, out, lse, sight)
-    pairs = zip(merged_in_three(q, k, v, of_out), wanted, strict=True)
+    wanted = out, *naive.attend_backward(grad_out, q, k, v, out, lse, sight)
+    pairs = zip(merged_in_three(q, k, v, grad_out), wanted, strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
@@ -213,7 +213,7 @@ def test_a_wrong_merge_is_seen(monkeypatch, planted):
 def test_operators_on_cuda_take_what_they_are_given():
     """Run the shape functions of torch's operators; no kernel runs."""
     meta = {"device": "meta", "dtype": torch.bfloat16}
-    q, of_out, out = (torch.empty(2, 4, 40, 64, **meta) for _ in range(3))
+    q, grad_out, out = (torch.empty(2, 4, 40, 64, **meta) for _ in range(3))
     k, v = (torch.empty(2, 2, 40, 64, **meta) for _ in range(2))
     bias = operators._bias(torch.ones(40, 40, dtype=torch.bool, device="meta"), q)
     for compute, backward, mask in (
@@ -223,5 +223,5 @@ def test_operators_on_cuda_take_what_they_are_given():
     ):
         out, lse = compute(q, k, v, mask, mask is None, 0.3)
         assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
-        gradients = backward(of_out, q, k, v, out, lse, mask, mask is None, 0.3)
+        gradients = backward(grad_out, q, k, v, out, lse, mask, mask is None, 0.3)
         assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]

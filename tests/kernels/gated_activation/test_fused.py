@@ -53,9 +53,9 @@ def test_the_backward_keeps_the_inputs():
 
 
 def _without_the_slope(
-    of_out: torch.Tensor, gate: torch.Tensor, *, grad_input: torch.Tensor
+    grad_out: torch.Tensor, gate: torch.Tensor, *, grad_input: torch.Tensor
 ) -> torch.Tensor:
-    return of_out * torch.sigmoid(gate)
+    return grad_out * torch.sigmoid(gate)
 
 
 def _of_the_gate_alone(gate: torch.Tensor) -> torch.Tensor:

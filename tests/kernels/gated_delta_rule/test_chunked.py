@@ -204,8 +204,8 @@ def test_pieces_of_a_row_pass_their_maps_on(with_documents):
         ids[1, 40:] = 1
     bounds = list(pairwise([0, 1, 65, 95, 150]))
     out, last = naive.gated_delta_rule(*tensors, documents=ids)
-    of_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
-    expected = torch.autograd.grad((out * of_out).sum(), tensors)
+    grad_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad((out * grad_out).sum(), tensors)
 
     pieces = [[x[:, a:b].detach().requires_grad_() for x in tensors] for a, b in bounds]
     maps = [RECURRENCE.summary(*piece, ids[:, a:b]) for piece, (a, b) in zip(pieces, bounds)]
@@ -213,15 +213,15 @@ def test_pieces_of_a_row_pass_their_maps_on(with_documents):
     before = [torch.zeros_like(last)]
     for (transition, after), same in zip(maps, goes_on):
         before.append((RECURRENCE.pass_on(transition, before[-1]) + after) * same)
-    of_after = [torch.zeros_like(last)]
+    grad_after = [torch.zeros_like(last)]
     for place in (3, 2, 1):
         a, b = bounds[place]
-        given = RECURRENCE.of_before(*pieces[place], of_out[:, a:b], ids[:, a:b])
-        back = RECURRENCE.pass_back(maps[place].transition, of_after[0]) + given
-        of_after.insert(0, back * goes_on[place - 1])
+        given = RECURRENCE.grad_before(*pieces[place], grad_out[:, a:b], ids[:, a:b])
+        back = RECURRENCE.pass_back(maps[place].transition, grad_after[0]) + given
+        grad_after.insert(0, back * goes_on[place - 1])
     for place, (a, b) in enumerate(bounds):
         piece_out, piece_last = RECURRENCE.run(*pieces[place], before[place], ids[:, a:b])
         assert relative_error(piece_out, out[:, a:b]) < 1e-10
-        loss = (piece_out * of_out[:, a:b]).sum() + (piece_last * of_after[place]).sum()
+        loss = (piece_out * grad_out[:, a:b]).sum() + (piece_last * grad_after[place]).sum()
         for gradient, whole in zip(torch.autograd.grad(loss, pieces[place]), expected):
             assert (gradient - whole[:, a:b]).abs().max() < 1e-10

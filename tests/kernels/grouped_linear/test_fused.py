@@ -80,8 +80,8 @@ def test_stacks_alone_and_stacks_in_other_strides(counts, transposed):
 
 
 def test_no_rows_give_no_outputs_and_gradients_of_zero():
-    out, of_x, *others = run(with_factors(grouped_linear, (0, 0)), inputs((0, 0)))
-    assert (out.shape, of_x.shape) == ((0, OUT), (0, IN))
+    out, grad_x, *others = run(with_factors(grouped_linear, (0, 0)), inputs((0, 0)))
+    assert (out.shape, grad_x.shape) == ((0, OUT), (0, IN))
     assert all(not gradient.any() for gradient in others)
 
 

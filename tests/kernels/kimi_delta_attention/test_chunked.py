@@ -97,10 +97,10 @@ def test_all_chunks_at_once_are_the_same(monkeypatch):
 def test_no_gradient_crosses_into_another_document():
     tensors, documents = inputs(100, strongest=0.1), (torch.arange(100) >= 40).long().expand(2, -1)
     out, _ = chunked.kimi_delta_attention(*tensors, documents)
-    *grads, of_state = torch.autograd.grad(out[:, 40:].square().sum(), tensors)
+    *grads, grad_state = torch.autograd.grad(out[:, 40:].square().sum(), tensors)
     assert all(grad[:, 40:].abs().max() > 0 for grad in grads)
     assert all(grad[:, :40].abs().max() == 0 for grad in grads)
-    assert of_state.abs().max() == 0
+    assert grad_state.abs().max() == 0
 
 
 @pytest.mark.parametrize("tokens", [3, 66])
@@ -159,9 +159,9 @@ def check_pieces(tensors: list[torch.Tensor], documents: torch.Tensor, cuts: lis
     leaves = [x.clone().requires_grad_() for x in (*tensors, state)]
     out, last = naive.kimi_delta_attention(*leaves, documents)
     generator = torch.Generator().manual_seed(0)
-    of_out = torch.randn(out.shape, generator=generator, dtype=out.dtype)
-    of_last = torch.randn(last.shape, generator=generator, dtype=last.dtype)
-    expected = torch.autograd.grad((out, last), leaves, (of_out, of_last))
+    grad_out = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+    grad_last = torch.randn(last.shape, generator=generator, dtype=last.dtype)
+    expected = torch.autograd.grad((out, last), leaves, (grad_out, grad_last))
 
     ends = [*cuts, out.shape[1]]
     pieces = [slice(start, end) for start, end in zip([0, *cuts], ends)]
@@ -169,20 +169,24 @@ def check_pieces(tensors: list[torch.Tensor], documents: torch.Tensor, cuts: lis
     ids = [documents[:, piece] for piece in pieces]
     goes_on = [(documents[:, cut] == documents[:, cut - 1])[:, None, None, None] for cut in cuts]
     summaries = [RECURRENCE.summary(*part, doc) for part, doc in zip(parts, ids)]
-    befores, of_afters = [state], [of_last]
+    befores, grad_afters = [state], [grad_last]
     for summary, same in zip(summaries, goes_on):
         after = RECURRENCE.pass_on(summary.transition, befores[-1]) + summary.after
         befores.append(after * same)
     for number in reversed(range(1, len(pieces))):
-        of_before = RECURRENCE.of_before(*parts[number], of_out[:, pieces[number]], ids[number])
-        of_before = of_before + RECURRENCE.pass_back(summaries[number].transition, of_afters[0])
-        of_afters.insert(0, of_before * goes_on[number - 1])
+        grad_before = RECURRENCE.grad_before(
+            *parts[number], grad_out[:, pieces[number]], ids[number]
+        )
+        grad_before = grad_before + RECURRENCE.pass_back(
+            summaries[number].transition, grad_afters[0]
+        )
+        grad_afters.insert(0, grad_before * goes_on[number - 1])
 
     outs, grads = [], []
-    for part, doc, before, piece, of_after in zip(parts, ids, befores, pieces, of_afters):
+    for part, doc, before, piece, grad_after in zip(parts, ids, befores, pieces, grad_afters):
         leaves = [x.clone().requires_grad_() for x in (*part, before)]
         outs.append(RECURRENCE.run(*leaves, doc))
-        grads.append(torch.autograd.grad(outs[-1], leaves, (of_out[:, piece], of_after)))
+        grads.append(torch.autograd.grad(outs[-1], leaves, (grad_out[:, piece], grad_after)))
     joined = [torch.cat([piece[number] for piece in grads], 1) for number in range(5)]
     results = (torch.cat([piece[0] for piece in outs], 1), outs[-1][1], *joined, grads[0][5])
     for tensor, other in zip(results, (out, last, *expected)):
@@ -214,7 +218,7 @@ def swap_the_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_the_length_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_through_unit", lambda of_unit, x, span: of_unit)
+    monkeypatch.setattr(chunked, "_through_unit", lambda grad_unit, x, span: grad_unit)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +264,8 @@ def test_the_backward_keeps_the_inputs_and_a_state_per_chunk():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         chunked.kimi_delta_attention(*tensors)
-    of_inputs = sum(x.untyped_storage().nbytes() for x in tensors)
-    assert sum(kept.values()) == of_inputs + 3 * tensors[5].untyped_storage().nbytes()
+    grad_inputs = sum(x.untyped_storage().nbytes() for x in tensors)
+    assert sum(kept.values()) == grad_inputs + 3 * tensors[5].untyped_storage().nbytes()
 
 
 def test_the_host_waits_for_nothing():
@@ -272,7 +276,7 @@ def test_the_host_waits_for_nothing():
         out, last = kimi_delta_attention(*tensors, state, documents)
         torch.autograd.backward((out, last), (out, last))
         assert chunked.summary(*tensors, documents).after.shape == state.shape
-        assert chunked.of_before(*tensors, out, documents).shape == state.shape
+        assert chunked.grad_before(*tensors, out, documents).shape == state.shape
         with pytest.raises(DataDependentOutputException):
             out.sum().item()
 
@@ -286,8 +290,8 @@ def test_executed_flops_are_those_of_the_counter():
         out.sum().backward()
     core = KimiDeltaAttention(heads, 5, 8)
     # Solves, and the products of a token's query with its key, are none to the counter.
-    solve, of_same = 64 * 63 * (5 + 8), 2 * 64 * 5
-    hidden = heads * chunks * (solve + of_same)
+    solve, grad_same = 64 * 63 * (5 + 8), 2 * 64 * 5
+    hidden = heads * chunks * (solve + grad_same)
     assert core.executed_forward(tokens) * tokens == forward.get_total_flops() + hidden
-    hidden = heads * chunks * (2 * solve + 3 * of_same)
+    hidden = heads * chunks * (2 * solve + 3 * grad_same)
     assert core.executed_backward(tokens) * tokens == backward.get_total_flops() + hidden

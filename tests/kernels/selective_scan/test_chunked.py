@@ -76,11 +76,11 @@ def test_equals_transformers():
 def test_pieces_pass_the_state_on(cuts, share):
     *tensors, _ = inputs(150)
     documents = documents_of(2, 150, share)
-    of_out = torch.linspace(-1, 1, tensors[0].numel(), dtype=torch.float64).view_as(tensors[0])
+    grad_out = torch.linspace(-1, 1, tensors[0].numel(), dtype=torch.float64).view_as(tensors[0])
     out, _ = selective_scan(*tensors, None, documents)
-    expected = [out, *torch.autograd.grad(out, tensors, of_out)]
+    expected = [out, *torch.autograd.grad(out, tensors, grad_out)]
     for mine, other in zip(
-        in_pieces(RECURRENCE, tensors, SHARED, documents, of_out, cuts), expected
+        in_pieces(RECURRENCE, tensors, SHARED, documents, grad_out, cuts), expected
     ):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
@@ -123,15 +123,15 @@ def without_documents(*args: Any) -> Any:
     return CHUNK(*others, None, start)
 
 
-def without_later_tokens(chunk: Any, of_read: Any, of_after: Any) -> Any:
-    return OF_STATES(chunk, of_read, torch.zeros_like(of_after))
+def without_later_tokens(chunk: Any, grad_read: Any, grad_after: Any) -> Any:
+    return GRAD_STATES(chunk, grad_read, torch.zeros_like(grad_after))
 
 
-CHUNK, OF_STATES = chunked._chunk, chunked._of_states
+CHUNK, GRAD_STATES = chunked._chunk, chunked._grad_states
 
 
 @pytest.mark.parametrize(
-    ("name", "planted"), [("_chunk", without_documents), ("_of_states", without_later_tokens)]
+    ("name", "planted"), [("_chunk", without_documents), ("_grad_states", without_later_tokens)]
 )
 def test_planted_mistakes_are_seen(name, planted, monkeypatch):
     monkeypatch.setattr(chunked, name, planted)

@@ -140,9 +140,9 @@ def test_what_stands_in_another_document_is_not_even_multiplied():
     arguments = inputs(9) | {"earlier": None, "documents": torch.tensor([[0] * 4 + [1] * 5] * 2)}
     with torch.no_grad():
         arguments["x"][:, :4] = torch.inf
-    out, of_x, *_ = run(shifted.short_conv, arguments)
+    out, grad_x, *_ = run(shifted.short_conv, arguments)
     assert out[:, 4:].isfinite().all()
-    assert of_x[:, 4:].isfinite().all()
+    assert grad_x[:, 4:].isfinite().all()
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])

@@ -85,11 +85,11 @@ def test_equals_transformers():
 def test_pieces_pass_the_state_on(cuts, share):
     *tensors, _ = inputs(150)
     documents = documents_of(2, 150, share)
-    of_out = torch.linspace(-1, 1, tensors[0].numel(), dtype=torch.float64).view_as(tensors[0])
+    grad_out = torch.linspace(-1, 1, tensors[0].numel(), dtype=torch.float64).view_as(tensors[0])
     out, _ = mamba2_scan(*tensors, None, documents)
-    expected = [out, *torch.autograd.grad(out, tensors, of_out)]
+    expected = [out, *torch.autograd.grad(out, tensors, grad_out)]
     for mine, other in zip(
-        in_pieces(RECURRENCE, tensors, SHARED, documents, of_out, cuts), expected
+        in_pieces(RECURRENCE, tensors, SHARED, documents, grad_out, cuts), expected
     ):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 

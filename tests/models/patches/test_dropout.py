@@ -56,7 +56,7 @@ def test_masks_of_two_rows_steps_seeds_or_modules_are_independent():
 def test_a_share_of_the_features_is_dropped_as_in_the_whole():
     state = DropoutState(0)
     whole = SlotDropout(0.5, "x", state)
-    share = whole.of_share(torch.tensor([3, 9, 4], dtype=torch.int32))
+    share = whole.for_share(torch.tensor([3, 9, 4], dtype=torch.int32))
     state.start(batch((7, 8)))
     x = torch.randn(2, 5, 12)
     assert torch.equal(share(x[..., [3, 9, 4]]), whole(x)[..., [3, 9, 4]])

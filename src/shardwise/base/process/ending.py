@@ -149,8 +149,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     The CPU's allocator raises a plain RuntimeError, which only its text tells from others. What is
     not imported, or half, has raised nothing, and is not imported for the answer.
     """
-    of_torch = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
-    if isinstance(error, MemoryError | of_torch):
+    torch_error = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
+    if isinstance(error, MemoryError | torch_error):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM

@@ -209,11 +209,11 @@ class ContextFacts:
         """Return the way of `parallel.cp_attention`, and the cut that goes with it."""
         num_ranks, way = parallel.cp, parallel.cp_attention
         if way == "auto":
-            shape = self.of_rank(parallel)
+            shape = self.on_rank(parallel)
             way = "ring" if shape is None else best_way(shape, num_ranks, self.contiguous)
         return way, Cut(num_ranks, zigzag=not self.contiguous and way != "ulysses")
 
-    def of_rank(self, parallel: Parallel) -> AttentionShape | None:
+    def on_rank(self, parallel: Parallel) -> AttentionShape | None:
         """Return the attention of a rank of `tp`."""
         if self.attention is None:
             return None

@@ -152,9 +152,9 @@ def _lowest(chunk: Chunk, totals: Sequence[int] | None, place: int) -> Bounds:
     ]
 
     def lowest(name: str) -> list[int]:
-        of_passes = (getattr(bounds, name) for _, bounds in chunk.bounds)
-        lowered = [[x - taken for x in of_pass] for of_pass, taken in zip(of_passes, less)]
-        return [min(of_place) for of_place in zip(*lowered, strict=True)]
+        pass_bounds = (getattr(bounds, name) for _, bounds in chunk.bounds)
+        lowered = [[x - taken for x in one_pass] for one_pass, taken in zip(pass_bounds, less)]
+        return [min(values) for values in zip(*lowered, strict=True)]
 
     kept = lowest("kept")
     if totals is not None:

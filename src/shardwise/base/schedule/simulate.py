@@ -52,7 +52,7 @@ class Work:
             sums = np.concatenate([[0.0], np.cumsum([getattr(unit, name) for unit in units])])
             return sums[high] - sums[low]
 
-        def of_last(name: str) -> Floats:
+        def last_of(name: str) -> Floats:
             return np.array([float(getattr(unit, name)) for unit in units])[high - 1]
 
         return Work(
@@ -62,9 +62,9 @@ class Work:
             split_seconds=slow * total("split_seconds"),
             activation_bytes=total("activation_bytes"),
             state_bytes=total("state_bytes"),
-            output_bytes=of_last("output_bytes"),
-            output_seconds=of_last("output_seconds"),
-            stage_seconds=slow * of_last("stage_seconds"),
+            output_bytes=last_of("output_bytes"),
+            output_seconds=last_of("output_seconds"),
+            stage_seconds=slow * last_of("stage_seconds"),
             backward=total("backward") > 0,
         )
 

@@ -229,8 +229,8 @@ def search(
     for chunk, (crossing,) in enumerate(crosses_ranks(pipeline)):
         memory[chunk] = memory[chunk] + crossing * message[None, :]
         memory[chunk + 1] = memory[chunk + 1] + crossing * back[:, None]
-    of_ranks, slow = _of_ranks(limit_bytes, pipeline), slowness(pipeline)[:, 0]
-    limits = [of_ranks[pipeline.rank_of(chunk)] for chunk in range(pipeline.num_chunks)]
+    rank_limits, slow = _of_ranks(limit_bytes, pipeline), slowness(pipeline)[:, 0]
+    limits = [rank_limits[pipeline.rank_of(chunk)] for chunk in range(pipeline.num_chunks)]
     fitting = [
         np.where(table <= limit, seconds * times_longer, math.inf)
         for table, limit, times_longer in zip(memory, limits, slow, strict=True)
@@ -239,7 +239,7 @@ def search(
     starts = [_uniform(len(costs) - 2, pipeline.num_chunks)]
     if slowest_seconds < math.inf:
         starts.append(fastest)
-    if of_ranks.max() < math.inf:
+    if rank_limits.max() < math.inf:
         above = [table - limit for table, limit in zip(memory, limits, strict=True)]
         starts.append(bottleneck(above)[0])
     effort = _EFFORT / len(starts)

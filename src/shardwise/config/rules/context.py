@@ -13,7 +13,7 @@ def _cuts_a_head(case: Case) -> bool:
     facts = case.model.context
     if case.parallel.cp == 1 or case.parallel.cp_attention != "ulysses" or facts is None:
         return False
-    shape = facts.of_rank(case.parallel)
+    shape = facts.on_rank(case.parallel)
     return shape is not None and shape.num_heads % case.parallel.cp != 0
 
 

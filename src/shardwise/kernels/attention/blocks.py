@@ -32,7 +32,7 @@ class Merged(NamedTuple):
     """[B, N, T]."""
 
     @classmethod
-    def of_no_key(cls, q: torch.Tensor, v: torch.Tensor) -> Merged:
+    def without_keys(cls, q: torch.Tensor, v: torch.Tensor) -> Merged:
         """Return what queries have before they see a key.
 
         In memory tokens come before heads, as the projection after them wants: nothing is copied.
@@ -72,7 +72,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, merg
 
 
 def attend_backward(
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -83,14 +83,14 @@ def attend_backward(
 ) -> None:
     """Add what these keys give to the gradients of q, k and v (in float32 or float64), in place.
 
-    `out` and `of_out` (in q's dtype) and `lse` are those of attention on all keys, these among
+    `out` and `grad_out` (in q's dtype) and `lse` are those of attention on all keys, these among
     them.
     """
     lse = finite(lse)
     for piece in _pieces(q.shape[2], k.shape[2], sight):
         queries, keys = piece.queries, piece.keys
         parts = operators.backward(
-            of_out[:, :, queries],
+            grad_out[:, :, queries],
             *piece.of(q, k, v),
             out[:, :, queries],
             lse[:, :, queries],

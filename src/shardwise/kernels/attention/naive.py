@@ -56,7 +56,7 @@ def attend(
 
 
 def attend_backward(
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -66,16 +66,16 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what these keys give to the gradients of q, k and v.
 
-    `out`, `lse` and the gradient `of_out` are those of attention on all keys, these among them.
+    `out`, `lse` and the gradient `grad_out` are those of attention on all keys, these among them.
     """
-    wide_k, wide_v, of_out = _alike(k, q), _alike(v, q), _wide(of_out)
+    wide_k, wide_v, grad_out = _alike(k, q), _alike(v, q), _wide(grad_out)
     shares = torch.exp(_scores(q, k, sight) - _finite(lse)[..., None])
-    of_scores = of_out @ wide_v.mT - (of_out * out).sum(-1, keepdim=True)
-    of_scores = of_scores * shares * sight.scale
+    grad_scores = grad_out @ wide_v.mT - (grad_out * out).sum(-1, keepdim=True)
+    grad_scores = grad_scores * shares * sight.scale
     heads = k.shape[1], -1
-    of_k = (of_scores.mT @ _wide(q)).unflatten(1, heads).sum(2)
-    of_v = (shares.mT @ of_out).unflatten(1, heads).sum(2)
-    return (of_scores @ wide_k).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+    grad_k = (grad_scores.mT @ _wide(q)).unflatten(1, heads).sum(2)
+    grad_v = (shares.mT @ grad_out).unflatten(1, heads).sum(2)
+    return (grad_scores @ wide_k).to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, sight: Sight) -> torch.Tensor:

@@ -24,7 +24,7 @@ def forward(
 
     `mask` is bool, [T, T'] or [B, 1, T, T']; a query must see a key. With `causal`, T' = T.
     """
-    size, (q, k, v) = v.shape[-1], of_one_size(q, k, v)
+    size, (q, k, v) = v.shape[-1], to_one_size(q, k, v)
     bias = None if mask is None else _bias(mask, q)
     if q.is_cuda:
         compute = flash if _is_flash(q, bias) else efficient
@@ -37,7 +37,7 @@ def forward(
 
 
 def backward(
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -52,19 +52,19 @@ def backward(
     A finite number stands for the `lse` of a query that sees no key.
     """
     key_size, value_size = q.shape[-1], v.shape[-1]
-    q, k, v, of_out, out = of_one_size(q, k, v, of_out, out)
+    q, k, v, grad_out, out = to_one_size(q, k, v, grad_out, out)
     bias = None if mask is None else _bias(mask, q)
     if q.is_cuda:
         compute = flash_backward if _is_flash(q, bias) else efficient_backward
-        of_q, of_k, of_v = compute(of_out, q, k, v, out, lse, bias, causal, scale)
+        grad_q, grad_k, grad_v = compute(grad_out, q, k, v, out, lse, bias, causal, scale)
     else:
-        of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            of_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
-    return of_q[..., :key_size], of_k[..., :key_size], of_v[..., :value_size]
+    return grad_q[..., :key_size], grad_k[..., :key_size], grad_v[..., :value_size]
 
 
-def of_one_size(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def to_one_size(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Pad heads with zeros to one size that every kernel takes, a multiple of 8: scores stay."""
     size = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     return tuple(x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in tensors)
@@ -102,7 +102,7 @@ def flash(
 
 
 def flash_backward(
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -118,7 +118,7 @@ def flash_backward(
     blocks = (None, None, q.shape[2], k.shape[2])
     rest = (0.0, causal, random, random)
     return aten._scaled_dot_product_flash_attention_backward(
-        of_out, q, k, v, out, lse.contiguous(), *blocks, *rest, scale=scale
+        grad_out, q, k, v, out, lse.contiguous(), *blocks, *rest, scale=scale
     )
 
 
@@ -139,7 +139,7 @@ def efficient(
 
 
 def efficient_backward(
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -155,7 +155,7 @@ def efficient_backward(
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     random = torch.zeros((), dtype=torch.int64, device=q.device)  # read with dropout only
     wanted = [True, True, True, False]
-    of_q, of_k, of_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        of_out, q, k, v, bias, out, lse, random, random, 0.0, wanted, causal, scale=scale
+    grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, k, v, bias, out, lse, random, random, 0.0, wanted, causal, scale=scale
     )
-    return of_q, of_k.unflatten(1, heads).sum(2), of_v.unflatten(1, heads).sum(2)
+    return grad_q, grad_k.unflatten(1, heads).sum(2), grad_v.unflatten(1, heads).sum(2)

@@ -53,22 +53,22 @@ class _DynamicConv(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, kernels, documents = ctx.saved_tensors
         tokens, width = kernels.shape[1], kernels.shape[3]
-        (of_out,) = gradients
-        of_z = of_out.to(_sum_dtype(x, kernels))
+        (grad_out,) = gradients
+        grad_z = grad_out.to(_sum_dtype(x, kernels))
         if ctx.has_silu:
-            of_z = torch.ops.aten.silu_backward(of_z, _sums(x, kernels, documents))
+            grad_z = torch.ops.aten.silu_backward(grad_z, _sums(x, kernels, documents))
         seen, documents = _seen(x, kernels, documents)
-        of_seen = torch.zeros_like(seen, dtype=of_z.dtype)
-        of_kernels = torch.empty_like(kernels)
+        grad_seen = torch.zeros_like(seen, dtype=grad_z.dtype)
+        grad_kernels = torch.empty_like(kernels)
         for w, shifted in enumerate(by_tap(seen, width, documents, 0, width - 1)):
-            of_kernels[..., w] = of_z * shifted
-            of_shifted = of_z * kernels[..., w]
+            grad_kernels[..., w] = grad_z * shifted
+            grad_shifted = grad_z * kernels[..., w]
             if documents is not None:
                 apart = documents[:, w : w + tokens] != documents[:, width - 1 :]
-                of_shifted.masked_fill_(apart[..., None], 0)
-            of_seen[:, w : w + tokens] += of_shifted
-        of_x = F.pad(of_seen, (0, 0, x.shape[1] - seen.shape[1], 0))
-        return of_x.to(x.dtype), of_kernels, None, None
+                grad_shifted.masked_fill_(apart[..., None], 0)
+            grad_seen[:, w : w + tokens] += grad_shifted
+        grad_x = F.pad(grad_seen, (0, 0, x.shape[1] - seen.shape[1], 0))
+        return grad_x.to(x.dtype), grad_kernels, None, None
 
 
 def _seen(

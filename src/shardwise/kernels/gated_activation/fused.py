@@ -32,11 +32,13 @@ class _GatedSilu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        (of_out,) = gradients
-        of_gate = of_up = None
+        (grad_out,) = gradients
+        grad_gate = grad_up = None
         if ctx.needs_input_grad[1]:
-            of_up = F.silu(gate).mul_(of_out)
+            grad_up = F.silu(gate).mul_(grad_out)
         if ctx.needs_input_grad[0]:
-            of_silu = of_out * up
-            of_gate = torch.ops.aten.silu_backward.grad_input(of_silu, gate, grad_input=of_silu)
-        return of_gate, of_up
+            grad_silu = grad_out * up
+            grad_gate = torch.ops.aten.silu_backward.grad_input(
+                grad_silu, gate, grad_input=grad_silu
+            )
+        return grad_gate, grad_up

@@ -50,7 +50,7 @@ def gated_delta_rule(
 RECURRENCE = Recurrence(
     run=gated_delta_rule,
     summary=chunked.summary,
-    of_before=chunked.of_before,
+    grad_before=chunked.grad_before,
     pass_on=by_matrix,
     pass_back=by_transposed_matrix,
 )

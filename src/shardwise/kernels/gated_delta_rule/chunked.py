@@ -81,24 +81,26 @@ def summary(
     return Summary(transition.contiguous(), after.contiguous())
 
 
-def of_before(
+def grad_before(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    numbers, of_state = _numbers(documents), zero_state(k, v)
+    numbers, grad_state = _numbers(documents), zero_state(k, v)
     with torch.autocast(v.device.type, enabled=False):
         for span in reversed(spans(v, CHUNK)):
             chunks = _chunks(q, k, v, g, beta, numbers, span)
             _, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
             similar = (chunks.q @ chunks.k.mT).mul_(chunks.between)
-            *_, of_state = _pass_back(chunks, reads, similar, heads_first(of_out, span), of_state)
-    return of_state
+            *_, grad_state = _pass_back(
+                chunks, reads, similar, heads_first(grad_out, span), grad_state
+            )
+    return grad_state
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -133,25 +135,25 @@ class _GatedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, g, beta, documents, *states = ctx.saved_tensors
-        of_out, of_last = gradients
-        numbers, of_state = _numbers(documents), wide(of_last)
-        of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
+        grad_out, grad_last = gradients
+        numbers, grad_state = _numbers(documents), wide(grad_last)
+        grad_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
         with torch.autocast(v.device.type, enabled=False):
             for span in reversed(spans(v, CHUNK)):
                 chunks = _chunks(q, k, v, g, beta, numbers, span)
-                of_chunks, of_state = _backward(
-                    chunks, states.pop(), heads_first(of_out, span), of_state
+                grad_chunks, grad_state = _backward(
+                    chunks, states.pop(), heads_first(grad_out, span), grad_state
                 )
-                of_q, of_k, of_v, of_g, of_beta = of_chunks
+                grad_q, grad_k, grad_v, grad_g, grad_beta = grad_chunks
                 keys = k.shape[2]
-                of_q = _through_unit(of_q, chunks.q, chunks.q_factor, k.shape[-1] ** -0.5, keys)
-                of_k = _through_unit(of_k, chunks.k, chunks.k_factor, 1.0, keys)
-                of_slices = (of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0])
-                for of_x, of_slice in zip(of_inputs, of_slices):
-                    tokens_of(of_x, span).copy_(tokens_first(of_slice))
+                grad_q = _through_unit(grad_q, chunks.q, chunks.q_factor, k.shape[-1] ** -0.5, keys)
+                grad_k = _through_unit(grad_k, chunks.k, chunks.k_factor, 1.0, keys)
+                grad_slices = (grad_q, grad_k, grad_v, grad_g[..., 0], grad_beta[..., 0])
+                for grad_x, grad_slice in zip(grad_inputs, grad_slices):
+                    tokens_of(grad_x, span).copy_(tokens_first(grad_slice))
         if not ctx.needs_input_grad[5]:
-            return *of_inputs, None, None
-        return *of_inputs, of_state.to(ctx.state_dtype), None
+            return *grad_inputs, None, None
+        return *grad_inputs, grad_state.to(ctx.state_dtype), None
 
 
 class _Chunks(NamedTuple):
@@ -256,70 +258,72 @@ def _pass_back(
     chunks: _Chunks,
     reads: torch.Tensor,
     similar: torch.Tensor,
-    of_out: torch.Tensor,
-    of_state: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_state: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the states after the chunks, of corrections, and of the first state.
 
-    `of_state` [B, N, S, H] is that of the state after the last one.
+    `grad_state` [B, N, S, H] is that of the state after the last one.
     """
-    of_before, of_corrections = chunks.q_from_start.mT @ of_out, similar.mT @ of_out
-    return pass_back(reads, chunks.k_to_end, chunks.over, of_before, of_corrections, of_state)
+    grad_before, grad_corrections = chunks.q_from_start.mT @ grad_out, similar.mT @ grad_out
+    return pass_back(reads, chunks.k_to_end, chunks.over, grad_before, grad_corrections, grad_state)
 
 
 def _backward(
-    chunks: _Chunks, before: torch.Tensor, of_out: torch.Tensor, of_last: torch.Tensor
+    chunks: _Chunks, before: torch.Tensor, grad_out: torch.Tensor, grad_last: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the gradients of q, k, v, g and beta of a span, and of the state before it.
 
-    `of_x` is the gradient of x. `before` [n, B, N, S, H]: the state before each chunk; `of_last`
-    [B, N, S, H]: the gradient of the state after the last one.
+    `before` [n, B, N, S, H]: the state before each chunk;
+    `grad_last` [B, N, S, H]: the gradient of the state after the last one.
     """
     q, k, v, beta, between = chunks.q, chunks.k, chunks.v, chunks.beta, chunks.between
     similar, alike = (q @ k.mT).mul_(between), _alike(chunks)
     inverse = _inverse(chunks, alike)
     values, reads = _solve(chunks, inverse)
-    of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
+    grad_after, grad_corrections, grad_first = _pass_back(
+        chunks, reads, similar, grad_out, grad_last
+    )
     corrections = values - reads @ before
 
     # Through the outputs and the states after the chunks.
-    of_q_from_start = of_out @ before.mT
-    of_similar = of_out @ corrections.mT
-    of_k_to_end = corrections @ of_after.mT
+    grad_q_from_start = grad_out @ before.mT
+    grad_similar = grad_out @ corrections.mT
+    grad_k_to_end = corrections @ grad_after.mT
 
     # Through the system, whose right side is beta (v - k_from_start @ before). The gradient of its
     # matrix is minus that of the right side times the corrections.
-    of_right = inverse.mT @ of_corrections
-    minus = -of_right
-    of_system = (minus @ corrections.mT).tril_(-1)
-    of_k_from_start = minus @ before.mT  # without beta
-    of_alike = of_system * alike  # times the decay, without beta
-    by_key = (of_k_from_start * chunks.k_from_start).sum(-1, keepdim=True)
+    grad_right = inverse.mT @ grad_corrections
+    minus = -grad_right
+    grad_system = (minus @ corrections.mT).tril_(-1)
+    grad_k_from_start = minus @ before.mT  # without beta
+    grad_alike = grad_system * alike  # times the decay, without beta
+    by_key = (grad_k_from_start * chunks.k_from_start).sum(-1, keepdim=True)
 
-    of_beta = (of_right * v).sum(-1, keepdim=True) + by_key + of_alike.sum(-1, keepdim=True)
+    grad_beta = (grad_right * v).sum(-1, keepdim=True) + by_key + grad_alike.sum(-1, keepdim=True)
     # Sums of g: each decay e^{G_i - G_j} adds its gradient times itself to i and takes it from j.
     # In float64, so that what both ends of a later pair give to the gradient of g cancels.
-    of_pairs = of_alike.mul_(beta).addcmul_(of_similar, similar)
-    of_total = of_pairs.sum(-1, keepdim=True, dtype=torch.float64)
-    of_total -= of_pairs.sum(-2, dtype=torch.float64)[..., None]
-    at_end = (of_k_to_end * chunks.k_to_end).sum(-1, keepdim=True).double()
-    of_total += (of_q_from_start * chunks.q_from_start).sum(-1, keepdim=True)
-    of_total += by_key * beta - at_end
-    over = (of_after * before).sum((-2, -1), keepdim=True) * chunks.over
-    of_total[..., -1:, :] += at_end.sum(-2, keepdim=True) + over
+    grad_pairs = grad_alike.mul_(beta).addcmul_(grad_similar, similar)
+    grad_total = grad_pairs.sum(-1, keepdim=True, dtype=torch.float64)
+    grad_total -= grad_pairs.sum(-2, dtype=torch.float64)[..., None]
+    at_end = (grad_k_to_end * chunks.k_to_end).sum(-1, keepdim=True).double()
+    grad_total += (grad_q_from_start * chunks.q_from_start).sum(-1, keepdim=True)
+    grad_total += by_key * beta - at_end
+    over = (grad_after * before).sum((-2, -1), keepdim=True) * chunks.over
+    grad_total[..., -1:, :] += at_end.sum(-2, keepdim=True) + over
     if chunks.apart is None:
-        of_g = of_total.flip(-2).cumsum(-2).flip(-2)
+        grad_g = grad_total.flip(-2).cumsum(-2).flip(-2)
     else:
         # Within each document, so that not even a rounding error reaches the one before.
-        of_g = (~chunks.apart).double().triu_() @ of_total
+        grad_g = (~chunks.apart).double().triu_() @ grad_total
 
-    of_system.mul_(between).mul_(beta)
-    of_similar.mul_(between)
-    of_q = of_q_from_start.mul_(chunks.from_start) + of_similar @ k
-    of_k = of_k_from_start.mul_(chunks.from_start * beta).addcmul_(of_k_to_end, chunks.to_end)
-    of_k += of_similar.mT @ q
-    of_k += (of_system + of_system.mT) @ k
-    return (of_q, of_k, of_right * beta, of_g, of_beta), of_first
+    grad_system.mul_(between).mul_(beta)
+    grad_similar.mul_(between)
+    grad_q = grad_q_from_start.mul_(chunks.from_start) + grad_similar @ k
+    grad_k = grad_k_from_start.mul_(chunks.from_start * beta).addcmul_(grad_k_to_end, chunks.to_end)
+    grad_k += grad_similar.mT @ q
+    grad_k += (grad_system + grad_system.mT) @ k
+    return (grad_q, grad_k, grad_right * beta, grad_g, grad_beta), grad_first
 
 
 def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -333,14 +337,14 @@ def _one_over_length(x: torch.Tensor) -> torch.Tensor:
 
 
 def _through_unit(
-    of_y: torch.Tensor, y: torch.Tensor, factor: torch.Tensor, length: float, num_heads: int
+    grad_y: torch.Tensor, y: torch.Tensor, factor: torch.Tensor, length: float, num_heads: int
 ) -> torch.Tensor:
     """Return the gradient of x [n, B, K, C, S], given that of y = x * factor, per head N.
 
     The factor is `length` over the length of x.
     """
-    along = (of_y * y).sum(-1, keepdim=True).div_(length**2)
-    of_x = torch.addcmul(of_y, y, along, value=-1).mul_(factor)
-    if num_heads == of_x.shape[2]:
-        return of_x
-    return of_x.unflatten(2, (num_heads, -1)).sum(3)  # heads that share a key
+    along = (grad_y * y).sum(-1, keepdim=True).div_(length**2)
+    grad_x = torch.addcmul(grad_y, y, along, value=-1).mul_(factor)
+    if num_heads == grad_x.shape[2]:
+        return grad_x
+    return grad_x.unflatten(2, (num_heads, -1)).sum(3)  # heads that share a key

@@ -54,25 +54,25 @@ class _GatedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, gate, root = ctx.saved_tensors
-        of_out, z = wide(gradients[0]), wide(gate)
+        grad_out, z = wide(gradients[0]), wide(gate)
         normed = wide(x) * root
         factor = _activated(z, ctx.activation)
-        of_x = of_weight = of_gate = None
+        grad_x = grad_weight = grad_gate = None
         if ctx.needs_input_grad[2]:
-            of_factor = (of_out * normed).mul_(weight)
+            grad_factor = (grad_out * normed).mul_(weight)
             if ctx.activation == "silu":
-                of_gate = torch.ops.aten.silu_backward(of_factor, z)
+                grad_gate = torch.ops.aten.silu_backward(grad_factor, z)
             else:
-                of_gate = torch.ops.aten.sigmoid_backward(of_factor, factor)
-            of_gate = of_gate.to(gate.dtype)
-        of_product = of_out * factor  # the gradient of the normed x times the weight
+                grad_gate = torch.ops.aten.sigmoid_backward(grad_factor, factor)
+            grad_gate = grad_gate.to(gate.dtype)
+        grad_product = grad_out * factor  # the gradient of the normed x times the weight
         if ctx.needs_input_grad[1]:
-            of_weight = (of_product * normed).flatten(0, -2).sum(0).to(weight.dtype)
+            grad_weight = (grad_product * normed).flatten(0, -2).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            of_normed = of_product.mul_(weight)
-            along = (of_normed * normed).mean(-1, keepdim=True)
-            of_x = of_normed.sub_(normed.mul_(along)).mul_(root).to(x.dtype)
-        return of_x, of_weight, of_gate, None, None
+            grad_normed = grad_product.mul_(weight)
+            along = (grad_normed * normed).mean(-1, keepdim=True)
+            grad_x = grad_normed.sub_(normed.mul_(along)).mul_(root).to(x.dtype)
+        return grad_x, grad_weight, grad_gate, None, None
 
 
 def _activated(z: torch.Tensor, activation: Activation) -> torch.Tensor:

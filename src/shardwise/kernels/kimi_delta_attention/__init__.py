@@ -52,7 +52,7 @@ def kimi_delta_attention(
 RECURRENCE = Recurrence(
     run=kimi_delta_attention,
     summary=chunked.summary,
-    of_before=chunked.of_before,
+    grad_before=chunked.grad_before,
     pass_on=by_matrix,
     pass_back=by_transposed_matrix,
 )

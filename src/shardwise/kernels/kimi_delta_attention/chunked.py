@@ -85,25 +85,25 @@ def summary(
     return Summary(transition.contiguous(), after.contiguous())
 
 
-def of_before(
+def grad_before(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    starts, of_state = _starts(documents), zero_state(k, v)
+    starts, grad_state = _starts(documents), zero_state(k, v)
     with torch.autocast(v.device.type, enabled=False):
         for span in reversed(spans(v, CHUNK)):
             chunks = _chunks(q, k, v, g, beta, starts, span)
             pairs = _pairs(chunks)
             _, reads = _solve(chunks, pairs.alike)
-            of_outs = _padded(of_out, span)
-            *_, of_state = _pass_back(chunks, reads, pairs.similar, of_outs, of_state)
-    return of_state
+            grad_outs = _padded(grad_out, span)
+            *_, grad_state = _pass_back(chunks, reads, pairs.similar, grad_outs, grad_state)
+    return grad_state
 
 
 class _KimiDeltaAttention(torch.autograd.Function):
@@ -139,23 +139,25 @@ class _KimiDeltaAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, g, beta, documents, *states = ctx.saved_tensors
-        of_out, of_last = gradients
-        starts, of_state = _starts(documents), wide(of_last)
-        of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
+        grad_out, grad_last = gradients
+        starts, grad_state = _starts(documents), wide(grad_last)
+        grad_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
         with torch.autocast(v.device.type, enabled=False):
             for span in reversed(spans(v, CHUNK)):
                 chunks = _chunks(q, k, v, g, beta, starts, span)
-                of_chunks, of_state = _backward(
-                    chunks, states.pop(), _padded(of_out, span), of_state
+                grad_chunks, grad_state = _backward(
+                    chunks, states.pop(), _padded(grad_out, span), grad_state
                 )
-                of_q, of_k, of_v, of_g, of_beta = of_chunks
-                of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
-                of_k = _through_unit(of_k, k, span)
-                for of_x, of_slice in zip(of_inputs, (of_q, of_k, of_v, of_g, of_beta[..., 0])):
-                    _write(of_x, of_slice, span)
+                grad_q, grad_k, grad_v, grad_g, grad_beta = grad_chunks
+                grad_q = _through_unit(grad_q, q, span) * q.shape[-1] ** -0.5
+                grad_k = _through_unit(grad_k, k, span)
+                for grad_x, grad_slice in zip(
+                    grad_inputs, (grad_q, grad_k, grad_v, grad_g, grad_beta[..., 0])
+                ):
+                    _write(grad_x, grad_slice, span)
         if not ctx.needs_input_grad[5]:
-            return *of_inputs, None, None
-        return *of_inputs, of_state.to(ctx.state_dtype), None
+            return *grad_inputs, None, None
+        return *grad_inputs, grad_state.to(ctx.state_dtype), None
 
 
 class _Halves(NamedTuple):
@@ -270,71 +272,76 @@ def _pass_back(
     chunks: _Chunks,
     reads: torch.Tensor,
     similar: torch.Tensor,
-    of_out: torch.Tensor,
-    of_state: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_state: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the states after the chunks, of corrections, and of the first state.
 
-    `of_state` [B, N, S, H] is that of the state after the last one.
+    `grad_state` [B, N, S, H] is that of the state after the last one.
     """
-    of_before, of_corrections = (chunks.q * chunks.from_start).mT @ of_out, similar.mT @ of_out
+    grad_before, grad_corrections = (
+        (chunks.q * chunks.from_start).mT @ grad_out,
+        similar.mT @ grad_out,
+    )
     k_to_end = chunks.k * chunks.to_end
-    return pass_back(reads, k_to_end, chunks.over, of_before, of_corrections, of_state)
+    return pass_back(reads, k_to_end, chunks.over, grad_before, grad_corrections, grad_state)
 
 
 def _backward(
-    chunks: _Chunks, before: torch.Tensor, of_out: torch.Tensor, of_last: torch.Tensor
+    chunks: _Chunks, before: torch.Tensor, grad_out: torch.Tensor, grad_last: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the gradients of q, k, v, g and beta of some chunks, and of the state before them.
 
-    `of_x` is the gradient of x. `before` [n, B, N, S, H]: the states before the chunks; `of_last`
-    [B, N, S, H]: the gradient of the state after the last one.
+    `before` [n, B, N, S, H]: the states before the chunks;
+    `grad_last` [B, N, S, H]: the gradient of the state after the last one.
     """
     q, k, v, beta, halves, from_start, to_end = chunks
     alike, similar, factors = _pairs(chunks)
     values, reads = _solve(chunks, alike)
     corrections = values - reads @ before
-    of_similar = of_out @ corrections.mT
-    of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
+    grad_similar = grad_out @ corrections.mT
+    grad_after, grad_corrections, grad_first = _pass_back(
+        chunks, reads, similar, grad_out, grad_last
+    )
 
     # Through the system. Its gradient is minus that of the right side times the corrections.
-    of_solution = torch.cat([of_corrections, -of_corrections @ before.mT], -1)
-    of_right = torch.linalg.solve_triangular(
-        (alike * beta).mT, of_solution, upper=True, unitriangular=True
+    grad_solution = torch.cat([grad_corrections, -grad_corrections @ before.mT], -1)
+    grad_right = torch.linalg.solve_triangular(
+        (alike * beta).mT, grad_solution, upper=True, unitriangular=True
     )
-    of_system = -(of_right @ torch.cat([values, reads], -1).mT)
-    of_right_v, of_right_k = of_right.split([v.shape[-1], k.shape[-1]], -1)
-    of_right_k = of_right_k * from_start
-    of_beta = (of_right_v * v).sum(-1, keepdim=True) + (of_right_k * k).sum(-1, keepdim=True)
-    of_beta += (of_system * alike).sum(-1, keepdim=True)
+    grad_system = -(grad_right @ torch.cat([values, reads], -1).mT)
+    grad_right_v, grad_right_k = grad_right.split([v.shape[-1], k.shape[-1]], -1)
+    grad_right_k = grad_right_k * from_start
+    grad_beta = (grad_right_v * v).sum(-1, keepdim=True) + (grad_right_k * k).sum(-1, keepdim=True)
+    grad_beta += (grad_system * alike).sum(-1, keepdim=True)
 
     # The gradients of keys as later tokens of a pair, which decays reach, and as earlier ones. A
     # decay from token j to token i adds its gradient times itself to all g after j up to i. Each
     # block collects what reaches over all of it: so every term of a gradient of g has the decay
     # e^g in it, and no difference of large terms stands for a small one.
-    of_q = (of_out @ before.mT).mul_(from_start)
-    of_later, of_earlier = of_right_k.mul_(beta), (corrections @ of_after.mT).mul_(to_end)
-    of_g = (of_after * before).sum(-1)[..., None, :] * from_start[..., -1:, :]
-    of_products = torch.stack([of_system * beta, of_similar], -3)
+    grad_q = (grad_out @ before.mT).mul_(from_start)
+    grad_later, grad_earlier = grad_right_k.mul_(beta), (corrections @ grad_after.mT).mul_(to_end)
+    grad_g = (grad_after * before).sum(-1)[..., None, :] * from_start[..., -1:, :]
+    grad_products = torch.stack([grad_system * beta, grad_similar], -3)
     for (to_border, from_border), (rows, columns) in zip(reversed(halves), reversed(factors)):
         size = from_border.shape[-2]
         first, second = (
             [x.unflatten(-2, (-1, 2, size))[..., half, :, :] for x in tensors]
-            for half, tensors in enumerate([(k, of_earlier), (q, of_q, k, of_later)])
+            for half, tensors in enumerate([(k, grad_earlier), (q, grad_q, k, grad_later)])
         )
         over_first = (second[0] * second[1]).add_(second[2] * second[3]).sum(-2)
         over_second = (first[0] * first[1]).sum(-2)
-        of_g = torch.stack([of_g + over_first, of_g + over_second], -2).flatten(-3, -2)
-        of_block = _between_halves(of_products, size).flatten(-3, -2)
-        of_keys, of_queries = (of_block @ columns).split(size, -2)
-        second[3] += of_keys * from_border
-        second[1] += of_queries * from_border
-        first[1] += (of_block.mT @ rows) * to_border
-    of_g = of_g + q * of_q + k * of_later
+        grad_g = torch.stack([grad_g + over_first, grad_g + over_second], -2).flatten(-3, -2)
+        grad_block = _between_halves(grad_products, size).flatten(-3, -2)
+        grad_keys, grad_queries = (grad_block @ columns).split(size, -2)
+        second[3] += grad_keys * from_border
+        second[1] += grad_queries * from_border
+        first[1] += (grad_block.mT @ rows) * to_border
+    grad_g = grad_g + q * grad_q + k * grad_later
 
-    of_same = of_similar.diagonal(0, -2, -1)[..., None]
-    of_k = of_later + of_earlier + of_same * q
-    return (of_q + of_same * k, of_k, of_right_v * beta, of_g, of_beta), of_first
+    grad_same = grad_similar.diagonal(0, -2, -1)[..., None]
+    grad_k = grad_later + grad_earlier + grad_same * q
+    return (grad_q + grad_same * k, grad_k, grad_right_v * beta, grad_g, grad_beta), grad_first
 
 
 def _starts(documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -352,9 +359,9 @@ def _write(out: torch.Tensor, chunks: torch.Tensor, span: Span) -> None:
     tokens_of(out, span).copy_(tokens_first(chunks[:, :, :, : span.length]))
 
 
-def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
+def _through_unit(grad_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
     """Return the gradient of a span of x [B, T, N, S], given that of its `unit`."""
     x = _padded(x, span)
     shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     direction = x * shrunk
-    return (of_unit - direction * (of_unit * direction).sum(-1, keepdim=True)) * shrunk
+    return (grad_unit - direction * (grad_unit * direction).sum(-1, keepdim=True)) * shrunk

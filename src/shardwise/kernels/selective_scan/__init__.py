@@ -52,7 +52,7 @@ def selective_scan(
 RECURRENCE = Recurrence(
     run=selective_scan,
     summary=chunked.summary,
-    of_before=chunked.of_before,
+    grad_before=chunked.grad_before,
     pass_on=by_factor,
     pass_back=by_factor,
 )

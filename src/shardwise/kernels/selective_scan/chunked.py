@@ -66,7 +66,7 @@ def summary(
     return Summary(transition, s.mT.contiguous())
 
 
-def of_before(
+def grad_before(
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
@@ -75,18 +75,18 @@ def of_before(
     d: torch.Tensor,
     z: torch.Tensor,
     bias: torch.Tensor,
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, D, S] of the first state that the gradient of outputs gives."""
     starts = None if documents is None else begins(documents)
-    of_state = _first_state(x, a, None)
+    grad_state = _first_state(x, a, None)
     with torch.autocast(x.device.type, enabled=False):
         for start in reversed(range(0, x.shape[1], CHUNK)):
             chunk = _chunk(x, dt, a, b, c, bias, starts, start)
-            of_read = _tokens_first(of_out, start) * F.silu(_tokens_first(z, start))
-            of_state = _of_states(chunk, of_read, of_state)[0] * chunk.decay[0]
-    return of_state.mT.contiguous()
+            grad_read = _tokens_first(grad_out, start) * F.silu(_tokens_first(z, start))
+            grad_state = _grad_states(chunk, grad_read, grad_state)[0] * chunk.decay[0]
+    return grad_state.mT.contiguous()
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -124,11 +124,11 @@ class _SelectiveScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, dt, a, b, c, d, z, bias, documents, *states = ctx.saved_tensors
-        of_out, of_last = gradients
+        grad_out, grad_last = gradients
         starts = None if documents is None else begins(documents)
-        of_state = wide(of_last).mT
-        of_by_token = [torch.empty_like(y) for y in (x, dt, b, c, z)]
-        of_a, of_d, of_bias = (torch.zeros_like(wide(y)) for y in (a.mT, d, bias))
+        grad_state = wide(grad_last).mT
+        grad_by_token = [torch.empty_like(y) for y in (x, dt, b, c, z)]
+        grad_a, grad_d, grad_bias = (torch.zeros_like(wide(y)) for y in (a.mT, d, bias))
         with torch.autocast(x.device.type, enabled=False):
             for start in reversed(range(0, x.shape[1], CHUNK)):
                 chunk = _chunk(x, dt, a, b, c, bias, starts, start)
@@ -136,40 +136,51 @@ class _SelectiveScan(torch.autograd.Function):
                 chunk_states = _states(chunk, before)
 
                 # Through the gate and the read.
-                gate, of_gated = _tokens_first(z, start), _tokens_first(of_out, start)
+                gate, grad_gated = _tokens_first(z, start), _tokens_first(grad_out, start)
                 open_share = gate.sigmoid()
-                of_read = of_gated * gate * open_share
+                grad_read = grad_gated * gate * open_share
                 slope = open_share * (1 + gate * (1 - open_share))
-                of_z = of_gated * _read(chunk, chunk_states, d) * slope
-                of_d += (of_read * chunk.x).sum((0, 1))
-                of_c = (chunk_states @ of_read[..., None])[..., 0]
+                grad_z = grad_gated * _read(chunk, chunk_states, d) * slope
+                grad_d += (grad_read * chunk.x).sum((0, 1))
+                grad_c = (chunk_states @ grad_read[..., None])[..., 0]
 
                 # Through what each token writes.
-                of_states = _of_states(chunk, of_read, of_state)
-                of_state = of_states[0] * chunk.decay[0]
-                of_b = (of_states @ (chunk.dt * chunk.x)[..., None])[..., 0]
-                of_written = (chunk.b[..., None, :] @ of_states)[..., 0, :]
+                grad_states = _grad_states(chunk, grad_read, grad_state)
+                grad_state = grad_states[0] * chunk.decay[0]
+                grad_b = (grad_states @ (chunk.dt * chunk.x)[..., None])[..., 0]
+                grad_written = (chunk.b[..., None, :] @ grad_states)[..., 0, :]
 
                 # Through the decays e^{dt a}: of what is in the exponent, the gradient is that of
                 # the state times what is left in it of the state before.
-                of_exponent = of_states.mul_(chunk.decay)
-                of_exponent[1:] *= chunk_states[:-1]
-                of_exponent[0] *= before
-                of_step = (of_exponent * chunk.a).sum(-2) + of_written * chunk.x
-                of_a += of_exponent.mul_(chunk.dt[..., None, :]).sum((0, 1))
+                grad_exponent = grad_states.mul_(chunk.decay)
+                grad_exponent[1:] *= chunk_states[:-1]
+                grad_exponent[0] *= before
+                grad_step = (grad_exponent * chunk.a).sum(-2) + grad_written * chunk.x
+                grad_a += grad_exponent.mul_(chunk.dt[..., None, :]).sum((0, 1))
                 # The slope of softplus is 1 - e^{-softplus}.
-                of_raw = of_step * -torch.expm1(-chunk.dt)
-                of_bias += of_raw.sum((0, 1))
+                grad_raw = grad_step * -torch.expm1(-chunk.dt)
+                grad_bias += grad_raw.sum((0, 1))
 
-                of_x = of_written * chunk.dt + of_read * wide(d)
-                for of_y, of_slice in zip(of_by_token, (of_x, of_raw, of_b, of_c, of_z)):
-                    of_y[:, start : start + CHUNK] = of_slice.transpose(0, 1)
-        of_x, of_dt, of_b, of_c, of_z = of_by_token
-        of_shared = (of_a.mT.to(a.dtype), of_d.to(d.dtype), of_bias.to(bias.dtype))
-        of_inputs = of_x, of_dt, of_shared[0], of_b, of_c, of_shared[1], of_z, of_shared[2]
+                grad_x = grad_written * chunk.dt + grad_read * wide(d)
+                for grad_y, grad_slice in zip(
+                    grad_by_token, (grad_x, grad_raw, grad_b, grad_c, grad_z)
+                ):
+                    grad_y[:, start : start + CHUNK] = grad_slice.transpose(0, 1)
+        grad_x, grad_dt, grad_b, grad_c, grad_z = grad_by_token
+        grad_shared = (grad_a.mT.to(a.dtype), grad_d.to(d.dtype), grad_bias.to(bias.dtype))
+        grad_inputs = (
+            grad_x,
+            grad_dt,
+            grad_shared[0],
+            grad_b,
+            grad_c,
+            grad_shared[1],
+            grad_z,
+            grad_shared[2],
+        )
         if not ctx.needs_input_grad[8]:
-            return *of_inputs, None, None
-        return *of_inputs, of_state.mT.to(ctx.state_dtype), None
+            return *grad_inputs, None, None
+        return *grad_inputs, grad_state.mT.to(ctx.state_dtype), None
 
 
 class _Chunk(NamedTuple):
@@ -214,13 +225,13 @@ def _states(chunk: _Chunk, before: torch.Tensor) -> torch.Tensor:
     return pass_on(chunk.decay, written, before)
 
 
-def _of_states(chunk: _Chunk, of_read: torch.Tensor, of_after: torch.Tensor) -> torch.Tensor:
+def _grad_states(chunk: _Chunk, grad_read: torch.Tensor, grad_after: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the state after each token [C, B, S, D].
 
-    `of_read` [C, B, D] is the gradient of what is read of the states; `of_after` [B, S, D] that of
-    the state after the last token, from later ones.
+    `grad_read` [C, B, D] is the gradient of what is read of the states; `grad_after` [B, S, D] that
+    of the state after the last token, from later ones.
     """
-    return pass_back(chunk.decay, of_read[..., None, :] * chunk.c[..., None], of_after)
+    return pass_back(chunk.decay, grad_read[..., None, :] * chunk.c[..., None], grad_after)
 
 
 # torch.compile does not look inside an operator: it would trace every token by itself.
@@ -234,18 +245,20 @@ def pass_on(decay: torch.Tensor, written: torch.Tensor, before: torch.Tensor) ->
 
 
 @torch.library.custom_op("shardwise_scan::pass_back", mutates_args=())
-def pass_back(decay: torch.Tensor, of_read: torch.Tensor, of_after: torch.Tensor) -> torch.Tensor:
+def pass_back(
+    decay: torch.Tensor, grad_read: torch.Tensor, grad_after: torch.Tensor
+) -> torch.Tensor:
     """Return the gradient of the state after each token, what later tokens give to it included.
 
-    `of_read` [C, B, S, D] is what each token's own read gives; `of_after` [B, S, D] what tokens
+    `grad_read` [C, B, S, D] is what each token's own read gives; `grad_after` [B, S, D] what tokens
     after these give to the last state.
     """
-    of_states = of_read.clone()
-    of_states[-1] += of_after
-    pairs = zip(of_states[:-1].unbind(), of_states[1:].unbind(), decay[1:].unbind())
-    for of_state, of_next, share in reversed(list(pairs)):
-        of_state.addcmul_(share, of_next)
-    return of_states
+    grad_states = grad_read.clone()
+    grad_states[-1] += grad_after
+    pairs = zip(grad_states[:-1].unbind(), grad_states[1:].unbind(), decay[1:].unbind())
+    for grad_state, grad_next, share in reversed(list(pairs)):
+        grad_state.addcmul_(share, grad_next)
+    return grad_states
 
 
 @pass_on.register_fake

@@ -59,39 +59,41 @@ class _ShortConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, earlier, documents = ctx.saved_tensors
-        (of_out,) = gradients
+        (grad_out,) = gradients
         taps = _taps(weight)
         width, before = len(taps), len(taps) - 1
-        of_x, of_taps = torch.empty_like(x), torch.zeros_like(taps)
-        of_bias = taps.new_zeros(x.shape[-1])
+        grad_x, grad_taps = torch.empty_like(x), torch.zeros_like(taps)
+        grad_bias = taps.new_zeros(x.shape[-1])
         # The gradient of the sums of the W - 1 tokens after a block: they read the block's last.
         later = taps.new_zeros(x.shape[0], before, x.shape[-1])
         for start, stop in reversed(_blocks(x)):
-            of_z = of_out[:, start:stop].to(taps.dtype)
+            grad_z = grad_out[:, start:stop].to(taps.dtype)
             seen = _seen(x, earlier, before, start, stop, taps.dtype)
             if ctx.has_silu:
                 z = _sum(by_tap(seen, width, documents, start, before), taps, bias)
-                of_z = torch.ops.aten.silu_backward(of_z, z)
+                grad_z = torch.ops.aten.silu_backward(grad_z, z)
             if ctx.needs_input_grad[1]:
                 for tap, shifted in enumerate(by_tap(seen, width, documents, start, before)):
-                    of_taps[tap] += (of_z * shifted).sum((0, 1))
+                    grad_taps[tap] += (grad_z * shifted).sum((0, 1))
             if ctx.needs_input_grad[2]:
-                of_bias += of_z.sum((0, 1))
-            of_z = torch.cat([of_z, later], 1)
-            of_x[:, start:stop] = _sum(
-                by_tap(of_z, width, documents, start + before, 0), taps.flip(0)
+                grad_bias += grad_z.sum((0, 1))
+            grad_z = torch.cat([grad_z, later], 1)
+            grad_x[:, start:stop] = _sum(
+                by_tap(grad_z, width, documents, start + before, 0), taps.flip(0)
             )
-            later = of_z[:, :before].clone()
-        of_earlier = None
+            later = grad_z[:, :before].clone()
+        grad_earlier = None
         if ctx.needs_input_grad[4]:
-            of_z = F.pad(later, (0, 0, before, 0))
-            of_earlier = _sum(by_tap(of_z, width, documents, 0, 0), taps.flip(0)).to(earlier.dtype)
+            grad_z = F.pad(later, (0, 0, before, 0))
+            grad_earlier = _sum(by_tap(grad_z, width, documents, 0, 0), taps.flip(0)).to(
+                earlier.dtype
+            )
         return (
-            of_x,
-            of_taps.T.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            of_bias.to(bias.dtype) if ctx.needs_input_grad[2] else None,
+            grad_x,
+            grad_taps.T.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            grad_bias.to(bias.dtype) if ctx.needs_input_grad[2] else None,
             None,
-            of_earlier,
+            grad_earlier,
             None,
         )
 

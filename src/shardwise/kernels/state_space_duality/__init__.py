@@ -48,7 +48,7 @@ def mamba2_scan(
 RECURRENCE = Recurrence(
     run=mamba2_scan,
     summary=chunked.summary,
-    of_before=chunked.of_before,
+    grad_before=chunked.grad_before,
     pass_on=by_factor,
     pass_back=by_factor,
 )

@@ -60,21 +60,21 @@ def summary(
     return Summary(chunk.over.flatten(1, 2), after.view(*_state_shape(x, b)))
 
 
-def of_before(
+def grad_before(
     x: torch.Tensor,
     dt: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor,
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, H, S] of the first state that the gradient of outputs gives."""
     with torch.autocast(x.device.type, enabled=False):
         chunk = _chunk(x, dt, a, b, c, _numbers(documents), ALL)
-        of_reads = _by_group(of_out, b.shape[2], ALL) * chunk.from_start
-        return (of_reads.flatten(3).mT @ chunk.c).view(*_state_shape(x, b))
+        grad_reads = _by_group(grad_out, b.shape[2], ALL) * chunk.from_start
+        return (grad_reads.flatten(3).mT @ chunk.c).view(*_state_shape(x, b))
 
 
 class _Mamba2Scan(torch.autograd.Function):
@@ -123,41 +123,41 @@ class _Mamba2Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, dt, a, b, c, d, documents, *states = ctx.saved_tensors
-        of_out, of_last = gradients
+        grad_out, grad_last = gradients
         groups, numbers = b.shape[2], _numbers(documents)
-        of_state = wide(of_last)
-        of_x, of_dt, of_b, of_c = (torch.empty_like(y) for y in (x, dt, b, c))
-        of_a, of_d = (wide(y).new_zeros(groups, y.numel() // groups) for y in (a, d))
+        grad_state = wide(grad_last)
+        grad_x, grad_dt, grad_b, grad_c = (torch.empty_like(y) for y in (x, dt, b, c))
+        grad_a, grad_d = (wide(y).new_zeros(groups, y.numel() // groups) for y in (a, d))
         residual = wide(d).view(groups, 1, -1, 1)
         with torch.autocast(x.device.type, enabled=False):
             for start in reversed(range(0, x.shape[1], CHUNK)):
                 tokens = slice(start, start + CHUNK)
                 chunk = _chunk(x, dt, a, b, c, numbers, tokens)
-                of_chunk = _by_group(of_out, groups, tokens)
+                grad_chunk = _by_group(grad_out, groups, tokens)
                 between, apart = _between(chunk, numbers, tokens)
-                of_slices, of_state = _backward(
-                    chunk, between, apart, states.pop(), of_chunk, of_state
+                grad_slices, grad_state = _backward(
+                    chunk, between, apart, states.pop(), grad_chunk, grad_state
                 )
-                of_written, of_decay, of_chunk_b, of_chunk_c = of_slices
-                of_x_slice = (of_written * chunk.dt).addcmul_(of_chunk, residual)
-                of_dt_slice = (of_written * chunk.x).sum(-1) + of_decay * chunk.a[..., 0]
-                of_a += (of_decay * chunk.dt[..., 0]).sum((0, 2))
-                of_d += (of_chunk * chunk.x).sum((0, 2, 4))
-                of_x[:, tokens] = of_x_slice.transpose(1, 2).flatten(2, 3)
-                of_dt[:, tokens] = of_dt_slice.transpose(1, 2).flatten(2, 3)
-                of_b[:, tokens] = of_chunk_b.transpose(1, 2)
-                of_c[:, tokens] = of_chunk_c.transpose(1, 2)
-        of_inputs = (
-            of_x,
-            of_dt,
-            of_a.flatten().to(a.dtype),
-            of_b,
-            of_c,
-            of_d.flatten().to(d.dtype),
+                grad_written, grad_decay, grad_chunk_b, grad_chunk_c = grad_slices
+                grad_x_slice = (grad_written * chunk.dt).addcmul_(grad_chunk, residual)
+                grad_dt_slice = (grad_written * chunk.x).sum(-1) + grad_decay * chunk.a[..., 0]
+                grad_a += (grad_decay * chunk.dt[..., 0]).sum((0, 2))
+                grad_d += (grad_chunk * chunk.x).sum((0, 2, 4))
+                grad_x[:, tokens] = grad_x_slice.transpose(1, 2).flatten(2, 3)
+                grad_dt[:, tokens] = grad_dt_slice.transpose(1, 2).flatten(2, 3)
+                grad_b[:, tokens] = grad_chunk_b.transpose(1, 2)
+                grad_c[:, tokens] = grad_chunk_c.transpose(1, 2)
+        grad_inputs = (
+            grad_x,
+            grad_dt,
+            grad_a.flatten().to(a.dtype),
+            grad_b,
+            grad_c,
+            grad_d.flatten().to(d.dtype),
         )
         if not ctx.needs_input_grad[6]:
-            return *of_inputs, None, None
-        return *of_inputs, of_state.to(ctx.state_dtype), None
+            return *grad_inputs, None, None
+        return *grad_inputs, grad_state.to(ctx.state_dtype), None
 
 
 class _Chunk(NamedTuple):
@@ -238,56 +238,56 @@ def _backward(
     between: torch.Tensor,
     apart: torch.Tensor | None,
     before: torch.Tensor,
-    of_out: torch.Tensor,
-    of_after: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_after: torch.Tensor,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the gradients of `written`, of dt a [B, K, C, M], of b and of c of a chunk, and that
     of the state before it.
 
-    `of_x` is the gradient of x; of_out is [B, K, C, M, H]. `before`: the state before the chunk;
-    `of_after`: the gradient of the state after it; both are [B, N, H, S].
+    `grad_out` is [B, K, C, M, H]. `before`: the state before the chunk; `grad_after`: the gradient
+    of the state after it; both are [B, N, H, S].
     """
     b, c, written = chunk.b, chunk.c, chunk.written
     over, sizes = chunk.over, chunk.x.shape[3:]
-    by_group = before.unflatten(1, (b.shape[1], -1)), of_after.unflatten(1, (b.shape[1], -1))
+    by_group = before.unflatten(1, (b.shape[1], -1)), grad_after.unflatten(1, (b.shape[1], -1))
     over_sum = (by_group[0] * by_group[1]).sum((-2, -1)) * over[..., 0, 0]
-    before, of_after = (y.flatten(2, 3) for y in by_group)  # [B, K, M * H, S]
+    before, grad_after = (y.flatten(2, 3) for y in by_group)  # [B, K, M * H, S]
 
     # Through the state after the chunk and what is read of the state before it.
-    of_reads = of_out * chunk.from_start
+    grad_reads = grad_out * chunk.from_start
     reads = (c @ before.mT).unflatten(3, sizes)
-    of_ended = (b @ of_after.mT).unflatten(3, sizes) * chunk.to_end
-    flat_reads = of_reads.flatten(3)
-    of_c = flat_reads @ before
-    of_b = (written * chunk.to_end).flatten(3) @ of_after
-    of_before = (flat_reads.mT @ c).unflatten(2, sizes)
-    of_before.addcmul_(by_group[1], over)
+    grad_ended = (b @ grad_after.mT).unflatten(3, sizes) * chunk.to_end
+    flat_reads = grad_reads.flatten(3)
+    grad_c = flat_reads @ before
+    grad_b = (written * chunk.to_end).flatten(3) @ grad_after
+    grad_before = (flat_reads.mT @ c).unflatten(2, sizes)
+    grad_before.addcmul_(by_group[1], over)
 
     # Through the scores, by heads.
-    heads_out = of_out.transpose(2, 3)
+    heads_out = grad_out.transpose(2, 3)
     shared = c @ b.mT
     scores = between * shared[:, :, None]
-    of_written = (scores.mT @ heads_out).transpose(2, 3)
-    of_scores = heads_out @ written.permute(0, 1, 3, 4, 2)
-    of_shared = (of_scores * between).sum(2)
-    of_c += of_shared @ b
-    of_b += of_shared.mT @ c
+    grad_written = (scores.mT @ heads_out).transpose(2, 3)
+    grad_scores = heads_out @ written.permute(0, 1, 3, 4, 2)
+    grad_shared = (grad_scores * between).sum(2)
+    grad_c += grad_shared @ b
+    grad_b += grad_shared.mT @ c
 
     # Sums of dt a: each decay e^{G_i - G_j} adds its gradient times itself to i and takes it from
     # j. In float64, so that what both ends of a later pair give to a decay cancels.
-    of_pairs = of_scores.mul_(scores)
-    of_total = of_pairs.sum(-1, dtype=torch.float64) - of_pairs.sum(-2, dtype=torch.float64)
-    of_total = of_total.transpose(2, 3)  # [B, K, C, M]
-    at_end = (of_ended * written).sum(-1).double()
-    of_total += (of_reads * reads).sum(-1) - at_end
-    of_total[:, :, -1] += at_end.sum(2) + over_sum
+    grad_pairs = grad_scores.mul_(scores)
+    grad_total = grad_pairs.sum(-1, dtype=torch.float64) - grad_pairs.sum(-2, dtype=torch.float64)
+    grad_total = grad_total.transpose(2, 3)  # [B, K, C, M]
+    at_end = (grad_ended * written).sum(-1).double()
+    grad_total += (grad_reads * reads).sum(-1) - at_end
+    grad_total[:, :, -1] += at_end.sum(2) + over_sum
     if apart is None:
-        of_decay = of_total.flip(2).cumsum(2).flip(2)
+        grad_decay = grad_total.flip(2).cumsum(2).flip(2)
     else:
         # Within each document, so that not even a rounding error reaches the one before.
-        of_decay = (~apart[:, 0]).double().triu_() @ of_total
-    of_written = of_written + of_ended
-    return (of_written, of_decay.to(b.dtype), of_b, of_c), of_before.flatten(1, 2)
+        grad_decay = (~apart[:, 0]).double().triu_() @ grad_total
+    grad_written = grad_written + grad_ended
+    return (grad_written, grad_decay.to(b.dtype), grad_b, grad_c), grad_before.flatten(1, 2)
 
 
 def _by_group(y: torch.Tensor, groups: int, tokens: slice) -> torch.Tensor:

@@ -113,9 +113,9 @@ def _figures(good: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, list[
 
     peaks = [record.peak_memory_bytes for record in good if record.peak_memory_bytes]
     states = [record.state_bytes for record in good if record.state_bytes]
-    fields["peak_memory_bytes"] = [_median_bytes(of_rank) for of_rank in zip(*peaks)] or None
-    fields["state_bytes"] = [_median_state(of_rank) for of_rank in zip(*states)] or None
-    per_round["peak_memory_bytes"] = [max(of_ranks) for of_ranks in peaks]
+    fields["peak_memory_bytes"] = [_median_bytes(values) for values in zip(*peaks)] or None
+    fields["state_bytes"] = [_median_state(values) for values in zip(*states)] or None
+    per_round["peak_memory_bytes"] = [max(rank_peaks) for rank_peaks in peaks]
 
     fields["pipeline"], pipeline_figures = _pipeline(good)
     return fields, per_round | pipeline_figures

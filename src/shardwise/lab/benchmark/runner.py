@@ -173,10 +173,10 @@ def _matching(cells: Sequence[Cell], patterns: Sequence[str], option: str) -> li
     ids = [cell.plan.id for cell in cells]
     matching: set[str] = set()
     for pattern in patterns:
-        of_pattern = fnmatch.filter(ids, pattern)
-        if not of_pattern:
+        matched = fnmatch.filter(ids, pattern)
+        if not matched:
             raise UserError(f"{option} {pattern} matches no cell of {', '.join(ids)}")
-        matching |= set(of_pattern)
+        matching |= set(matched)
     return [cell for cell in cells if cell.plan.id in matching]
 
 

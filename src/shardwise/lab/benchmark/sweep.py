@@ -94,8 +94,8 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     if not values:
         raise UserError("axes is empty; give at least one axis with its values")
     untimed = set()
-    for axis, of_axis in values.items():
-        for name, settings in of_axis.items():
+    for axis, choices in values.items():
+        for name, settings in choices.items():
             if not settings.pop(TIMED, True):
                 untimed.add((axis, name))
     axes, weak = _axes(values, base, nproc)
@@ -203,7 +203,7 @@ def _axes(
     """Return the axes, and the names of those that scale weakly."""
     rows = flat(base).get(GLOBAL_BATCH, Training.global_batch_size)
     defaults = {NPROC: nproc, GLOBAL_BATCH: rows}
-    checked = [fairness.check_axis(name, of_axis, defaults) for name, of_axis in values.items()]
+    checked = [fairness.check_axis(name, choices, defaults) for name, choices in values.items()]
     fairness.check_axes(values)
     return tuple(axis for axis, _ in checked), {axis.name for axis, is_weak in checked if is_weak}
 
@@ -313,8 +313,8 @@ def _resolve(plan: CellPlan, run: dict[str, Any], out: Path) -> Cell:
 
 def _equal(group: str, cells: list[Cell], axes: tuple[Axis, ...], weak: bool) -> dict[str, Any]:
     """Return what the valid cells of a group have in common; see `fairness.check_group`."""
-    of_group = [cell for cell in cells if cell.plan.group == group and not cell.refusal]
-    valid = {cell.plan.id: (cell.plan.nproc, cell.run) for cell in of_group}
+    group_cells = [cell for cell in cells if cell.plan.group == group and not cell.refusal]
+    valid = {cell.plan.id: (cell.plan.nproc, cell.run) for cell in group_cells}
     varied = [key for axis in axes if axis.compared for key in axis.keys]
     return fairness.check_group(valid, varied, weak) if valid else {}
 

@@ -159,10 +159,10 @@ class Calibration:
     @property
     def best_rate(self) -> float:
         """FLOP/s of the fastest product, while all processes are busy."""
-        rates = self.of_busy(self.num_processes)._rates.values()
+        rates = self.for_busy(self.num_processes)._rates.values()
         return float(max(np.exp(table).max() for table in rates))
 
-    def of_busy(self, num_ranks: int) -> Speeds:
+    def for_busy(self, num_ranks: int) -> Speeds:
         """Return the speeds while so many ranks, or as many as were measured, are busy."""
         return self.speeds[max(n for n in self.speeds if n <= max(1, num_ranks))]
 
@@ -186,9 +186,9 @@ class Calibration:
         for row in self.collectives:
             rows[row.kind, row.num_ranks].append(row)
         lines = {}
-        for key, of_key in rows.items():
+        for key, key_rows in rows.items():
             # Of a message at the floor it is only known that it was lost in noise.
-            told = [row for row in of_key if row.seconds > LEAST_SECONDS] or of_key
+            told = [row for row in key_rows if row.seconds > LEAST_SECONDS] or key_rows
             amounts = np.array([(1.0, row.num_bytes) for row in told])
             seconds = np.array([[row.seconds] for row in told])
             lines[key] = prices_of(amounts / seconds, np.ones(len(told)))

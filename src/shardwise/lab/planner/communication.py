@@ -58,7 +58,7 @@ def each_message(
     For the arguments see `step_of`.
     """
     step = step_of(cfg, run, share, num_targets, num_received)
-    return chain(within_layers(step), of_data(step))
+    return chain(within_layers(step), data_messages(step))
 
 
 def step_of(
@@ -93,7 +93,7 @@ def within_layers(step: Step) -> Iterator[Messages]:
         yield from _along_ranks(step, formula)
 
 
-def of_data(step: Step) -> Iterator[Messages]:
+def data_messages(step: Step) -> Iterator[Messages]:
     """Yield the messages of data parallelism: gradients, and weights that are gathered."""
     yield from _along_ranks(step, strategy_of(step.cfg).messages)
 

@@ -95,7 +95,7 @@ def sent_by_layers(
     itemsize = product_dtype(cfg).itemsize
     facts = context_facts(hf, spec)
     way, cut = facts.way_and_cut(cfg.parallel)
-    shape = facts.of_rank(cfg.parallel)
+    shape = facts.on_rank(cfg.parallel)
     for mixer in mixers:
         carried, parts = mixer.carried, list[tuple[Sent, Sent]]()
         if carried.channels:
@@ -106,8 +106,8 @@ def sent_by_layers(
             parts.append(sent_by_recurrence(*sizes, STATE_ITEMSIZE, rank, num_ranks))
         if mixer.is_attention:
             assert shape is not None
-            of_rank = replace(shape, num_tokens=rows * tokens_per_row, itemsize=itemsize)
-            parts.append(sent_by_attention(of_rank, cut, rank, way, mixer.window, tokens_per_row))
+            on_rank = replace(shape, num_tokens=rows * tokens_per_row, itemsize=itemsize)
+            parts.append(sent_by_attention(on_rank, cut, rank, way, mixer.window, tokens_per_row))
         for forward, backward in parts:
             yield from [forward] * (1 + mixer.is_rerun)
             yield from [backward] * mixer.has_backward

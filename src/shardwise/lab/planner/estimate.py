@@ -250,8 +250,8 @@ class Estimates:
         """
         sort, choice = _sort_of(candidate), str(candidate.recomputation)
         least = min(self.time_errors.values(), default=1.0)
-        of_sort = self.time_errors.get(sort)
-        if (least if of_sort is None else ALIKE * of_sort) * self.seconds(candidate) > seconds:
+        known = self.time_errors.get(sort)
+        if (least if known is None else ALIKE * known) * self.seconds(candidate) > seconds:
             return False
         error = max(1.0, ALIKE * self.byte_errors.get((*sort, choice), 1.0))
         return error * self.least_bytes(candidate) <= usable_bytes(self.question)

@@ -66,7 +66,7 @@ class Choice:
         return self.memory.total <= self.usable_bytes
 
     @property
-    def of_losses(self) -> tuple[str, str]:
+    def loss_settings(self) -> tuple[str, str]:
         """The parts of a run file that decide its losses: the precision and the base's form."""
         return self.cfg.training.precision, self.cfg.model.base
 
@@ -179,12 +179,12 @@ class Exact:
             self.refused[title(candidate.division)] = message
             return None
         try:
-            return self.of_run(cfg, candidate)
+            return self.choice_of(cfg, candidate)
         except UserError as error:  # no formula knows it, or nothing is within its budget
             self.refused[title(candidate.division)] = str(error)
             return None
 
-    def of_run(self, cfg: RunConfig, candidate: Candidate) -> Choice:
+    def choice_of(self, cfg: RunConfig, candidate: Candidate) -> Choice:
         """Return the memory and time of a run that the rules allow.
 
         UserError where nothing is within its budget, and where no formula knows what it sends.
@@ -241,7 +241,7 @@ def explain(question: Question) -> tuple[Choice, Subject]:
         cfg.training.micro_batch_size,
         hashable(cfg.training.checkpointing),
     )
-    return Exact(question, subject).of_run(cfg, candidate), subject
+    return Exact(question, subject).choice_of(cfg, candidate), subject
 
 
 def even_split(cfg: RunConfig, subject: Subject) -> str | list[int]:
@@ -258,8 +258,8 @@ def even_split(cfg: RunConfig, subject: Subject) -> str | list[int]:
     head = subject.units[-1].seconds
     slowest = max(*numbers[:-1], numbers[-1] + head / layers)
     uniform = -(-num_layers // num_chunks)
-    of_uniform = max(uniform, num_layers // num_chunks + head / layers)
-    return "uniform" if slowest >= of_uniform or 0 in numbers[1:-1] else numbers
+    slowest_if_uniform = max(uniform, num_layers // num_chunks + head / layers)
+    return "uniform" if slowest >= slowest_if_uniform or 0 in numbers[1:-1] else numbers
 
 
 def split_by_cost(cfg: RunConfig, question: Question, subject: Subject) -> tuple[int, ...]:

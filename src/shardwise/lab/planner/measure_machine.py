@@ -59,7 +59,7 @@ from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import free_cache
 from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.neighbours import NoNeighbours
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 UNIT_ROUNDS = 3
 """A model has three units of each kind."""
@@ -97,7 +97,7 @@ def _on_rank(path: Path, folder: Path, _: RunConfig, mesh: Mesh) -> None:
     dist.barrier()
     if num_ranks > 1 and device.type == "cpu":
         speeds[num_ranks] = _speeds(mesh, own)
-    bandwidth = statistics.mean(of_every_rank(_copy_bandwidth(device)))
+    bandwidth = statistics.mean(from_every_rank(_copy_bandwidth(device)))
     messages, waits = tuple(collectives(device)), jitter(device)
     if rank == 0:
         measured = Calibration(
@@ -197,10 +197,10 @@ def _units(
                     ("backward", backward, work.rest_backward),
                 ):
                     amounts = amounts_of(cfg, family, device, work.key, direction, rest)
-                    of_rest = seconds[direction] - sum(map(speeds.product_seconds, products))
-                    points[work.key, direction].append((amounts, of_rest))
-                for direction, of_pass in host.items():
-                    queued[work.key, direction].append(of_pass)
+                    rest_seconds = seconds[direction] - sum(map(speeds.product_seconds, products))
+                    points[work.key, direction].append((amounts, rest_seconds))
+                for direction, pass_seconds in host.items():
+                    queued[work.key, direction].append(pass_seconds)
         except (UserError, RuntimeError) as error:
             # A GPU may lack kernels for a family's layers, or memory.
             if device == "cpu":
@@ -212,11 +212,11 @@ def _units(
         print(*sorted(left_out), sep="\n", end="\n" if left_out else "", file=sys.stderr)
     units: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for (key, direction), rows in points.items():
-        amounts, of_rest = zip(*rows, strict=True)
-        units[key][direction] = prices_of(np.array(amounts), np.array(of_rest))
+        amounts, rest_seconds = zip(*rows, strict=True)
+        units[key][direction] = prices_of(np.array(amounts), np.array(rest_seconds))
     medians: dict[str, dict[str, float]] = defaultdict(dict)
-    for (key, direction), of_host in queued.items():
-        medians[key][direction] = statistics.median(of_host)
+    for (key, direction), host_seconds in queued.items():
+        medians[key][direction] = statistics.median(host_seconds)
     return dict(units), dict(medians)
 
 
@@ -248,13 +248,13 @@ def _passes(bench: Bench) -> tuple[list[dict[Direction, float]], list[dict[Direc
     device = bench.watch.device
     _pass(bench)  # gradients are added up from here on, and kernels are compiled
     if device.type == "cpu":
-        of_device = _medians(bench)
-        return of_device, [{} for _ in of_device]
+        device_seconds = _medians(bench)
+        return device_seconds, [{} for _ in device_seconds]
     bench.watch = Stopwatch(device, "host")
-    of_host = _medians(bench)
+    host_seconds = _medians(bench)
     bench.watch = Stopwatch(device, "device")
-    bench.watch.held_seconds = 0.001 + 2 * max(max(seconds.values()) for seconds in of_host)
-    return _medians(bench), of_host
+    bench.watch.held_seconds = 0.001 + 2 * max(max(seconds.values()) for seconds in host_seconds)
+    return _medians(bench), host_seconds
 
 
 def _medians(bench: Bench) -> list[dict[Direction, float]]:

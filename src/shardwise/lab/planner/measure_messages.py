@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from shardwise.base.process.watchdog import beat
 from shardwise.lab.planner.calibration import LEAST_SECONDS, Collective
 from shardwise.lab.planner.stopwatch import ROUNDS, Stopwatch
-from shardwise.parallel.reduce import all_gather, of_every_rank, reduce_scatter
+from shardwise.parallel.reduce import all_gather, from_every_rank, reduce_scatter
 
 MESSAGE_BYTES = {
     "cpu": (2**10, 2**14, 2**17, 2**20, 2**23, 2**25),
@@ -44,10 +44,10 @@ class Rhythm:
         self._x = torch.randn(rows, inner, device=device)
         self._w = torch.randn(inner, columns, device=device)
         self._watch = Stopwatch(device)
-        of_product = self._watch.median_seconds(partial(torch.mm, self._x, self._w))
-        self._products = max(1, round(seconds / of_product))
+        product_seconds = self._watch.median_seconds(partial(torch.mm, self._x, self._w))
+        self._products = max(1, round(seconds / product_seconds))
         # Ranks that counted differently would wait for one another.
-        self._products = min(of_every_rank(self._products))
+        self._products = min(from_every_rank(self._products))
         self.stretches = STRETCHES[device.type]
         self.seconds = self._seconds_each(lambda: None, self.stretches)
 
@@ -60,7 +60,7 @@ class Rhythm:
             self._seconds_each(message, stretches) - self._seconds_each(lambda: None, stretches)
             for _ in range(ROUNDS)
         ]
-        return max(of_every_rank(max(LEAST_SECONDS, statistics.median(added))))
+        return max(from_every_rank(max(LEAST_SECONDS, statistics.median(added))))
 
     def _seconds_each(self, message: Callable[[], Any], stretches: int) -> float:
         seconds: list[float] = []

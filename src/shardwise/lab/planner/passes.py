@@ -168,11 +168,11 @@ def progress_of(
             halved[place] += step
         if kind in "BW":
             has_gradients[place] = True
-    return {action: tuple(_largest([*of_action])) for action, of_action in found.items()}
+    return {action: tuple(_largest([*progresses])) for action, progresses in found.items()}
 
 
-def _largest(of_action: Sequence[Progress]) -> Iterator[Progress]:
+def _largest(progresses: Sequence[Progress]) -> Iterator[Progress]:
     """Yield those that no other one reaches in every number."""
-    numbers = np.array([[number for part in one for number in part] for one in of_action])
+    numbers = np.array([[number for part in one for number in part] for one in progresses])
     is_within = (numbers[:, None] <= numbers[None]).all(axis=2)  # in itself too
-    yield from compress(of_action, is_within.sum(axis=1) == 1)
+    yield from compress(progresses, is_within.sum(axis=1) == 1)

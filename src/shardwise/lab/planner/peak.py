@@ -150,7 +150,7 @@ class Rank:
         last = len(model.layers) + 1
         places = first_alike(self.run.hf, model, self.cfg.training.checkpointing)
         names = {layer.name: 1 + i for i, layer in enumerate(model.layers)}
-        weights = {names[x.name]: chunk.of_layers[x.name] for x in stage.layers}
+        weights = {names[x.name]: chunk.by_layer[x.name] for x in stage.layers}
         for weight in chunk.ends:
             is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
             place = last if is_end or not stage.first else 0
@@ -164,9 +164,9 @@ class Rank:
         layout = training.micro_batch_size, parallel.schedule in HALVING, parallel.cp, parallel.ep
         layout = *layout, parallel.tp, parallel.sequence_parallel
         for number in numbers:
-            of_unit = weights.get(number, ())
+            unit_weights = weights.get(number, ())
             layer = model.layers[number - 1] if 0 < number < last else None
-            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit if not layer)
+            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in unit_weights if not layer)
             kind = 1 + places[layer.name] if layer else number
             way = way_of(training.checkpointing, layer.number, layer.kind) if layer else "none"
             key = (layout, way, kind, is_trained or chunk.needs_input_gradient, facts)
@@ -174,8 +174,8 @@ class Rank:
                 self.memories[key] = unit_memory(self.cfg, self.run.hf, model, number)
             ends = {0: "the embedding", last: "the head"}
             name = layer.name if layer else ends[number]
-            units.append(Unit(name, self.memories[key], of_unit))
-            is_trained |= any(weight.is_trained for weight in of_unit)
+            units.append(Unit(name, self.memories[key], unit_weights))
+            is_trained |= any(weight.is_trained for weight in unit_weights)
         below = units[0].memory
         if not stage.first and not below.keeps_input:  # torch's stage holds its input
             kept = below._replace(kept=below.kept + self.hidden, keeps_input=True)
@@ -217,7 +217,7 @@ class Rank:
     def kept_in_forwards(self) -> int:
         """Return the most bytes of activations that are alive as a unit runs forward."""
         kept = [[0, *accumulate(unit.memory.kept for unit in units)] for units in self.chunks]
-        totals, most = [of_chunk[-1] for of_chunk in kept], 0
+        totals, most = [chunk_kept[-1] for chunk_kept in kept], 0
         for one in self.passes():
             own = [kept[one.chunk][m.below] for m in one.moments if m.kind == FORWARD]
             others = sum(map(prod, zip(one.in_flight, totals))) if self.run.pipeline else 0

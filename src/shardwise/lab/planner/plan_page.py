@@ -87,7 +87,7 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
     if cluster.calibration is not None:
         mode = "lora" if cfg.lora else "full"
         keys = {f"{x.kind}, {x.feed_forward}, {mode}" for x in subject.run.spec.layers}
-        unknown = keys - cluster.calibration.of_busy(cluster.num_devices).units.keys()
+        unknown = keys - cluster.calibration.for_busy(cluster.num_devices).units.keys()
         if unknown:
             names = "; ".join(sorted(unknown))
             yield f"not calibrated, priced as the mean of layers that were: {names}"
@@ -143,8 +143,8 @@ def reasons(answer: Answer) -> Iterator[str]:
 def on_the_host(choice: Choice, question: Question) -> Iterator[str]:
     """Yield a sentence on what is offloaded, if something is."""
     if choice.memory.host:
-        of_node = choice.memory.host * question.cluster.per_node
-        yield f"each node needs {size(of_node)} of its own memory for what is offloaded"
+        node_bytes = choice.memory.host * question.cluster.per_node
+        yield f"each node needs {size(node_bytes)} of its own memory for what is offloaded"
 
 
 def changes_table(answer: Answer) -> Table:
@@ -185,7 +185,7 @@ def verdict(choice: Choice, answer: Answer) -> str:
     best = answer.best
     ratio = choice.time.total / best.time.total
     if ratio < 0.995:
-        others = ", with other losses" * (choice.of_losses != best.of_losses)
+        others = ", with other losses" * (choice.loss_settings != best.loss_settings)
         return f"{ratio:.2f} times as long{others}"
     if ratio < 1.005:
         share = choice.memory.total / answer.limit_bytes

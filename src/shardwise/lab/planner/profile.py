@@ -49,7 +49,7 @@ from shardwise.lab.planner.stopwatch import Stopwatch
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.stage import Stage
 from shardwise.parallel.place import fill, materialise
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 BUDGET_SECONDS = 20.0
 """About as long rounds are repeated, within FEWEST and MOST."""
@@ -96,12 +96,12 @@ def profile_units(cfg: RunConfig, mesh: Mesh, facts: Description, keys: Sequence
     for _ in range(2):
         bench.round()
     kept_bytes = [bench.kept_bytes(place) for place in range(len(places))]
-    num_rounds = int(BUDGET_SECONDS / max(of_every_rank(bench.round())))
+    num_rounds = int(BUDGET_SECONDS / max(from_every_rank(bench.round())))
     alone = bench.means(FEWEST, together=False) if dist.get_rank() == 0 else None
     together = bench.means(min(max(num_rounds, FEWEST), MOST), together=True)
     slowdown = _total(together) / _total(alone) if alone else 1.0
     # Some numbers for each stage, from every rank to all.
-    ranks = of_every_rank(together)
+    ranks = from_every_rank(together)
     means = [
         {kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in stage}
         for i, stage in enumerate(together)
@@ -122,8 +122,8 @@ def profile_units(cfg: RunConfig, mesh: Mesh, facts: Description, keys: Sequence
         stage_seconds=means[0]["around"],
         output_seconds=_message_seconds(bench.hidden),
         num_processes=len(ranks),
-        slowdown=of_every_rank(slowdown)[0],
-        spread=of_every_rank(bench.spread())[0],
+        slowdown=from_every_rank(slowdown)[0],
+        spread=from_every_rank(bench.spread())[0],
         rounds=len(bench.rounds),
     )
 
@@ -216,12 +216,12 @@ class Bench:
             with self.watch.taking(self.seconds[place, "B"]):
                 _backward.stage_backward(output_or_outputs, gradients, [carried])
             return
-        of_inputs, of_weights = self.seconds[place, "I"], self.seconds[place, "W"]
-        with stage.backward_half.running("input"), self.watch.taking(of_inputs):
+        input_half, weight_half = self.seconds[place, "I"], self.seconds[place, "W"]
+        with stage.backward_half.running("input"), self.watch.taking(input_half):
             _, groups = _backward.stage_backward_input(
                 outputs, gradients, [carried], stage.parameters()
             )
-        with stage.backward_half.running("weight"), self.watch.taking(of_weights):
+        with stage.backward_half.running("weight"), self.watch.taking(weight_half):
             _backward.stage_backward_weight(stage.parameters(), groups)
 
     def kept_bytes(self, place: int) -> int:
@@ -305,4 +305,4 @@ def _message_seconds(hidden: torch.Tensor) -> float:
             torch.cuda.synchronize(hidden.device)
         seconds.append((time.perf_counter() - start) / 2)
     # One number, from every rank to all.
-    return of_every_rank(statistics.median(seconds[1:]) if seconds else 0.0)[0]
+    return from_every_rank(statistics.median(seconds[1:]) if seconds else 0.0)[0]

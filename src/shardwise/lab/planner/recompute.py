@@ -34,7 +34,7 @@ from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models import adapter_start
 from shardwise.models.activations import UnitMemory
 from shardwise.models.families import FAMILIES
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 WAYS: tuple[Way, ...] = ("none", "operators", "full")
 UNBOUNDED = 2**62
@@ -61,7 +61,7 @@ def chosen_of(cfg: RunConfig, mesh: Mesh, adapter: Any = None) -> Chosen | None:
         _check_room(cfg, run)
         return None
     # Some words per layer from every rank to all: a node may have another profile, or none.
-    return of_every_rank(within_budget(cfg, run, mesh.device.type))[0]
+    return from_every_rank(within_budget(cfg, run, mesh.device.type))[0]
 
 
 def _check_room(cfg: RunConfig, run: Description) -> None:
@@ -73,7 +73,7 @@ def _check_room(cfg: RunConfig, run: Description) -> None:
         return  # no formula is about their memory
     needed = memory_of_run(_on(cfg, "cpu"), run).total
     # A number from every rank to all: nodes may differ.
-    most = max(of_every_rank(psutil.virtual_memory().total))
+    most = max(from_every_rank(psutil.virtual_memory().total))
     length = cfg.data.sequence_length
     require(
         needed <= most,
@@ -194,8 +194,8 @@ class _Stages:
         self.num_stages = run.sizes["pp"]
         num_units = len(run.spec.layers) + 2
         pipeline, edges = run.pipeline, boundaries or (0, num_units)
-        of_ranks = [[0]] if pipeline is None else map(pipeline.chunks_of, range(self.num_stages))
-        self.places = [[range(*edges[chunk : chunk + 2]) for chunk in own] for own in of_ranks]
+        by_rank = [[0]] if pipeline is None else map(pipeline.chunks_of, range(self.num_stages))
+        self.places = [[range(*edges[chunk : chunk + 2]) for chunk in own] for own in by_rank]
         """The units of each chunk of each rank, by their numbers in the model."""
         self.ranks = [
             {way: self._rank(as_way(cfg, way), stage) for way in ways}

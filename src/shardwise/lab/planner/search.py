@@ -70,11 +70,11 @@ class Answer:
     @property
     def too_large(self) -> list[tuple[str, Choice]]:
         """The changes that would be faster and do not fit, the fastest first."""
-        limit, losses = 0.995 * self.best.time.total, self.best.of_losses
+        limit, losses = 0.995 * self.best.time.total, self.best.loss_settings
         options = [
             (change, choice)
             for change, choice in self.changes.items()
-            if not choice.fits and choice.time.total < limit and choice.of_losses == losses
+            if not choice.fits and choice.time.total < limit and choice.loss_settings == losses
         ]
         return sorted(options, key=lambda option: option[1].time.total)
 

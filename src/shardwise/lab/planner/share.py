@@ -81,10 +81,10 @@ def share_of(
     layouts of the same run that were computed before; others are added.
     """
     parts = {} if parts is None else parts
-    of_layers = cut_weights(cfg, run, coordinates["tp"])
+    by_layer = cut_weights(cfg, run, coordinates["tp"])
     counts = counts_of(run.hf, run.spec)
     if run.pipeline is None:
-        model = _chunk(cfg, run, counts, of_layers, 0, len(counts.units), (), parts)
+        model = _chunk(cfg, run, counts, by_layer, 0, len(counts.units), (), parts)
         return Share((model,), tied=None, context_rank=coordinates["cp"])
     assert boundaries is not None
     counts = with_gradients(counts, cfg.parallel.schedule)
@@ -93,7 +93,7 @@ def share_of(
     for index in pipeline.chunks_of(rank):
         low, high = boundaries[index : index + 2]
         taken = {weight.name for chunk in chunks for weight in chunk.ends}
-        chunk = _chunk(cfg, run, counts, of_layers, low, high, taken, parts)
+        chunk = _chunk(cfg, run, counts, by_layer, low, high, taken, parts)
         below = rank if chunk.spec.first else pipeline.rank_of(index - 1)
         above = rank if chunk.spec.last else pipeline.rank_of(index + 1)
         links = [None if place == rank else place for place in (below, above)]
@@ -117,7 +117,7 @@ def _chunk(
     cfg: RunConfig,
     run: Description,
     counts: ModelCounts,
-    of_layers: Mapping[str, tuple[Weight, ...]],
+    by_layer: Mapping[str, tuple[Weight, ...]],
     low: int,
     high: int,
     taken: Collection[str],
@@ -136,7 +136,7 @@ def _chunk(
     num_shards = num_strategy_ranks(cfg, run.sizes)
     kept: dict[str, tuple[Weight, ...]] = {}
     for name in ("start", *(layer.name for layer in layers), "end"):
-        cut = of_layers[name]
+        cut = by_layer[name]
         if name in ("start", "end"):
             cut = tuple(w for w in cut if w.name not in taken and not w.name.startswith(foreign))
         kept[name] = sharded(cut, num_shards, cfg.parallel.ep)
@@ -154,16 +154,16 @@ def _chunk(
     for number, layer in enumerate(layers, first):
         place = places[layer.name]
         alike[layer.name] = firsts.setdefault(place, layer.name)
-        of_layer, unit = model.layers[place], counts.units[1 + place]
-        weights = of_layers[of_layer.name]
+        first_layer, unit = model.layers[place], counts.units[1 + place]
+        weights = by_layer[first_layer.name]
         if parallel.tp > 1:
             if (key := ("blocks", layout, place)) not in parts:
-                parts[key] = [*blocks_of(cfg, run, of_layer, unit, weights)]
+                parts[key] = [*blocks_of(cfg, run, first_layer, unit, weights)]
             blocks += parts[key]
         if parallel.cp > 1:
             if (key := ("mixers", layout, place)) not in parts:
                 shapes = {weight.name: weight.shape for weight in weights}
-                parts[key] = [*mixers_of(cfg, run.hf, of_layer, unit, shapes)]
+                parts[key] = [*mixers_of(cfg, run.hf, first_layer, unit, shapes)]
             mixers += parts[key]
         if parallel.ep > 1:  # these have a name
             if (key := ("mixtures", layout, number)) not in parts:
@@ -171,7 +171,7 @@ def _chunk(
             mixtures += parts[key]
     return Chunk(
         spec=spec,
-        of_layers=kept,
+        by_layer=kept,
         alike=alike,
         blocks=tuple(blocks),
         needs_input_gradient=counts.units[max(low - 1, 0)].backward,

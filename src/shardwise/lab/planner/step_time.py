@@ -25,7 +25,7 @@ from shardwise.base.schedule.simulate import step_seconds
 from shardwise.config import RunConfig
 from shardwise.lab.planner.calibration import FACTORS
 from shardwise.lab.planner.cluster import Cluster, efficiency
-from shardwise.lab.planner.communication import of_data, step_of, within_layers
+from shardwise.lab.planner.communication import data_messages, step_of, within_layers
 from shardwise.lab.planner.messages import Total, add_up
 from shardwise.lab.planner.share import Share
 from shardwise.lab.planner.shares import Shares
@@ -82,24 +82,24 @@ class StepTime:
 
 
 def time_of_step(
-    cfg: RunConfig, run: Description, cluster: Cluster, of_run: Shares | None = None
+    cfg: RunConfig, run: Description, cluster: Cluster, run_shares: Shares | None = None
 ) -> StepTime:
-    """Return the seconds of a step of the run; `of_run`: the shares of its ranks."""
+    """Return the seconds of a step of the run; `run_shares`: the shares of its ranks."""
     num_ranks = prod(run.sizes.values())
     m = num_microbatches(cfg, num_ranks)
-    of_run = Shares(cfg, run) if of_run is None else of_run
+    run_shares = Shares(cfg, run) if run_shares is None else run_shares
     units = seconds_of_units(cfg, run, cluster, num_ranks)
     others_busy = 1.0
     if run.pipeline is None:
-        totals = [_messages(cfg, run, cluster, of_run.of(0))]
-        shares = [of_run.of(0)]
+        totals = [_messages(cfg, run, cluster, run_shares.of(0))]
+        shares = [run_shares.of(0)]
         busiest, bubble = list(range(len(units))), 0.0
     else:
-        boundaries = of_run.boundaries
+        boundaries = run_shares.boundaries
         assert boundaries is not None
         firsts = alike_ranks(cfg, run, boundaries)
-        by_rank = {rank: _messages(cfg, run, cluster, of_run.of(rank)) for rank in {*firsts}}
-        shares, totals = [of_run.of(rank) for rank in by_rank], [*by_rank.values()]
+        by_rank = {rank: _messages(cfg, run, cluster, run_shares.of(rank)) for rank in {*firsts}}
+        shares, totals = [run_shares.of(rank) for rank in by_rank], [*by_rank.values()]
         waits = [by_rank[rank].within_layers / m for rank in firsts]
         busiest, bubble, others_busy = _pipeline(cfg, run, cluster, units, boundaries, waits)
         if cluster.calibration is not None:
@@ -144,8 +144,8 @@ def _waits_for_host(units: Sequence[UnitSeconds], num_microbatches: int) -> floa
     passes += [(unit.backward + unit.recomputed, unit.host_backward) for unit in reversed(units)]
     queued, done, ends = 0.0, 0.0, [0.0]
     for _ in range(min(num_microbatches, MOST_FOLLOWED)):
-        for seconds, of_host in passes:
-            queued += of_host
+        for seconds, host_seconds in passes:
+            queued += host_seconds
             done = max(done + seconds, queued)
         ends.append(done)
     done += (num_microbatches - len(ends) + 1) * (ends[-1] - ends[-2])
@@ -161,8 +161,8 @@ def alike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) -> 
     firsts = []
     for rank in range(run.pipeline.num_ranks):
         places = [boundaries[c : c + 2] for c in run.pipeline.chunks_of(rank)]
-        of_rank = tuple(tuple(kinds[low:high]) for low, high in places)
-        firsts.append(sorts.setdefault(of_rank, rank))
+        rank_kinds = tuple(tuple(kinds[low:high]) for low, high in places)
+        firsts.append(sorts.setdefault(rank_kinds, rank))
     return firsts
 
 
@@ -198,11 +198,11 @@ def _messages(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) 
     """Return the seconds of a rank's messages. Those between stages are the simulator's."""
     step = step_of(cfg, run, share)
     within = _message_seconds(add_up(within_layers(step)), cluster, step.sizes, "")
-    of_data_parallelism = [*of_data(step)]
+    data_parallelism = [*data_messages(step)]
     # FSDP and ZeRO copy what they gather and scatter.
     waited, beside, last = (
         _message_seconds(
-            add_up(message for message in of_data_parallelism if message.when == when),
+            add_up(message for message in data_parallelism if message.when == when),
             *(cluster, step.sizes, " of weights"),
         )
         for when in get_args(When)
@@ -254,7 +254,7 @@ def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share)
     moved = moved_bytes(cfg, numels)
     calibration, is_offloaded = cluster.calibration, cfg.parallel.offload != "none"
     if calibration is not None and (_is_cpu(cluster) or not is_offloaded):
-        per_tensor, per_element = calibration.of_busy(prod(run.sizes.values())).optimizer
+        per_tensor, per_element = calibration.for_busy(prod(run.sizes.values())).optimizer
         # It was measured with AdamW in float32, and with both.
         seconds = per_tensor * len(numels) + per_element * moved / ADAMW_BYTES
         return seconds + orthogonalising_flops(cfg, share.trained) / calibration.best_rate
@@ -310,13 +310,13 @@ def _pipeline(
         in_all = sum(boundaries[c + 1] - boundaries[c] for c in pipeline.chunks_of(rank))
         wait = waits[rank] * (high - low) / in_all
         backward = wait / 2 + sum(u.backward + u.recomputed for u in units[low:high])
-        of_weights = sum(u.weight_gradients for u in units[low:high])
+        in_weight_half = sum(u.weight_gradients for u in units[low:high])
         chunks.append(
             Cost(
                 name=f"units {low} to {high - 1}",
                 forward_seconds=wait / 2 + sum(u.forward for u in units[low:high]),
-                input_seconds=backward - of_weights,
-                weight_seconds=of_weights,
+                input_seconds=backward - in_weight_half,
+                weight_seconds=in_weight_half,
                 activation_bytes=0,
                 output_bytes=num_bytes,
                 output_seconds=message,

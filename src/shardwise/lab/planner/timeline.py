@@ -23,7 +23,7 @@ from shardwise.checkpoint.output_dir import TIMELINES
 from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.lab.drawing.gantt import gantt_file
 from shardwise.lab.drawing.perfetto import perfetto_trace
-from shardwise.parallel.reduce import of_every_rank
+from shardwise.parallel.reduce import from_every_rank
 
 MOST_STEPS = 50
 """The number of steps, the last ones, whose events are kept: some 10 kB each."""
@@ -52,14 +52,14 @@ class Recorder:
         """
         spans = [(min(e.start for e in step), max(e.end for e in step)) for step in self._steps]
         # Two numbers for each step, then one step's events, from every rank to all.
-        by_step = [zip(*ranks) for ranks in zip(*of_every_rank(spans, group))]
+        by_step = [zip(*ranks) for ranks in zip(*from_every_rank(spans, group))]
         steps = [(min(starts), max(ends)) for starts, ends in by_step]
         if not steps:
             return None
         lengths = [end - start for start, end in steps]
         median = lengths.index(statistics.median_low(lengths))
         begin = steps[median][0]
-        ranks = of_every_rank(self._steps[median], group)
+        ranks = from_every_rank(self._steps[median], group)
         events = [
             event._replace(start=event.start - begin, end=event.end - begin)
             for rank_events in ranks

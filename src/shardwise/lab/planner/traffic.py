@@ -57,10 +57,10 @@ def _counted(family: str, key: str, dtypes: str, direction: Direction) -> float:
     place, table = DIRECTIONS.index(direction), _table()
     if key in table.get(family, {}):
         return table[family][key][dtypes][place]
-    rows = [row for of_family in table.values() for k, row in of_family.items() if k == key]
+    rows = [row for family_rows in table.values() for k, row in family_rows.items() if k == key]
     if not rows:  # a key of a layer has its kind, its feed-forward and what is trained
         mode = key.rpartition(", ")[2]
-        units = (item for of_family in table.values() for item in of_family.items())
+        units = (item for family_rows in table.values() for item in family_rows.items())
         rows = [row for k, row in units if k.endswith(mode) and not k.startswith("embed, ")]
     return statistics.mean(row[dtypes][place] for row in rows)
 

@@ -82,13 +82,13 @@ def seconds_of_units(
             again, backward = work.rest_again, work.rest_backward
             others = backward.trained - work.trained_experts
             added = share_added * (others / shards + work.trained_experts / expert_shards)
-            of_step = replace(
+            in_step = replace(
                 work,
                 rest_forward=work.rest_forward._replace(elements=elements),
                 rest_backward=backward._replace(elements=elements, trained=added),
                 rest_again=again._replace(elements=elements) if again.calls else again,
             )
-            priced[id(work)] = price(cfg, run.spec.family, cluster, num_busy, of_step)
+            priced[id(work)] = price(cfg, run.spec.family, cluster, num_busy, in_step)
         units.append(priced[id(work)])
     return units
 
@@ -122,7 +122,7 @@ def _measured(
     """Return the seconds of a unit on a machine as it is calibrated."""
     calibration = cluster.calibration
     assert calibration is not None
-    speeds = calibration.of_busy(num_busy)
+    speeds = calibration.for_busy(num_busy)
 
     def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> float:
         in_products = sum(map(speeds.product_seconds, products))

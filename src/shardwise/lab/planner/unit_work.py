@@ -139,8 +139,8 @@ def _work(
     elements = matrices = 0.0
     for weight in unit.weights:
         shape = shapes[weight.name]
-        of_b = ".lora_B." in weight.name
-        if of_b and weight.name.replace(".lora_B.", ".lora_magnitude_vector.") in shapes:
+        is_lora_b = ".lora_B." in weight.name
+        if is_lora_b and weight.name.replace(".lora_B.", ".lora_magnitude_vector.") in shapes:
             # DoRA makes B A, of which it takes the lengths of rows together with W's.
             columns = shapes[weight.name.replace(".lora_B.", ".lora_A.")][-1]
             product = Product("forward", float(shape[0]), shape[1], columns)
@@ -215,15 +215,15 @@ def _is_of_experts(weight: Weight, shape: tuple[int, ...]) -> bool:
 def _trained_experts(unit: Unit, shapes: Mapping[str, tuple[int, ...]]) -> float:
     """Return the elements of a unit's trained weights of experts that a rank of `ep` has."""
     trained = [weight for weight in unit.weights if weight.trainable]
-    of_experts = [w for w in trained if _is_of_experts(w, shapes[w.name])]
-    return float(sum(prod(shapes[weight.name]) for weight in of_experts))
+    experts = [w for w in trained if _is_of_experts(w, shapes[w.name])]
+    return float(sum(prod(shapes[weight.name]) for weight in experts))
 
 
 def _trained_others(cfg: RunConfig, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) -> float:
     """Return the elements of a unit's other trained weights, which `tp` shards."""
     trained = [weight for weight in unit.weights if weight.trainable]
-    of_experts = sum(w.numel for w in trained if _is_of_experts(w, shapes[w.name]))
-    return (unit.trainable_parameters - of_experts) / cfg.parallel.tp
+    in_experts = sum(w.numel for w in trained if _is_of_experts(w, shapes[w.name]))
+    return (unit.trainable_parameters - in_experts) / cfg.parallel.tp
 
 
 def _backward(weight: Weight, shape: tuple[int, ...], rows: float, times: float) -> list[Product]:

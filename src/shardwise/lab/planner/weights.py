@@ -93,14 +93,14 @@ def _cut_weights(
     weights = [weight for name in names for weight in whole[name]]
     layout = num_ranks, num_expert_ranks, sequence_parallel, rank
     cut = _by_layer(few, _in_ranks(stored, few, weights, *layout))
-    of_layers = {}
+    by_layer = {}
     for name, first in firsts.items():
-        of_layers[name] = cut[first.name]
+        by_layer[name] = cut[first.name]
         if name != first.name:
-            of_layers[name] = tuple(
+            by_layer[name] = tuple(
                 replace(w, name=name + w.name.removeprefix(first.name)) for w in cut[first.name]
             )
-    return {"start": cut["start"], **of_layers, "end": cut["end"]}
+    return {"start": cut["start"], **by_layer, "end": cut["end"]}
 
 
 def _in_ranks(
@@ -128,7 +128,7 @@ def _in_ranks(
     between = [layer.name for layer in spec.layers] + [spec.norm]
     shared_tokens = tuple(f"{path}." for path in between if sequence_parallel)
 
-    def of_rank(weight: Weight) -> Weight:
+    def on_a_rank(weight: Weight) -> Weight:
         if weight.name.startswith((f"{spec.embed}.", f"{spec.head}.")):
             most = -(-weight.shape[0] // num_ranks)
             rows = min(most, weight.shape[0] - rank * most)
@@ -141,7 +141,7 @@ def _in_ranks(
         is_inside = block is not None and splits[block] is not None
         return replace(weight, has_partial_gradient=is_between or is_inside)
 
-    return [*map(of_rank, weights)]
+    return [*map(on_a_rank, weights)]
 
 
 def _of_experts(weight: Weight, cut: Cut | None) -> Weight:

@@ -176,8 +176,8 @@ def run(
             parameter.grad = None
         first = job
     for step in range(1, job.num_steps + 1):
-        of_step = first if step == 1 else job
-        result = training_step(of_step, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
+        step_job = first if step == 1 else job
+        result = training_step(step_job, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
         losses.append(result.loss)
         # What is infinite on one rank may be NaN on another.
         norms.append(math.inf if result.skipped else result.grad_norm)

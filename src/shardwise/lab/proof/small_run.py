@@ -131,7 +131,7 @@ def _named_modules(adapters: Lora | None) -> list[str]:
 
 def _smaller_adapters(adapters: Lora, small: Small) -> Lora:
     """Return adapters of the small model, of the same scale and of a rank that its weights have."""
-    adapters = adapters.of_rank(MOST_RANK)
+    adapters = adapters.with_rank_at_most(MOST_RANK)
     targets = adapters.targets
     if isinstance(targets, dict):
         targets = {new: size for name, size in targets.items() for new in small.named([name])}

@@ -113,9 +113,9 @@ def _different_work(a: Row, b: Row) -> str:
     """Return how the run files of two cells differ, or nothing where they are equal."""
     parts = []
     if a.record is not None and b.record is not None:
-        of_a, of_b = run_settings(a.record), run_settings(b.record)
+        facts_a, facts_b = run_settings(a.record), run_settings(b.record)
         for key in differing_keys(a.record, b.record):
-            value_a, value_b = of_a.get(key, NOTHING), of_b.get(key, NOTHING)
+            value_a, value_b = facts_a.get(key, NOTHING), facts_b.get(key, NOTHING)
             parts.append(one_line(f"{key} {value_a} -> {value_b}", 120))
     if not parts and a.plan.nproc != b.plan.nproc:
         parts = [f"{a.plan.nproc} -> {b.plan.nproc} processes"]
@@ -148,10 +148,10 @@ def compare(folder_a: str | Path, folder_b: str | Path) -> Text:
 
 def _environment_differences(a: Sequence[Row], b: Sequence[Row]) -> list[str]:
     """Return a line for each fact of the environment that differs: the ratios depend on it too."""
-    of_a, of_b = environments(a), environments(b)
+    facts_a, facts_b = environments(a), environments(b)
     lines = []
-    for key in dict.fromkeys([*of_a, *of_b]):
-        values_a, values_b = of_a.get(key, []), of_b.get(key, [])
+    for key in dict.fromkeys([*facts_a, *facts_b]):
+        values_a, values_b = facts_a.get(key, []), facts_b.get(key, [])
         if values_a != values_b:
             change = f"{', '.join(map(fact, values_a))} -> {', '.join(map(fact, values_b))}"
             lines.append(f"note: {key} differs: {change}")

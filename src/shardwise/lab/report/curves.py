@@ -91,9 +91,9 @@ def routing(groups: Groups, look: dict[str, Look]) -> Drawn:
         if (with_routers := [row for row in cells if row.routing and row.routing.steps])
     ]
     figure, panels = grid(len(shown), len(ROUTING_PANELS), [2.0] * len(shown))
-    for (title, cells), of_group in zip(shown, panels, strict=True):
-        for panel, (name, quantity) in zip(of_group, ROUTING_PANELS, strict=True):
-            set_title(panel, quantity, title if panel is of_group[0] else "")
+    for (title, cells), group_panels in zip(shown, panels, strict=True):
+        for panel, (name, quantity) in zip(group_panels, ROUTING_PANELS, strict=True):
+            set_title(panel, quantity, title if panel is group_panels[0] else "")
             read = partial(_routing_steps, name)
             draw_steps(panel, cells, look, read)
             highest = max((max(read(row), default=0.0) for row in cells), default=0.0)
@@ -144,11 +144,11 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
     for (title, lines), (left, right) in zip(by_title.items(), panels, strict=True):
         for panel, (quantity, read) in zip((left, right), quantities, strict=True):
             set_title(panel, quantity, title if panel is left else "")
-            for style, of_line in lines.items():
-                _draw_line(panel, axis, of_line, style, read)
-        for of_line in lines.values():
+            for style, line_rows in lines.items():
+                _draw_line(panel, axis, line_rows, style, read)
+        for line_rows in lines.values():
             if name == PROCESSES:
-                _draw_ideal(left, axis, of_line, ticks[-1])
+                _draw_ideal(left, axis, line_rows, ticks[-1])
         for panel in (left, right):
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])

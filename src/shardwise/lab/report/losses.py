@@ -99,7 +99,7 @@ def _draw_differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) 
     """Draw the differences of each cell's losses from those that they are compared with."""
     losses_of = {row.plan.id: row.record.losses for row in cells if row.record}
     noise = {row.plan.reference: row.difference for row in cells if row.plan.control}
-    all_losses = [abs(loss) for of_cell in losses_of.values() for loss in of_cell]
+    all_losses = [abs(loss) for cell_losses in losses_of.values() for loss in cell_losses]
     rounding = spacing(max(filter(math.isfinite, all_losses), default=1.0) or 1.0)
 
     def draw(place: int, row: Row) -> tuple[float, str] | None:

@@ -240,9 +240,9 @@ def run_settings(record: CellRecord) -> dict[str, Any]:
 
 def differing_keys(a: CellRecord, b: CellRecord) -> list[str]:
     """Return the keys of the run file in which two cells differ, except their output folder."""
-    of_a, of_b = run_settings(a), run_settings(b)
-    keys = dict.fromkeys([*of_a, *of_b])
-    return [key for key in keys if of_a.get(key, ...) != of_b.get(key, ...)]
+    settings_a, settings_b = run_settings(a), run_settings(b)
+    keys = dict.fromkeys([*settings_a, *settings_b])
+    return [key for key in keys if settings_a.get(key, ...) != settings_b.get(key, ...)]
 
 
 def _nearest(row: Row, others: Sequence[Row]) -> Row | None:
@@ -372,8 +372,8 @@ def interleaved(rows: Sequence[Row]) -> bool:
     with cells in jobs of their own, the answer is no.
     """
     cells = [row for row in rows if row.record and not row.plan.control]
-    for of_group in groups_of(cells).values():
-        records = [row.record for row in of_group if row.record]
+    for group_rows in groups_of(cells).values():
+        records = [row.record for row in group_rows if row.record]
         if any(entry.get("job") for record in records for entry in record.rounds):
             return False
         starts = [

@@ -215,7 +215,7 @@ def _guess(child: str, dims: Mapping[str, int], is_recurrent: bool) -> Kind:
 def _mixer(layer_type: str, blocks: Blocks, attention: str) -> Mixer:
     """Return the mixer of layers of a type: all blocks that may mix tokens."""
 
-    def of_type(path: str, kind: Kind) -> Kind:
+    def typed(path: str, kind: Kind) -> Kind:
         return replace(
             kind,
             name=layer_type,
@@ -223,7 +223,7 @@ def _mixer(layer_type: str, blocks: Blocks, attention: str) -> Mixer:
             is_attention=path == attention and layer_type in _ATTENTION,
         )
 
-    return Mixer(layer_type, tuple(Block(path, of_type(path, blocks[path])) for path in blocks))
+    return Mixer(layer_type, tuple(Block(path, typed(path, blocks[path])) for path in blocks))
 
 
 def _not_standard(model: PreTrainedModel, reason: str) -> UserError:

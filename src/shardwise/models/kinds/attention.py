@@ -240,14 +240,14 @@ def _over_ranks(
     lse = block.tape.tensor(queries, WIDE)
     # The gradients of other ranks' keys and values, and what an operator gives to be added.
     others = (k.numel + v.numel) * WIDE + (q.numel + k.numel + v.numel) * itemsize
-    of_outputs = 2 * queries * padded * itemsize * (value_size < padded)
+    output_bytes = 2 * queries * padded * itemsize * (value_size < padded)
     (out,) = block.tape.run(
         [q, k, v],
         [(queries * value_size, itemsize)],
         keeps=[q, k, v, lse],
         keeps_outputs=True,
         forward=forward,
-        backward=others + padding + of_outputs,
+        backward=others + padding + output_bytes,
     )
     del received
     return block.copied(out) if shared.way == "ulysses" else out

@@ -76,22 +76,22 @@ class DeltaRule(Core):
         Pairs; values, corrections and two parts of the output; what is read of the state, and the
         state after the chunk.
         """
-        of_token = self.num_pairs * num_tokens + 4 * self.value_dim + self.key_dim
-        return num_tokens * of_token + self.key_dim * self.value_dim
+        per_token = self.num_pairs * num_tokens + 4 * self.value_dim + self.key_dim
+        return num_tokens * per_token + self.key_dim * self.value_dim
 
     def products_of_map(self, num_tokens: int) -> int:
         """Return the same for the map of a rank's tokens, whose state has a matrix [K, K] beside
         it.
         """
         columns = self.key_dim + self.value_dim
-        of_token = self.num_pairs_of_map * num_tokens + 2 * columns
-        return num_tokens * of_token + self.key_dim * columns
+        per_token = self.num_pairs_of_map * num_tokens + 2 * columns
+        return num_tokens * per_token + self.key_dim * columns
 
     def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
         """Return the FLOPs per token of full chunks and of the rest."""
         chunks = self.chunks(sequence_length)
-        of_sequence = chunks.sum(lambda num_tokens: flops(replace(self, chunk_size=num_tokens)))
-        return self.num_heads * of_sequence / sequence_length
+        sequence_flops = chunks.sum(lambda num_tokens: flops(replace(self, chunk_size=num_tokens)))
+        return self.num_heads * sequence_flops / sequence_length
 
     def chunks(self, sequence_length: int) -> Chunks:
         """Return the chunks in which a row is computed."""
@@ -167,8 +167,8 @@ class Scratch(NamedTuple):
 
     def bytes_of(self, rule: DeltaRule, num: int, num_tokens: int) -> int:
         """Return the bytes of so many chunks and heads, by the tokens of a chunk."""
-        of_token = self.keys * rule.key_dim + self.values * rule.value_dim
-        return WIDE * num * num_tokens * (of_token + self.pairs * num_tokens)
+        per_token = self.keys * rule.key_dim + self.values * rule.value_dim
+        return WIDE * num * num_tokens * (per_token + self.pairs * num_tokens)
 
 
 def delta_rule(core: Recurrence) -> Callable[..., tuple[torch.Tensor, None]]:

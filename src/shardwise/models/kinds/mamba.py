@@ -104,13 +104,13 @@ def _scanned(
     rates = block.pointwise(block.as_dtype(block.weight("A_log"), WIDE), keeps_outputs=True)
     names = ("D", "dt_proj.bias")
     weights = [block.scaled(rates), *(block.as_dtype(block.weight(n), WIDE) for n in names)]
-    of_channel = block.rows * x.numel // block.tokens
-    forward = chunks.in_forward(lambda n: WIDE * n * (4 * state + 2 * of_channel))
-    backward = chunks.in_backward(lambda n: WIDE * n * (5 * state + 10 * of_channel))
+    per_channel = block.rows * x.numel // block.tokens
+    forward = chunks.in_forward(lambda n: WIDE * n * (4 * state + 2 * per_channel))
+    backward = chunks.in_backward(lambda n: WIDE * n * (5 * state + 10 * per_channel))
     # Of all that the scan computes, only what is read of the states is a product.
     made = x.num_bytes + WIDE * state
     forward = block.tape.products_within(
-        WIDE * x.numel, made, forward, WIDE * chunks.longest * of_channel
+        WIDE * x.numel, made, forward, WIDE * chunks.longest * per_channel
     )
     states = block.tape.tensor(chunks.number * state, WIDE)
     out, _ = block.tape.run(

@@ -153,16 +153,16 @@ def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Te
 
     def in_backward(num_tokens: int) -> int:
         """Return the bytes of values, pairs, B, C and scores."""
-        of_groups = 2 * b.numel // block.length + num_groups * block.rows * num_tokens
-        of_heads = size * (7 * core.head_dim + 5 * num_tokens)
-        return num_tokens * (of_heads + 2 * WIDE * of_groups)
+        per_group = 2 * b.numel // block.length + num_groups * block.rows * num_tokens
+        per_head = size * (7 * core.head_dim + 5 * num_tokens)
+        return num_tokens * (per_head + 2 * WIDE * per_group)
 
     def products(num_tokens: int) -> int:
         """Return the bytes of what is read of the state, the scores of each group, what they give,
         and the state.
         """
-        of_token = 2 * num_heads * core.head_dim + num_groups * num_tokens
-        return WIDE * (block.rows * num_tokens * of_token + state)
+        per_token = 2 * num_heads * core.head_dim + num_groups * num_tokens
+        return WIDE * (block.rows * num_tokens * per_token + state)
 
     if block.shares_rows:
         block.tape.products_within(WIDE * state)  # that of the map of a rank's tokens

@@ -76,7 +76,7 @@ class SlotDropout(nn.Module):
         self.salt = torch.tensor(_int32(stable_seed(name)), dtype=torch.int32)
         self.features = features
 
-    def of_share(self, features: torch.Tensor) -> SlotDropout:
+    def for_share(self, features: torch.Tensor) -> SlotDropout:
         """Return the same dropout for an input that has only these features, int32."""
         return SlotDropout(self.p, self.name, self.state, features)
 

@@ -79,10 +79,10 @@ def _by_document(
         tops, numbers = _classes(lengths, *_limit(module, layer_type))
         if isolated:
             position_ids = position_ids - torch.from_numpy(begins).to(x.device)
-        of_token = torch.from_numpy(numbers).to(x.device)
+        token_numbers = torch.from_numpy(numbers).to(x.device)
         found: Angles = ()
         for number, top in enumerate(tops):
-            is_here = of_token == number
+            is_here = token_numbers == number
             # Where all rows are alike, one is enough.
             ids = position_ids * is_here if isolated or len(tops) > 1 else position_ids
             angles = at(top, x, ids.clamp(max=top), layer_type)

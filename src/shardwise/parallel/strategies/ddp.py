@@ -72,7 +72,7 @@ class DdpHolding(Whole):
 
         self.bucket_bytes = BUCKET_BYTES
         in_16_bits = [[w for w in unit.trained if w.itemsize < 4] for unit in self.units]
-        sizes = [sum(map(self._gradient, of_unit)) for of_unit in in_16_bits]
+        sizes = [sum(map(self._gradient, unit_weights)) for unit_weights in in_16_bits]
         self.filled = [*accumulate(reversed(sizes), initial=0)][::-1]
         """The bytes of gradients in 16 bits of each unit and of those above it; 0 above all."""
 

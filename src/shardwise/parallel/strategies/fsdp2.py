@@ -137,7 +137,7 @@ class Fsdp2Holding(ShardedHolding):
             self.kept = self.sums
         in_float32 = self.sums if self.cfg.training.accumulation == "float32" else self.kept
         self.is_moved = in_float32 != self.kept
-        self.after_backward = sum(in_float32) + sum(self.of_whole)
+        self.after_backward = sum(in_float32) + sum(self.whole_gradients)
         """The bytes of the shards' gradients after the backward of a micro-batch."""
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
@@ -162,12 +162,12 @@ class Fsdp2Holding(ShardedHolding):
             copy, part = sent if self.is_gloo else 0, self.sums[place]
             gradients = self.shards + self._complete(place)
             yield Held("reduction", gradients, below + sent, runs=False)
-            whole = self.of_whole[place] if self.is_first else 0
+            whole = self.whole_gradients[place] if self.is_first else 0
             yield Held("reduction", self.shards + part + whole, below + sent + copy, runs=False)
             is_new = self.is_first or self.is_moved
             self.shards += self.kept[place] if is_new and self.has_shards else 0
             self.sent_last = sent
-        self.shards += self.of_whole[place] if self.is_first else 0
+        self.shards += self.whole_gradients[place] if self.is_first else 0
         if place == 0:
             self.sent_last = 0
             if self.is_moved and self.has_shards:
@@ -218,7 +218,7 @@ class StageHolding(Fsdp2Holding):
             sent = self.sent[place]
             copy, part = sent if self.is_gloo else 0, self.sums[place]
             yield Held("reduction", left, gathered + sent, runs=False)
-            left -= self.gradients[place] - self.of_whole[place]
+            left -= self.gradients[place] - self.whole_gradients[place]
             yield Held("reduction", left + part, gathered + sent + copy, runs=False)
             left += self.kept[place] if self.has_shards else 0
 

@@ -128,9 +128,9 @@ class JetNemotronModel(JetNemotronPreTrainedModel):
         # A mask is as wide as its layers' cache. transformers 5.17 asks the first layer of a cache,
         # whatever its kind.
         types = self.config.layer_types
-        of_kind = copy(cache)
-        of_kind.layers = [layer for type_, layer in zip(types, cache.layers) if type_ == kind]
-        return of_kind
+        kind_cache = copy(cache)
+        kind_cache.layers = [layer for type_, layer in zip(types, cache.layers) if type_ == kind]
+        return kind_cache
 
 
 class JetNemotronForCausalLM(JetNemotronPreTrainedModel, GenerationMixin):
