@@ -103,13 +103,13 @@ MOST_LINES = {
     "cli commands library __main__ __init__": 2_190,
     "presets": 260,
     "assembly training checkpoint process launch": 9_100,
-    "models": 12_680,
+    "models": 12_690,
     "parallel": 6_140,
-    "data": 5_280,
+    "data": 5_290,
     "kernels": 6_120,
-    "planner schedule metrics": 10_260,
+    "planner schedule metrics": 10_280,
     "proof": 1_120,
-    "benchmark report drawing records": 6_440,
+    "benchmark report drawing records": 6_450,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__", "lab", "base"}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +102,11 @@ def test_a_name_says_content():
     named = {path: [*names_in(path)] for path in SOURCE.rglob("*.py")}
     assert sum("grad_out" in names for names in named.values()) > 10
     assert {name for names in named.values() for name in names if name.startswith("of_")} == set()
+
+
+def test_no_two_classes_share_a_name():
+    trees = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    counts = Counter(node.name for node in classes)
+    assert counts["ParallelModel"] == 1
+    assert [name for name, count in counts.items() if count > 1] == []

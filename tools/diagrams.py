@@ -31,7 +31,7 @@ from shardwise.assembly.order import AFTER_LOADING, BEFORE_LOADING, ON_THE_WHOLE
 from shardwise.base.words import seconds, size
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.lab.planner.communication import bytes_leaving
-from shardwise.lab.planner.context import Mixer, sent_by_layers
+from shardwise.lab.planner.context import RankMixer, sent_by_layers
 from shardwise.lab.planner.messages import sizes_of
 from shardwise.models.facts import context_facts
 from shardwise.models.patches import PATCHES
@@ -213,7 +213,7 @@ def context() -> Iterator[tuple[str, str, Canvas]]:
     yield "context-recurrent", title, draw_scan(title, tokens, texts)
 
 
-def _sizes(job: Placed, mixer: Mixer) -> str:
+def _sizes(job: Placed, mixer: RankMixer) -> str:
     """Return what each rank sends for a mixer, as text: one number if all send the same."""
     texts = [size(_sent(job, mixer, rank)) for rank in range(job.cfg.parallel.cp)]
     if len({*texts}) == 1:
@@ -222,7 +222,7 @@ def _sizes(job: Placed, mixer: Mixer) -> str:
     return f"{' / '.join(text.split(' ')[0] for text in texts)} {unit}"
 
 
-def _sent(job: Placed, mixer: Mixer, rank: int) -> int:
+def _sent(job: Placed, mixer: RankMixer, rank: int) -> int:
     """Return the bytes that leave a rank for a mixer and micro-batch."""
     sent = sent_by_layers(job.cfg, job.run.hf, job.run.spec, [mixer], rank)
     sizes = sizes_of(job.cfg, job.run)

@@ -22,7 +22,7 @@ from shardwise.base.words import NOTHING
 from shardwise.config import RunConfig
 from shardwise.config.run_file import load_config
 from shardwise.lab.planner.communication import unknown
-from shardwise.lab.planner.memory import Memory, state_bytes
+from shardwise.lab.planner.memory import PeakBytes, state_bytes
 from shardwise.lab.planner.peak import memory_of_run
 from shardwise.lab.planner.share import share_of
 from shardwise.metrics.hardware import environment
@@ -93,7 +93,7 @@ def states_of(cfg: RunConfig, world_size: int) -> dict[str, int]:
     return state_bytes(cfg, share_of(cfg, run, first), run.sizes, first)
 
 
-def peak_of(cfg: RunConfig, world_size: int, loss: Any, device: Any) -> Memory | None:
+def peak_of(cfg: RunConfig, world_size: int, loss: Any, device: Any) -> PeakBytes | None:
     """Return the planned memory of a rank on a device at its peak; None where none is planned."""
     cfg = replace(cfg, training=replace(cfg.training, loss=loss, device="cpu"))
     if unknown(cfg) is not None:

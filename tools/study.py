@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.panels import Groups
 from shardwise.lab.report.tables import Row, groups_of
 
@@ -23,7 +23,7 @@ DEMO = "demo"
 class Study:
     """A bench and its rows."""
 
-    bench: Bench
+    bench: BenchFolder
     rows: list[Row]
     planned: Mapping[str, Mapping[str, Any]]
     """The run of each cell that the sweep has now, by id; without controls."""

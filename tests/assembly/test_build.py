@@ -22,7 +22,7 @@ from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.notes import beside_random_base
-from tests.parity.harness import MAX_NORM, Cell, Start, microbatches, run_config
+from tests.parity.harness import MAX_NORM, Cell, DrawnStart, microbatches, run_config
 
 
 def losses(job: Job, cfg: RunConfig, mesh: Mesh, steps: range) -> list[float]:
@@ -35,8 +35,8 @@ def cut_anew_after_two_steps(mode: str, optimizer: str) -> tuple[list[float], li
     cfg = run_config(Cell("llama", "single", mode), optimizer)
     cfg = replace(cfg, parallel=Parallel(pp=2, split=[1, 3]))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    unmoved = losses(build(cfg, mesh, Start()), cfg, mesh, range(1, 4))
-    job = build(cfg, mesh, Start())
+    unmoved = losses(build(cfg, mesh, DrawnStart()), cfg, mesh, range(1, 4))
+    job = build(cfg, mesh, DrawnStart())
     begun = losses(job, cfg, mesh, range(1, 3))
     portable = portable_tensors(job.pm, job.optimizer, trained_only=False)
     mine = {key: full_tensor(tensor).clone() for key, tensor in portable}

@@ -23,7 +23,7 @@ from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.step import forward_backward, training_step
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 STEPS = 3
 FORTH, BACK = [[1, 3], [3, 1]], [[1, 1, 1, 1], [0, 1, 2, 1], [1, 2, 1, 0]]
@@ -96,7 +96,7 @@ def trained(
     mesh = build_mesh(cfg, torch.device("cpu"))
     if splits:
         cfg = replace(cfg, parallel=replace(cfg.parallel, split=list(splits[0])))
-    job = build(cfg, mesh, Start(), STEPS)
+    job = build(cfg, mesh, DrawnStart(), STEPS)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         result = training_step(job, microbatches(cfg, mesh, step), mesh, None)

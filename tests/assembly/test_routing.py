@@ -12,7 +12,7 @@ from shardwise.assembly.build import build
 from shardwise.assembly.routing import STATISTICS
 from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import RunConfig
-from shardwise.lab.proof.harness import Rows
+from shardwise.lab.proof.harness import RandomRows
 from shardwise.models.expert_plan import biases_of, experts_of
 from shardwise.models.families import FAMILIES, spec_of
 from shardwise.parallel.mesh import build_mesh
@@ -29,7 +29,7 @@ PADDING = 17
 
 def padded(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A row whose documents end where its targets do; up to 21 of its 24 tokens are padding."""
-    tokens, labels, documents = Rows()(slot, step)
+    tokens, labels, documents = RandomRows()(slot, step)
     begin = int((labels != IGNORED).sum()) + 1
     tokens[begin:], documents[begin:] = PADDING, -1
     return tokens, labels, documents

@@ -20,7 +20,7 @@ from shardwise.base.process.ending import Ending
 from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint.folder import (
     MANIFEST,
-    Slot,
+    StoredSlot,
     folder_of,
     read_manifest,
     take_over,
@@ -86,7 +86,7 @@ def test_bad_documents_may_be_left_out_from_now_on(before, skipped, now, may, sa
     folder = folder_of(tmp_path, 2)
     manifest = read_manifest(folder)
     manifest.config["data"]["on_error"] = before
-    slot = Slot(0, 0, 0, (), 0, skipped, 0, is_begun=False)
+    slot = StoredSlot(0, 0, 0, (), 0, skipped, 0, is_begun=False)
     slots = dict.fromkeys(map(str, range(8)), slot)
     loader = replace(manifest.loader, slots=slots, filled=dict.fromkeys(slots, 0))
     manifest = replace(manifest, loader=loader)

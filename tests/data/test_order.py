@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import UserError
-from shardwise.data.order import ROUNDS, Group, Order, _hash, draws, permute, split
+from shardwise.data.order import ROUNDS, DocumentGroup, Order, _hash, draws, permute, split
 
 MASK = 2**64 - 1
 
@@ -145,7 +145,7 @@ def test_split_parts_the_documents(size: int, share: float, held_out: int) -> No
 
 def test_split_of_nothing() -> None:
     train, validation = split([3, 1], 0.0)
-    assert train == (Group(0, 3, range(3)), Group(3, 1, range(1)))
+    assert train == (DocumentGroup(0, 3, range(3)), DocumentGroup(3, 1, range(1)))
     assert [len(group) for group in validation] == [0, 0]
 
 
@@ -183,7 +183,7 @@ def test_draws_are_proportional_at_any_time_and_never_fewer(
 
 
 def test_without_weights_an_epoch_holds_each_document_once() -> None:
-    order = Order((Group(0, 4, range(4)), Group(4, 300, range(300))), None, seed=2)
+    order = Order((DocumentGroup(0, 4, range(4)), DocumentGroup(4, 300, range(300))), None, seed=2)
     epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
     assert all(sorted(epoch) == list(range(304)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
@@ -220,7 +220,9 @@ def test_with_weights_each_group_is_read_through_before_it_is_read_again(
 def test_weights_by_hand() -> None:
     # Documents 0-5 and 6-7, weights 1 : 3, so of the 8 draws of an epoch 2 and 6: the first group
     # is read through once in three epochs, the second one three times in each.
-    order = Order((Group(0, 6, range(6)), Group(6, 2, range(2))), (1.0, 3.0), seed=0)
+    order = Order(
+        (DocumentGroup(0, 6, range(6)), DocumentGroup(6, 2, range(2))), (1.0, 3.0), seed=0
+    )
     epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
     assert sorted(document for epoch in epochs for document in epoch if document < 6) == list(
         range(6)

@@ -19,7 +19,7 @@ from shardwise.models.causal_lm import CausalLM
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.training.step import forward_backward, training_step
-from tests.parity.harness import Start
+from tests.parity.harness import DrawnStart
 
 GDN = os.environ.get("SHARDWISE_GDN")
 """The kernels that the gated delta rule must be computed by: fla or torch; None: whichever
@@ -104,7 +104,7 @@ def microbatches(device: torch.device) -> list[Batch]:
 
 def start_values(cell: Cell) -> MemoryState:
     """Return every parameter in the cell's own dtype, LoRA's B at random: exact in float32 too."""
-    job, _ = set_up(cell.control(), Start())
+    job, _ = set_up(cell.control(), DrawnStart())
     return MemoryState({f"weights/{name}": p.detach() for name, p in job.pm.named_parameters()})
 
 

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from shardwise.kernels import quantised
 from shardwise.kernels.lora_linear import Linear, lora_linear
 from shardwise.kernels.quantised import (
-    Layout,
     Matrix,
+    StoredLayout,
     dequantise,
     quantise,
     quantised_linear,
@@ -32,7 +32,7 @@ LEVELS = (
 
 def stored(matrix: torch.Tensor, fmt: str) -> Matrix:
     tensors = quantise(matrix, fmt)
-    return Matrix(tuple(tensors.values()), Layout(fmt, tuple(tensors), matrix.dtype))
+    return Matrix(tuple(tensors.values()), StoredLayout(fmt, tuple(tensors), matrix.dtype))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

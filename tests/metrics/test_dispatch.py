@@ -24,7 +24,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.tiny import with_adapters
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 
 def test_what_computes_is_launched_and_views_are_not():
@@ -59,7 +59,7 @@ def of_two_steps(cell: Cell) -> tuple[Counter[str], int]:
     """The waits of a second step, and its micro-batches. It is AdamW's, which counts steps."""
     cfg = run_config(cell, optimizer="adamw")
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     for step in (1, 2):
         of_step = [batch.to(mesh.device) for batch in microbatches(cfg, mesh, step)]
         with Dispatches(counts_of_steps(job.optimizer)) as counts:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from shardwise.models.counts import Unit, Weight, count_model
+from shardwise.models.counts import ProductWeight, Unit, count_model
 from shardwise.models.families import spec_of
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
@@ -19,7 +19,7 @@ from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 from tests.models.tiny import on_meta, tiny, with_every_kind
 
 
-def weights_of(unit: Unit) -> dict[str, Weight]:
+def weights_of(unit: Unit) -> dict[str, ProductWeight]:
     return {weight.name.removeprefix(unit.name + "."): weight for weight in unit.weights}
 
 

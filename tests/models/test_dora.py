@@ -31,7 +31,7 @@ from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models import multimodal
 from tests.models.tiny import entries, logits, on_meta, relative_error, trained, with_adapters
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 STEPS = 4
 FAMILIES = ("llama", "gpt2", "qwen3_5_text", "jamba")
@@ -65,7 +65,7 @@ def of_peft(cfg: RunConfig, job: Any) -> PreTrainedModel:
     inject_adapter_in_model(config, holder)
     for name, parameter in model.named_parameters():
         is_factor = is_adapter(name) and not is_magnitude(name)
-        if is_factor or name.rpartition(".")[2] in RATES:  # `Start` draws both
+        if is_factor or name.rpartition(".")[2] in RATES:  # `DrawnStart` draws both
             parameter.data.copy_(ours[name])
         elif not is_adapter(name):
             assert torch.equal(parameter, ours[name]), hf_name(name)
@@ -84,7 +84,7 @@ def steps(family: str) -> tuple[dict[str, float], set[str]]:
     decay acts on."""
     cfg = config(family)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     ours = {n: p for n, p in job.pm.named_parameters() if p.requires_grad}
     peft = of_peft(cfg, job)
     theirs = {name: p for name, p in peft.named_parameters() if p.requires_grad}

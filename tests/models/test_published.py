@@ -21,7 +21,7 @@ from shardwise.kernels.quantised import dequantise, quantise
 from shardwise.models.adapter import save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.load import load_whole, read_config, weights
-from shardwise.models.published import STATE, Entry
+from shardwise.models.published import STATE, QuantisedEntry
 from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
@@ -491,7 +491,7 @@ def test_fp8_in_odd_blocks_has_the_scale_of_each_column():
     """Of [300, 192]: the last blocks are cut, and 64 columns share a scale of ours."""
     matrix = torch.randn(300, 192)
     tensors = METHODS["fp8"][1]("a.weight", matrix, {})
-    entry = Entry("a.weight", "fp8", "a.weight", "a.weight_scale_inv")
+    entry = QuantisedEntry("a.weight", "fp8", "a.weight", "a.weight_scale_inv")
     every = tensors["a.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
     expected = tensors["a.weight"].float() * every[:300, :192]
     assert torch.equal(entry.values(tensors.__getitem__), expected)

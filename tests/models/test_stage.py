@@ -18,7 +18,7 @@ from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.families import FAMILIES, family_of, spec_of
-from shardwise.models.families.base import Cut
+from shardwise.models.families.base import StageFacts
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.patches import patch
 from shardwise.models.spec import ModelSpec
@@ -33,7 +33,9 @@ SCALE = 0.125  # of the loss, before its backward
 ROUTED = [name for name, family in FAMILIES.items() if family.router]
 MODES = ("full", "lora")
 EACH = with_every_kind(FAMILIES)
-SCALED = [name for name, family in FAMILIES.items() if family.cut != Cut() and name not in EACH]
+SCALED = [
+    name for name, family in FAMILIES.items() if family.cut != StageFacts() and name not in EACH
+]
 """Beside families with every kind of block, those whose models do more around their layers."""
 IN_TURN = [(family, MODES[place % 2]) for place, family in enumerate([*EACH, *SCALED])]
 """`make test` takes these in one mode, and `make parity` all families in both."""
@@ -226,9 +228,9 @@ def test_what_acts_on_embeddings_acts_once():
     """Cut by a table that lacks an entry, a model has other gradients; so the equal chains show
     that each is needed."""
     for family, table, spec, changed in (
-        ("granitemoehybrid", {"cut": Cut()}, {}, {}),
+        ("granitemoehybrid", {"cut": StageFacts()}, {}, {}),
         ("gpt2", {}, {"positions": None}, {}),
-        ("gpt2", {"cut": Cut()}, {}, {"embd_pdrop": 0.5}),
+        ("gpt2", {"cut": StageFacts()}, {}, {"embd_pdrop": 0.5}),
     ):
         cfg = config(family)
         hf, known = on_meta(cfg, **changed)

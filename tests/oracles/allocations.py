@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.base.records.memory_parts import Event
+from shardwise.base.records.memory_parts import AllocationEvent
 from shardwise.metrics.allocations import Allocations, replaced
 
 
@@ -31,7 +31,7 @@ class StorageRecorder:
         self._alive: dict[int, _Block] = {}  # by the address of the storage in C++
         self._num_seen = 0
         self._alive_bytes = 0
-        self._events: list[Event | None] = []
+        self._events: list[AllocationEvent | None] = []
         self._entry_bytes = 0
         self._peak_bytes = 0
         self.peak_moment = ""
@@ -68,7 +68,7 @@ class StorageRecorder:
         if not num_bytes:
             return
         self._alive_bytes += num_bytes
-        self._events.append(Event(number, num_bytes, self._alive_bytes))
+        self._events.append(AllocationEvent(number, num_bytes, self._alive_bytes))
         if self._alive_bytes > self._peak_bytes:
             self._peak_bytes = self._alive_bytes
             self.peak_moment = self._moment()

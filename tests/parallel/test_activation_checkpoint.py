@@ -21,7 +21,7 @@ from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import FAMILIES, Cell, Start, microbatches, run_config
+from tests.parity.harness import FAMILIES, Cell, DrawnStart, microbatches, run_config
 
 
 def _build(
@@ -32,7 +32,7 @@ def _build(
         cfg, training=replace(cfg.training, checkpointing=checkpointing, precision=precision)
     )
     mesh = build_mesh(cfg, torch.device("cpu"))
-    return build(cfg, mesh, Start()), mesh, microbatches(cfg, mesh, 1)[:2]
+    return build(cfg, mesh, DrawnStart()), mesh, microbatches(cfg, mesh, 1)[:2]
 
 
 class _Products(TorchDispatchMode):

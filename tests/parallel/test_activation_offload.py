@@ -22,7 +22,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.left_out import some_now
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 from tests.planner import grid
 
 
@@ -43,7 +43,7 @@ def _config(
 
 def _gradients(cfg: RunConfig) -> tuple[dict[str, torch.Tensor], int]:
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     forward_backward(job.pm, microbatches(cfg, mesh, 1)[:2], mesh)
     grads = {n: p.grad.clone() for n, p in job.pm.named_parameters() if p.grad is not None}
     return grads, _moved(job)
@@ -86,7 +86,7 @@ def _moved_and_formula(family: str, mode: str, precision: str) -> list[tuple[int
     for what in ("full", "none"):
         cfg = _config(family, mode, precision, checkpointing=what)
         mesh = build_mesh(cfg, torch.device("cpu"))
-        job = build(cfg, mesh, Start())
+        job = build(cfg, mesh, DrawnStart())
         forward_backward(job.pm, microbatches(cfg, mesh, 1)[:1], mesh)
         run = describe(cfg, 1)
         layers = range(1, 1 + len(run.spec.layers))

@@ -19,7 +19,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
-from tests.parity.harness import CONFIGS, Cell, Start, microbatches, run_config
+from tests.parity.harness import CONFIGS, Cell, DrawnStart, microbatches, run_config
 
 
 def _steps(
@@ -31,7 +31,7 @@ def _steps(
         cfg, training=replace(cfg.training, compile=compiled, checkpointing=checkpointing)
     )
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     losses, norms, graphs = [], [], []
     for step in (1, 2, 3):
         result = training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
@@ -87,7 +87,7 @@ def _kept_bytes(share: float) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "ACTIVATIONS_KEPT", share)
         mesh = build_mesh(cfg, torch.device("cpu"))
-        (part,) = build(cfg, mesh, Start()).pm.parts
+        (part,) = build(cfg, mesh, DrawnStart()).pm.parts
     (batch, *_) = microbatches(cfg, mesh, 1)
     part(batch).backward()  # compiles
     part.zero_grad()
@@ -134,7 +134,7 @@ def _runs_of_other_shapes(folder: str) -> int:
         patch.setattr(compile, "VERSIONS_PER_LAYER", 1)  # 2 layers: 2 versions
         for size in (1, 2):
             sized = replace(cfg, training=replace(cfg.training, micro_batch_size=size))
-            training_step(build(sized, mesh, Start()), microbatches(sized, mesh, 1), mesh, 1.0)
+            training_step(build(sized, mesh, DrawnStart()), microbatches(sized, mesh, 1), mesh, 1.0)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == sorted(set(graphs)), "some run has compiled nothing"
     return graphs[-1]
@@ -155,7 +155,7 @@ def _uncompiled() -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         cfg = run_config(Cell("llama", "single", "lora", variant="dropout"))
         cfg = replace(cfg, training=replace(cfg.training, compile=compiled))
         mesh = build_mesh(cfg, torch.device("cpu"))
-        job = build(cfg, mesh, Start())
+        job = build(cfg, mesh, DrawnStart())
         (part,) = job.pm.parts
         part.eval()
         batch = microbatches(cfg, mesh, 1)[0]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, PreTrainedModel
 
 from shardwise.base.interfaces import Mesh
-from shardwise.base.schedule.context import AttentionShape, Cut, Way, sent_by_attention
+from shardwise.base.schedule.context import AttentionShape, TokenSplit, Way, sent_by_attention
 from shardwise.config import UserError
 from shardwise.kernels.attention import Merged, Sight, naive
 from shardwise.kernels.recurrence import Tokens
@@ -134,10 +134,12 @@ def differences(cases: list[Case]) -> list[list[float]]:
     rank, n = dist.get_rank(), dist.get_world_size()
     found = []
     for case in cases:
-        cut = Cut(n, case.zigzag)
+        cut = TokenSplit(n, case.zigzag)
         chunks = cut.chunks(rank)
 
-        def here(x: torch.Tensor, cut: Cut = cut, chunks: tuple[int, ...] = chunks) -> torch.Tensor:
+        def here(
+            x: torch.Tensor, cut: TokenSplit = cut, chunks: tuple[int, ...] = chunks
+        ) -> torch.Tensor:
             parts = x.chunk(n * cut.chunks_per_rank, 2)
             return torch.cat([parts[chunk] for chunk in chunks], 2)
 
@@ -239,7 +241,7 @@ def sent_and_predicted(cases: list[Case]) -> list[tuple[list[Total], list[Total]
     mesh, rank, n = cp_mesh(), dist.get_rank(), dist.get_world_size()
     results = []
     for case in cases:
-        cut = Cut(n, case.zigzag)
+        cut = TokenSplit(n, case.zigzag)
         (q, k, v, grad_out), _ = inputs(case)
         q, k, v, grad_out = (x[:, :, : NUM_TOKENS // n].clone() for x in (q, k, v, grad_out))
         q.requires_grad_()
@@ -300,7 +302,7 @@ def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
 
     def attention(module, *args, **kwargs):
         calls.append(kwargs.get("sliding_window"))
-        context = ContextAttention(None, Cut(1), "ring")
+        context = ContextAttention(None, TokenSplit(1), "ring")
         return context.for_mixer(Tokens(), module, *args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "of_test", attention)
@@ -326,7 +328,7 @@ def of_mixer_on_a_rank() -> torch.Tensor:
     assert documents is not None
     mine = [x.chunk(n, 2)[rank] for x in (q, k, v)]
     tokens = Tokens(documents.chunk(n, 1)[rank], CompleteRows(documents))
-    context = ContextAttention(dist.group.WORLD, Cut(n), "ring")
+    context = ContextAttention(dist.group.WORLD, TokenSplit(n), "ring")
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = context.for_mixer(tokens, torch.nn.Identity(), *mine, None, scaling=0.4)
     assert out.dtype == torch.bfloat16
@@ -344,7 +346,7 @@ def test_a_mixer_has_the_documents_of_complete_rows():
 )
 def test_changed_scores_are_refused(given):
     (q, k, v, _), _ = inputs(Case("ring", False))
-    context = ContextAttention(None, Cut(1), "ring")
+    context = ContextAttention(None, TokenSplit(1), "ring")
     with pytest.raises(UserError, match=r"parallel\.cp"):
         context.for_mixer(Tokens(), torch.nn.Identity(), q, k, v, None, **given)
 
@@ -362,7 +364,7 @@ def kept_bytes() -> dict[str, int]:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            ContextAttention(dist.group.WORLD, Cut(n, zigzag), way)(q, k, v, 0.4)
+            ContextAttention(dist.group.WORLD, TokenSplit(n, zigzag), way)(q, k, v, 0.4)
         kept[f"{way} {zigzag}"] = sum(sizes.values()) - sum(x.nbytes for x in (q, k, v))
     return kept
 

@@ -21,7 +21,7 @@ from shardwise.parallel.place import full_tensor
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 
 def _in_bfloat16(
@@ -32,7 +32,7 @@ def _in_bfloat16(
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     named = dict(job.pm.named_parameters())
     groups = job.optimizer.param_groups

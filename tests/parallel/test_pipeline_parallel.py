@@ -30,7 +30,7 @@ from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models.unproven import write_config
-from tests.parity.harness import CONFIGS, Cell, Start, microbatches, run_config
+from tests.parity.harness import CONFIGS, Cell, DrawnStart, microbatches, run_config
 
 RANKS = 2
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -227,7 +227,7 @@ def look(schedule: str | None, mode: str) -> Seen:
     """Two steps; between them evaluations, and a step in which all is of another shape."""
     cfg = run_config_of(schedule, mode)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build.build(cfg, mesh, Start())
+    job = build.build(cfg, mesh, DrawnStart())
     shorter = replace(cfg, training=replace(cfg.training, micro_batch_size=1))
 
     def rows(step: int, of: RunConfig = cfg) -> list[Batch]:
@@ -413,7 +413,7 @@ def test_what_a_stage_raises_is_told_as_it_is(capfd):
 def next_tokens(cell: Cell) -> list[int]:
     cfg = run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build.build(cfg, mesh, Start())
+    job = build.build(cfg, mesh, DrawnStart())
     ids = (torch.arange(12) * 37 % 256)[None]
     row = Batch(ids, ids, torch.zeros_like(ids), slots=(0,), step=1)
     with torch.no_grad():

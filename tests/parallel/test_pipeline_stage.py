@@ -16,7 +16,7 @@ from shardwise.kernels.lora_linear import torch_backend
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 PRODUCTS = ("product", "output_gradients", "input_gradient", "factor_gradient")
 
@@ -45,7 +45,7 @@ def products(schedule: str, forgetful: bool) -> Counter[str]:
         BackwardHalf.running = forget_the_half
     cfg = run_config(Cell("llama", "pp", "lora", 2, schedule=schedule))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     return calls
 

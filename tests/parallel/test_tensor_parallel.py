@@ -30,7 +30,7 @@ from tests.left_out import some_now
 from tests.models.tiny import CONFIGS, on_meta, tiny, with_whole_feed_forwards
 from tests.notes import beside_random_base
 from tests.parity import harness
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def curve(cell: Cell, saved: list[str]) -> list[float]:
     cfg = run_config(cell)
     cfg = replace(cfg, lora=Lora(r=4, modules_to_save=saved))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build.build(cfg, mesh, Start())
+    job = build.build(cfg, mesh, DrawnStart())
     steps = [training_step(job, microbatches(cfg, mesh, step), mesh, None) for step in (1, 2, 3)]
     return [value for step in steps for value in (step.loss, step.grad_norm)]
 

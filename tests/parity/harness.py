@@ -33,9 +33,9 @@ from shardwise.config import (
 from shardwise.kernels import eight_bit, float8
 from shardwise.lab.proof.harness import (
     TOLERANCE,
+    DrawnStart,
     Outcome,
-    Rows,
-    Start,
+    RandomRows,
     differences,
     drawn,
     largest,
@@ -58,8 +58,8 @@ __all__ = [
     "TIED",
     "TOLERANCE",
     "Cell",
+    "DrawnStart",
     "Outcome",
-    "Start",
     "compare",
     "control",
     "differences",
@@ -105,7 +105,7 @@ SOME_LAYERS = {
     },
 }
 """Targets of LoRA in the variants of these names."""
-GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, Rows.length, 0.1
+GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, RandomRows.length, 0.1
 CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 ACTIVATIONS = ("activations", "checkpointing-activations", "activations-compile")
@@ -426,7 +426,7 @@ def run(
     read_back: Any = None,
 ) -> Outcome:
     """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0
-    for its own; `read_back`: see `Start`."""
+    for its own; `read_back`: see `DrawnStart`."""
     return run_on(cfg, build_mesh(cfg, torch.device("cpu")), batches_of, loss_scale, read_back)
 
 

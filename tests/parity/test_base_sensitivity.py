@@ -14,7 +14,7 @@ from shardwise.kernels.grouped_linear import fused as grouped
 from shardwise.kernels.lora_linear import fused
 from shardwise.models import quantise
 from shardwise.models.stored import Stored
-from shardwise.models.tensor_cuts import Cut, even
+from shardwise.models.tensor_cuts import DimCut, even
 from tests.parity.bases import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
@@ -39,7 +39,7 @@ def rows_of_scales_in_the_order_of_the_file():
             rows = of_tensor.rows
             is_codes = name == "codes" or cut.dim == len(self.shape) - 1
             plain = even(rows.num_ranks, rows.size, "rows")
-            yield name, of_tensor if is_codes else Cut(cut.dim, plain)
+            yield name, of_tensor if is_codes else DimCut(cut.dim, plain)
 
     Stored.cuts = in_order
 

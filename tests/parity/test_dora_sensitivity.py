@@ -9,7 +9,7 @@ import pytest
 from shardwise.assembly import state
 from shardwise.models.names import is_magnitude
 from shardwise.models.patches import lora_kernel
-from shardwise.models.tensor_cuts import Cut, Rows, Segment
+from shardwise.models.tensor_cuts import DimCut, Rows, Segment
 from shardwise.parallel import tensor_parallel
 from tests.parity.dora import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
@@ -57,7 +57,7 @@ def lengths_in_another_order():
         cuts = cuts_of(block, split)
         for name, cut in cuts.items():
             if is_magnitude(name):
-                cuts[name] = Cut(0, Rows(cut.rows.num_ranks, (Segment(cut.rows.size, 2),)))
+                cuts[name] = DimCut(0, Rows(cut.rows.num_ranks, (Segment(cut.rows.size, 2),)))
         return cuts
 
     tensor_parallel.parameter_cuts = even

@@ -9,11 +9,11 @@ import torch
 from shardwise.assembly import routing
 from shardwise.base.interfaces import Mesh
 from shardwise.checkpoint import export
-from shardwise.kernels.grouped_linear import Adapter
+from shardwise.kernels.grouped_linear import StackedAdapter
 from shardwise.models import expert_plan
 from shardwise.models.patches import experts
 from shardwise.models.patches.capacity import Capacity
-from shardwise.models.tensor_cuts import Cut, even
+from shardwise.models.tensor_cuts import DimCut, even
 from shardwise.parallel import clip, ddp, expert_axis, expert_parallel, fsdp2
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
@@ -99,7 +99,7 @@ def factors_cut_as_if_experts_came_first():
     def in_order(hf, spec, num_ranks):
         cuts = cuts_of(hf, spec, num_ranks)
         return {
-            name: Cut(cut.dim, even(num_ranks, cut.rows.size, "")) for name, cut in cuts.items()
+            name: DimCut(cut.dim, even(num_ranks, cut.rows.size, "")) for name, cut in cuts.items()
         }
 
     expert_parallel.cuts_of = in_order
@@ -134,7 +134,7 @@ def shared_factors_of_the_first_expert_alone():
     def first_alone(self, name):
         a, b, scale = adapter_of(self, name)
         is_first = torch.arange(len(b)).view(-1, 1, 1) == 0
-        return Adapter(a, b.where(is_first, b.detach()), scale)
+        return StackedAdapter(a, b.where(is_first, b.detach()), scale)
 
     experts.RoutedExperts._adapter = first_alone
 

@@ -113,29 +113,29 @@ def router_losses_of_lower_stages_not_scaled():
 
 
 def lowest_trained_stage_gets_no_gradient_of_its_input():
-    init = pipeline_stage.Stage.__init__
+    init = pipeline_stage.ScheduledStage.__init__
 
     def trusting(self, *args):
         init(self, *args)
         self.trained = True
 
-    pipeline_stage.Stage.__init__ = trusting
+    pipeline_stage.ScheduledStage.__init__ = trusting
     embedding.HALVING = ()
     pipeline_parallel.HALVING = ()
 
 
 def no_gradient_through_a_frozen_stage():
-    init = pipeline_stage.Stage.__init__
+    init = pipeline_stage.ScheduledStage.__init__
 
     def short_sighted(self, part, *args):
         init(self, part, *args)
         self.trained = any(parameter.requires_grad for parameter in part.parameters())
 
-    pipeline_stage.Stage.__init__ = short_sighted
+    pipeline_stage.ScheduledStage.__init__ = short_sighted
 
 
 def one_buffer_for_all_micro_batches():
-    allocate = pipeline_stage.Stage._allocate
+    allocate = pipeline_stage.ScheduledStage._allocate
 
     def again(self, infos):
         allocate(self, infos)
@@ -143,7 +143,7 @@ def one_buffer_for_all_micro_batches():
             if info.buffer is not None:
                 info.buffer = self.__dict__.setdefault("first", info.buffer).detach()
 
-    pipeline_stage.Stage._allocate = again
+    pipeline_stage.ScheduledStage._allocate = again
 
 
 def gradients_not_summed_over_replicas():

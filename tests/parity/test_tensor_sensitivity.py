@@ -110,7 +110,7 @@ def mask_drawn_for_the_share_alone():
 
 
 def bias_added_by_each_rank():
-    shares = tensor_modules.Shares
+    shares = tensor_modules.PlainShares
     within = shares.within
 
     def unchanged(self, forward):

@@ -15,7 +15,7 @@ from shardwise.assembly.build import build
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import CONFIGS, FAMILIES, Cell, Start, microbatches, run_config
+from tests.parity.harness import CONFIGS, FAMILIES, Cell, DrawnStart, microbatches, run_config
 from tests.uninitialised import filled_with_nan
 
 VOCABULARY = 261
@@ -41,7 +41,7 @@ def one_step(cell: Cell, folder: str) -> tuple[int, list[str], float]:
     )
     mesh = build_mesh(cfg, torch.device("cpu"))
     with filled_with_nan() as products:
-        job = build(cfg, mesh, Start())
+        job = build(cfg, mesh, DrawnStart())
         result = training_step(job, microbatches(cfg, mesh, 1), mesh, max_grad_norm=1.0)
     return products.count, products.poisoned, result.loss + result.grad_norm
 

@@ -24,7 +24,7 @@ from shardwise.base.batches import Batch
 from shardwise.base.interfaces import Mesh
 from shardwise.base.layouts import axis_sizes
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.lab.planner.memory import Memory, state_bytes
+from shardwise.lab.planner.memory import PeakBytes, state_bytes
 from shardwise.lab.planner.peak import boundaries_of, memory_of_run
 from shardwise.lab.planner.share import share_of
 from shardwise.metrics.memory import PeakMemory
@@ -317,7 +317,7 @@ def measure_runs(cfgs: Sequence[RunConfig]) -> list[Measured]:
     return [measure(cfg) for cfg in cfgs]
 
 
-def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
+def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], PeakBytes]:
     """Return the states of each rank, and the memory of the rank with the most."""
     cfg = config_of(cell, folder)
     variant = cell.variant if cell.variant in OF_MODEL else ""

@@ -18,7 +18,7 @@ from shardwise.lab.planner import measure_machine, measure_messages, measured_mo
 from shardwise.lab.planner.calibration import FACTORS, read
 from shardwise.lab.planner.calibration_view import collectives_table, summary
 from shardwise.lab.planner.unit_time import amounts_of
-from shardwise.lab.planner.unit_work import Rest, work_of_units
+from shardwise.lab.planner.unit_work import RestQuantities, work_of_units
 from shardwise.parallel.mesh import build_mesh
 from tests.assembly.test_costs import config, tiny
 from tests.distributed import PATIENCE, run_ranks
@@ -103,7 +103,7 @@ def test_a_wrong_number_of_processes_ends_with_2(nproc, capsys):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_measured_models_tell_prices_apart(device, lora, tmp_path):
     """With one row, or one length, a core's FLOPs would be a sum of the other amounts."""
-    amounts: dict[str, list[Rest]] = defaultdict(list)
+    amounts: dict[str, list[RestQuantities]] = defaultdict(list)
     others = measured_models.OTHERS if device == "cpu" else {}
     points = measured_models.SCALES[device].points
     for model_type, point in product([*measured_models.REFERENCES, *others], points):

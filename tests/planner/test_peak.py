@@ -16,7 +16,7 @@ from shardwise.assembly.describe import Description, describe
 from shardwise.base.schedule.orders import ORDERS, Pipeline
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.lab.planner import peak
-from shardwise.lab.planner.memory import Memory
+from shardwise.lab.planner.memory import PeakBytes
 from shardwise.lab.planner.peak import memory_of_rank, memory_of_run
 from shardwise.lab.planner.share import share_of
 from shardwise.models.activations import UnitMemory
@@ -113,7 +113,7 @@ def memory_on(
     device: Any = "cpu",
     offload: Any = "none",
     checkpointing: Any = "none",
-) -> Memory:
+) -> PeakBytes:
     """Return the memory of a layout on so many ranks, whose work is the same."""
     cfg, run = described(mode)
     training = replace(
@@ -191,7 +191,7 @@ def test_the_middle_of_a_long_step_changes_no_peak(schedule, data, monkeypatch):
     run = replace(run, sizes=run.sizes | {"pp": 4}, pipeline=pipeline_of(cfg, 4))
     boundaries = [round(chunk * 26 / (4 * num_virtual)) for chunk in range(4 * num_virtual + 1)]
 
-    def memories() -> list[Memory]:
+    def memories() -> list[PeakBytes]:
         ranks = [dict.fromkeys(run.sizes, 0) | {"pp": stage} for stage in range(4)]
         return [memory_of_rank(cfg, run, rank, boundaries) for rank in ranks]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.base.records.memory_parts import Event, Mark, parts_at_peak
+from shardwise.base.records.memory_parts import AllocationEvent, Mark, parts_at_peak
 
 
 def parts(
@@ -23,13 +23,13 @@ def without_temporary(sizes: dict[str, int] | None) -> dict[str, int]:
     return {part: size for part, size in sizes.items() if part != "temporary"}
 
 
-def timeline(*entries: Event | Mark | int) -> list[Event | Mark]:
+def timeline(*entries: AllocationEvent | Mark | int) -> list[AllocationEvent | Mark]:
     """Integers +address and -address for a block that comes and goes; its size is its address."""
     alive, result = 100, []
     for entry in entries:
         if isinstance(entry, int):
             alive += entry
-            entry = Event(abs(entry), entry, alive)
+            entry = AllocationEvent(abs(entry), entry, alive)
         result.append(entry)
     return result
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.commands.cli import main
 from shardwise.lab.report.compare import changes
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from tests.report.conftest import MIB, STEPS, processes, record, strategies, write
 
 
@@ -20,7 +20,7 @@ def slower():
 
 
 def test_ratios_regressions_first():
-    fsdp2, ddp, single, *others = changes(Bench(*strategies()), Bench(*slower()))
+    fsdp2, ddp, single, *others = changes(BenchFolder(*strategies()), BenchFolder(*slower()))
     assert [change.a.plan.id for change in (fsdp2, ddp, single)] == ["fsdp2", "ddp", "single"]
     assert fsdp2.memory == 1.5
     assert fsdp2.effects == ["more memory"]
@@ -53,7 +53,7 @@ def test_cells_whose_run_files_differ_have_a_note_and_no_ratio(section, key, val
         config["training"] = {**config["training"], "output_dir": f"elsewhere/{name}"}
         made[name] = dataclasses.replace(one, config=config)
     before = records["ddp"].config.get(section, {}).get(key, "–")
-    for change in changes(Bench(sweep, records), Bench(sweep, made)):
+    for change in changes(BenchFolder(sweep, records), BenchFolder(sweep, made)):
         assert (change.speed, change.memory, change.regression) == (None, None, False)
         if change.a.record:
             assert f"{section}.{key} {before} -> {value}" in change.note
@@ -67,13 +67,13 @@ def test_another_output_folder_is_the_same_work():
         )
         for name, one in records.items()
     }
-    assert changes(Bench(sweep, records), Bench(sweep, moved))[0].speed == 1.0
+    assert changes(BenchFolder(sweep, records), BenchFolder(sweep, moved))[0].speed == 1.0
 
 
 def test_unchecked_cells_are_marked():
     sweep, records = strategies()
     unchecked = {name: made for name, made in records.items() if name != "control-single"}
-    both = changes(Bench(sweep, records), Bench(sweep, unchecked))
+    both = changes(BenchFolder(sweep, records), BenchFolder(sweep, unchecked))
     assert {change.a.plan.id: change.summary for change in both}["ddp"] == "B is unchecked"
 
 
@@ -82,12 +82,12 @@ def test_a_cell_that_no_longer_runs_or_is_wrong_comes_first():
     plans = {plan.id: plan for plan in sweep.cells}
     broken = {**records, "fsdp2": record(plans["fsdp2"], status="oom", data="fsdp2")}
     broken["ddp"] = record(plans["ddp"], speed=100.0, data="ddp")
-    first, second, third, *_ = changes(Bench(sweep, records), Bench(sweep, broken))
+    first, second, third, *_ = changes(BenchFolder(sweep, records), BenchFolder(sweep, broken))
     assert (first.a.plan.id, first.regression, first.lost) == ("fsdp2", True, True)
     assert (second.a.plan.id, second.regression, second.lost) == ("ddp", True, False)
     assert (third.a.plan.id, third.regression) == ("single", False)
     assert "oom" in first.note
-    reverse = changes(Bench(sweep, broken), Bench(sweep, records))
+    reverse = changes(BenchFolder(sweep, broken), BenchFolder(sweep, records))
     assert not {change.a.plan.id: change for change in reverse}["fsdp2"].regression
 
 

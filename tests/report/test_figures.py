@@ -12,7 +12,7 @@ import pytest
 from shardwise.base.records.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.lab.drawing.svg import colour, drawing
 from shardwise.lab.report.figures import draw_all
-from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.folder import BenchFolder, read_bench
 from shardwise.lab.report.learned import changes_losses, lowest
 from shardwise.lab.report.losses import LEAST_RANGE, MOST_DOTS
 from shardwise.lab.report.panels import Drawn
@@ -267,9 +267,9 @@ def test_a_learning_rate_is_told_by_losses(has_validation, kind, tmp_path):
     assert titles == [f"Last {kind} loss", f"Lowest {kind} loss"]
     drawn = [sorted(y for line in axes.lines for y in line.get_ydata()) for axes in (left, right)]
     assert [sorted(set(ys)) for ys in drawn] == [[5.25, 5.5, 6.5], [4.9759, 5.5, 6.5]]
-    rows = make_rows(Bench(sweep, records))
+    rows = make_rows(BenchFolder(sweep, records))
     assert lowest(sweep, rows) == [f"Lowest {kind} loss: lr 0.01 (4.9759)."]
-    assert lowest(strategies()[0], make_rows(Bench(*strategies()))) == []
+    assert lowest(strategies()[0], make_rows(BenchFolder(*strategies()))) == []
 
 
 @pytest.mark.parametrize(

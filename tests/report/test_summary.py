@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 from shardwise.base.records.cell import CellPlan
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.summary import NO_COMPARISON, caveats, fastest, leanest
 from shardwise.lab.report.tables import make_rows, pareto
 from tests.report.conftest import MIB, processes, record, shifted, strategies, sweep_of
 
 
 def rows_of(sweep, records):
-    return make_rows(Bench(sweep, records))
+    return make_rows(BenchFolder(sweep, records))
 
 
 def with_rounds(made, number):

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.base.records.cell import Axis, CellPlan
 from shardwise.lab.report.columns import FIRST_STEP, ROUTING, SENT, TRAINING
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.seeds import over_seeds
 from shardwise.lab.report.summary import caveats
 from shardwise.lab.report.tables import (
@@ -34,7 +34,7 @@ from tests.report.conftest import (
 
 
 def rows_of(sweep, records):
-    return {row.plan.id: row for row in make_rows(Bench(sweep, records))}
+    return {row.plan.id: row for row in make_rows(BenchFolder(sweep, records))}
 
 
 def test_loads_of_experts_are_columns_of_cells_that_have_some():
@@ -72,8 +72,8 @@ def test_validation_norms_bytes_sent_and_the_time_to_the_first_step_are_columns(
 
 def test_cells_that_differ_in_their_seed_alone_are_one_row():
     sweep, records = seeds()
-    rows = make_rows(Bench(sweep, records))
-    single, ddp = over_seeds(Bench(sweep, records), rows)
+    rows = make_rows(BenchFolder(sweep, records))
+    single, ddp = over_seeds(BenchFolder(sweep, records), rows)
     assert (single.name, single.counted, ddp.name, ddp.counted) == ("single", "3", "ddp", "2 of 3")
     assert single.texts == [
         "5.7000 (5.4500 – 6.4500)",
@@ -82,7 +82,7 @@ def test_cells_that_differ_in_their_seed_alone_are_one_row():
         "100 MiB",
     ]
     assert ddp.texts[1] == "5.6250 (5.5000 – 5.7500)"
-    assert over_seeds(Bench(*strategies()), make_rows(Bench(*strategies()))) == []
+    assert over_seeds(BenchFolder(*strategies()), make_rows(BenchFolder(*strategies()))) == []
 
 
 def test_every_cell_has_a_row_and_a_state():
@@ -277,7 +277,7 @@ def with_starts(**starts: list[str]):
         )
         for name, times in starts.items()
     }
-    return make_rows(Bench(sweep, made))
+    return make_rows(BenchFolder(sweep, made))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_interleaved_is_read_from_the_times(single, ddp, expected):
 def test_interleaved_is_not_claimed_without_times():
     sweep, records = strategies()
     records["ddp"] = dataclasses.replace(records["ddp"], rounds=[{"status": "ok"}] * 3)
-    assert not interleaved(make_rows(Bench(sweep, records)))
+    assert not interleaved(make_rows(BenchFolder(sweep, records)))
 
 
 def test_cells_in_jobs_of_their_own_are_not_interleaved():

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.folder import BenchFolder, read_bench
 from shardwise.lab.report.page import write_report
 from shardwise.lab.report.tables import make_rows
 from shardwise.lab.report.timelines import charts
@@ -16,7 +16,7 @@ from tests.report.conftest import pipelines, strategies, write
 
 
 def drawn(sweep, records):
-    bench = Bench(sweep, records)
+    bench = BenchFolder(sweep, records)
     return charts(bench, make_rows(bench))
 
 

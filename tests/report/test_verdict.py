@@ -6,14 +6,14 @@ import math
 import pytest
 
 from shardwise.base.records.cell import CellPlan
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.tables import make_rows
 from shardwise.lab.report.verdict import coarse_tolerance, difference, spacing, tolerance
 from tests.report.conftest import LOSSES, NOISE, record, shifted, strategies, sweep_of
 
 
 def rows_of(sweep, records):
-    return {row.plan.id: row for row in make_rows(Bench(sweep, records))}
+    return {row.plan.id: row for row in make_rows(BenchFolder(sweep, records))}
 
 
 def test_spacing_is_float32s():

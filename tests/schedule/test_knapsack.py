@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.schedule import knapsack
-from shardwise.base.schedule.knapsack import Bounds, Chunk, Option, cheapest, choose
+from shardwise.base.schedule.knapsack import Bounds, ChunkOptions, Option, cheapest, choose
 
 SIZE = st.integers(0, 12)
 OPTION = st.builds(Option, SIZE, SIZE, SIZE, st.integers(0, 5))
@@ -23,14 +23,14 @@ def bounds_of(draw, num_units: int) -> Bounds:
 
 
 @st.composite
-def chunks_of_a_rank(draw, most_chunks: int) -> list[Chunk]:
+def chunks_of_a_rank(draw, most_chunks: int) -> list[ChunkOptions]:
     number = draw(st.integers(1, most_chunks))
     in_flight = st.tuples(*[st.integers(0, 2)] * number)
     chunks = []
     for _ in range(number):
         units = draw(st.lists(st.lists(OPTION, min_size=1, max_size=3), min_size=1, max_size=2))
         passes = st.lists(st.tuples(in_flight, bounds_of(len(units))), min_size=1, max_size=2)
-        chunks.append(Chunk(units, draw(passes)))
+        chunks.append(ChunkOptions(units, draw(passes)))
     return chunks
 
 

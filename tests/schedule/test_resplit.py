@@ -10,19 +10,19 @@ import pytest
 
 from shardwise.base.schedule.costs import Cost
 from shardwise.base.schedule.orders import Pipeline
-from shardwise.base.schedule.resplit import Proposal, Seen, better_split
+from shardwise.base.schedule.resplit import Proposal, SeenTimes, better_split
 from shardwise.base.schedule.split import Limits, Split, predict, split
 from tests.schedule.test_split import every_split, model
 
 TWO = Pipeline("1f1b", 2, 8)
 
 
-def seen_of(truth: Sequence[Cost], pipeline: Pipeline, boundaries: tuple[int, ...]) -> Seen:
+def seen_of(truth: Sequence[Cost], pipeline: Pipeline, boundaries: tuple[int, ...]) -> SeenTimes:
     """Return how long each rank works in a step, and the step, on the real machine."""
     timeline = predict(truth, boundaries, pipeline).timeline
     ranks = range(pipeline.num_ranks)
     busy = (timeline.seconds - timeline.idle_seconds(rank) for rank in ranks)
-    return Seen(tuple(busy), timeline.seconds)
+    return SeenTimes(tuple(busy), timeline.seconds)
 
 
 def followed(
@@ -34,7 +34,7 @@ def followed(
 ) -> list[tuple[tuple[int, ...], float]]:
     """Return the splits of a run, each with its step, as long as layers move."""
     current: Split = split("balanced", units, believed, limit_bytes)
-    seen: dict[tuple[int, ...], Seen] = {}
+    seen: dict[tuple[int, ...], SeenTimes] = {}
     steps = []
     while True:
         now = current.boundaries
@@ -92,7 +92,7 @@ def proposal(num_steps: int = 1000, cost_seconds: float = 1.0, **ranks: float) -
     """Return what six layers on each rank lead to, where the ranks work for so long."""
     now = (0, 7, 14)
     busy = (ranks.get("first", 12.0), ranks.get("second", 12.0))
-    seen = {now: Seen(busy, max(busy))}
+    seen = {now: SeenTimes(busy, max(busy))}
     return better_split(model(*[1.0] * 12), TWO, now, math.inf, seen, num_steps, cost_seconds)
 
 

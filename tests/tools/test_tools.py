@@ -21,7 +21,7 @@ from shardwise.config.run_file import parse_config
 from shardwise.lab.benchmark.sweep import read_sweep
 from shardwise.lab.drawing.svg import drawing
 from shardwise.lab.planner.peak import memory_of_run
-from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.folder import BenchFolder, read_bench
 from shardwise.lab.report.tables import Row, make_rows
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
 from tests.report.conftest import mixtures, pipelines, record, strategies, sweep_of, write
@@ -199,8 +199,8 @@ def test_the_figure_of_bubbles_has_the_medians_of_the_rounds_and_the_simulated_o
         }
         rounds_of(tmp_path, name, one)
         rounds[name] = summary.rounds_of(tmp_path / name)
-    rows = make_rows(Bench(sweep, records))
-    study = tool.Study(Bench(sweep, records), rows, {}, rounds)
+    rows = make_rows(BenchFolder(sweep, records))
+    study = tool.Study(BenchFolder(sweep, records), rows, {}, rounds)
     points = tool.bubbles(study)
     assert {(point.microbatches, round(point.formula, 4)) for point in points} == {
         (32, round(1 / 33, 4)),
@@ -226,7 +226,7 @@ def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(
     records = {
         name: record(plan, peak=sizes[name][1] * 2**20, data="ddp") for name, plan in plans.items()
     }
-    bench = Bench(sweep_of((axis,), [*plans.values()]), records)
+    bench = BenchFolder(sweep_of((axis,), [*plans.values()]), records)
     with drawing():
         drawn = tool.processes(tool.Study(bench, make_rows(bench), {}, {}))
         upper, lower = drawn.figure.axes

@@ -20,7 +20,7 @@ from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, Training
 from shardwise.data.packing import PADDING
 from shardwise.data.state import Rest
-from shardwise.lab.proof.harness import Rows
+from shardwise.lab.proof.harness import RandomRows
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.epochs import count_steps
 from shardwise.training.step import training_step
@@ -182,7 +182,7 @@ def test_fewer_epochs_than_were_read_ahead_are_refused(folder):
 
 
 def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, labels, documents = Rows()(slot, step)
+    ids, labels, documents = RandomRows()(slot, step)
     if slot < 4:
         return ids, labels, documents
     padding = torch.full_like(ids, IGNORED), torch.full_like(ids, PADDING)
@@ -192,7 +192,7 @@ def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def _step(cell: Cell, with_padding: bool) -> tuple[float, float]:
     cfg = harness.run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, harness.Start())
+    job = build(cfg, mesh, harness.DrawnStart())
     batches = harness.microbatches(cfg, mesh, 1, _row)
     if not with_padding:
         batches = batches[:2]

@@ -18,7 +18,7 @@ from shardwise.training import evaluate as evaluation
 from shardwise.training.evaluate import SAMPLE_TOKENS, encode_prompt, evaluate, greedy_sample
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 
 def _evaluate() -> tuple[float, float, float, int, int]:
@@ -27,7 +27,7 @@ def _evaluate() -> tuple[float, float, float, int, int]:
         cfg, lora=Lora(r=4, dropout=0.5), model=replace(cfg.model, router_aux_loss_coef=1.0)
     )
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     batches = microbatches(cfg, mesh, 1)
     trained, _ = forward_backward(job.pm, batches, mesh)
     evaluation = evaluate(job.pm, [batches], mesh, step=3)

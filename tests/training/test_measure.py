@@ -13,7 +13,7 @@ from shardwise.lab.planner.collectives import Collectives, predicted_bytes, targ
 from shardwise.lab.planner.communication import unknown
 from shardwise.lab.planner.recompute import as_way, chosen_of
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.measure import Memory, measure_memory
+from shardwise.training.measure import MeasuredMemory, measure_memory
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
@@ -21,7 +21,7 @@ from tests.models.tiny import on_meta, tiny
 from tests.parity.harness import Cell, microbatches, run_config
 
 
-def _measure(cell: Cell, on_disk: bool = False) -> Memory:
+def _measure(cell: Cell, on_disk: bool = False) -> MeasuredMemory:
     cfg = run_config(cell, optimizer="adamw")
     if on_disk:
         disk = {"offload": "disk", "offload_folder": tempfile.gettempdir()}

@@ -13,7 +13,7 @@ from shardwise.training.evaluate import evaluate
 from shardwise.training.not_finite import NotFinite, explain
 from shardwise.training.step import NonFiniteLossError, training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 NAME = "model.layers.2.mlp.up_proj.weight"
 
@@ -25,7 +25,7 @@ def failed_step(cell: Cell, where: str) -> tuple[NotFinite, str, str]:
     """
     cfg = run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     for name, parameter in job.pm.named_parameters():
         if NAME in name.replace(".base_layer", "") and local(parameter).numel():
             if where == "weights":

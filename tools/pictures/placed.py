@@ -25,7 +25,7 @@ from shardwise.base.layouts import (
 from shardwise.base.schedule.split import Split
 from shardwise.config import RunConfig, rules
 from shardwise.lab.planner.communication import bytes_leaving, messages_of_step
-from shardwise.lab.planner.memory import Memory, state_bytes
+from shardwise.lab.planner.memory import PeakBytes, state_bytes
 from shardwise.lab.planner.messages import sizes_of
 from shardwise.lab.planner.peak import Rank
 from shardwise.lab.planner.share import Share, share_of
@@ -91,7 +91,7 @@ class Placed:
         return [of_shares[id(share)] for share in self.shares]
 
     @cached_property
-    def moments(self) -> list[list[Memory]]:
+    def moments(self) -> list[list[PeakBytes]]:
         """The moments of a step, on each rank."""
         of_ranks = {id(rank): [*rank.moments()] for rank in self.ranks}
         return [of_ranks[id(rank)] for rank in self.ranks]

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from tools.pictures.canvas import WIDTH, Canvas
 
-from shardwise.base.schedule.context import Cut
+from shardwise.base.schedule.context import TokenSplit
 from shardwise.base.schedule.orders import KIND_NAMES
 from shardwise.base.schedule.timeline import Timeline
 from shardwise.lab.drawing.gantt import COLOURS, IDLE
@@ -236,7 +236,7 @@ class Way:
     """A way of attention over ranks to draw."""
 
     title: str
-    cut: Cut
+    cut: TokenSplit
     by_heads: bool
     gathers: bool
     sizes: str

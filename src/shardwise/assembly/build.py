@@ -50,7 +50,7 @@ from shardwise.parallel.reduce import from_every_rank
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageSplit:
     """Where a pipeline's model is cut, and by which costs; the same on every rank."""
 
     pipeline: Pipeline
@@ -96,7 +96,7 @@ class Job:
     loss_scale: LossScale
     positions: int | None
     """How many positions the model has learned; None: it takes any number."""
-    cut: Cut | None
+    cut: StageSplit | None
     """Where a pipeline is cut into stages; None without one."""
     router_bias_rate: float
     """`model.router_bias_rate`."""
@@ -226,13 +226,15 @@ def _costs(cfg: RunConfig, mesh: Mesh, facts: Description, counts: ModelCounts |
     return costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size())
 
 
-def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> Cut:
+def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> StageSplit:
     # A few numbers per layer go from every rank to all: a node may have another profile, or none.
     units, source = from_every_rank(costs)[0]
-    return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
+    return StageSplit(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 
-def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> tuple[str, ...]:
+def _notes(
+    cfg: RunConfig, mesh: Mesh, facts: Description, cut: StageSplit | None
+) -> tuple[str, ...]:
     notes = []
     if facts.spec.family not in FAMILIES and not facts.spec.is_own:
         notes.append(unproven_note(facts.spec.family))
@@ -270,7 +272,7 @@ def _short_warmup(cfg: Optimizer, num_steps: int) -> tuple[str, ...]:
 
 
 def _replicated_note(
-    units: Sequence[Counter[str]], cut: Cut | None, cfg: RunConfig, mesh: Mesh
+    units: Sequence[Counter[str]], cut: StageSplit | None, cfg: RunConfig, mesh: Mesh
 ) -> str:
     """Name the weights of the whole model that tensor parallelism does not shard."""
     num_bytes = sum(units, Counter())
@@ -287,7 +289,7 @@ def _replicated_note(
     return note
 
 
-def _bytes_on_rank(rank: int, units: Sequence[Counter[str]], cut: Cut) -> int:
+def _bytes_on_rank(rank: int, units: Sequence[Counter[str]], cut: StageSplit) -> int:
     edges = cut.split.boundaries
     return sum(
         units[unit].total()

@@ -54,7 +54,7 @@ class WholeModel:
 Function = TypeVar("Function")
 
 
-class Entry(NamedTuple, Generic[Function]):
+class OrderEntry(NamedTuple, Generic[Function]):
     """Something that is done to a model before it becomes parts, or to its parts."""
 
     name: str
@@ -88,58 +88,58 @@ def _with_quantised_base(
     return pm
 
 
-def _strategies(is_before_loading: bool) -> Iterator[Entry[Apply]]:
+def _strategies(is_before_loading: bool) -> Iterator[OrderEntry[Apply]]:
     for strategy in STRATEGIES.values():
         if strategy.axis is not None and strategy.is_before_loading == is_before_loading:
-            yield Entry(strategy.name, strategy.is_requested, strategy.apply)
+            yield OrderEntry(strategy.name, strategy.is_requested, strategy.apply)
 
 
-ON_THE_WHOLE: tuple[Entry[ApplyToWhole], ...] = (
+ON_THE_WHOLE: tuple[OrderEntry[ApplyToWhole], ...] = (
     # Stages are copies of parts of the model, with their adapters.
-    Entry("LoRA", lambda cfg: cfg.lora is not None, _with_adapters),
+    OrderEntry("LoRA", lambda cfg: cfg.lora is not None, _with_adapters),
 )
-BEFORE_LOADING: tuple[Entry[Apply], ...] = (
+BEFORE_LOADING: tuple[OrderEntry[Apply], ...] = (
     # Replaces the forward of attention, which patches and tensor parallelism wrap.
-    Entry("context", lambda cfg: cfg.parallel.cp > 1, context_parallel.apply),
+    OrderEntry("context", lambda cfg: cfg.parallel.cp > 1, context_parallel.apply),
     # What replaces forwards comes first: the strategies wrap or shard what it has left.
-    *(Entry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
+    *(OrderEntry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
     # Every rank stores its share, in blocks that no other rank has a part of.
-    Entry("quantised base", lambda cfg: cfg.model.base != "none", _with_quantised_base),
+    OrderEntry("quantised base", lambda cfg: cfg.model.base != "none", _with_quantised_base),
     # Reads how weights will be sharded, off blocks that are still complete.
-    Entry("FP8 scales", lambda cfg: cfg.training.matmul != "default", float8_scales.apply),
+    OrderEntry("FP8 scales", lambda cfg: cfg.training.matmul != "default", float8_scales.apply),
     # Shards the weights that all others then wrap.
-    Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
+    OrderEntry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
     # Shards what tensor parallelism has left of experts.
-    Entry("expert", lambda cfg: cfg.parallel.ep > 1, expert_parallel.apply),
+    OrderEntry("expert", lambda cfg: cfg.parallel.ep > 1, expert_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.
-    Entry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
+    OrderEntry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
     # Inside the wrappers, so that their hooks lie outside.
-    Entry(
+    OrderEntry(
         "activation checkpointing",
         lambda cfg: cfg.training.checkpointing != "none",
         activation_checkpoint.apply,
     ),
     # Moves what is kept with checkpointing, which is little.
-    Entry(
+    OrderEntry(
         "activation offload", lambda cfg: cfg.training.offload_activations, activation_offload.apply
     ),
     # Outside of checkpointing: a layer's weights are read once for its recomputation and backward.
     # Gives no memory to what is on meta, and all others have sharded that.
-    Entry("disk", lambda cfg: cfg.parallel.offload == "disk", disk.apply),
+    OrderEntry("disk", lambda cfg: cfg.parallel.offload == "disk", disk.apply),
     # Shard a model on meta, so that no rank ever holds all of it.
     *_strategies(is_before_loading=True),
 )
-AFTER_LOADING: tuple[Entry[Apply], ...] = (
+AFTER_LOADING: tuple[OrderEntry[Apply], ...] = (
     # Wrap real weights, or give the optimizer shards that are views into them.
     *_strategies(is_before_loading=False),
     # Changes which gradients the wrappers give to the optimizer.
-    Entry(
+    OrderEntry(
         "float32 accumulation", lambda cfg: cfg.training.accumulation == "float32", accumulate.apply
     ),
     # Runs the stages that all others have prepared.
-    Entry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
+    OrderEntry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
     # Takes gradients after all others have added them up.
-    Entry("offload", lambda cfg: cfg.parallel.offload in ("optimizer", "all"), offload.apply),
+    OrderEntry("offload", lambda cfg: cfg.parallel.offload in ("optimizer", "all"), offload.apply),
 )
 ORDER = (*ON_THE_WHOLE, *BEFORE_LOADING, *AFTER_LOADING)
 """After the first section the model becomes parts (`into_parts`). Between the other two weights are
@@ -173,7 +173,11 @@ def apply(
 
 
 def _apply_each(
-    entries: Sequence[Entry[Apply]], pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec
+    entries: Sequence[OrderEntry[Apply]],
+    pm: ParallelModel,
+    mesh: Mesh,
+    cfg: RunConfig,
+    spec: ModelSpec,
 ) -> ParallelModel:
     for entry in entries:
         if entry.is_requested(cfg):

@@ -202,7 +202,7 @@ class Checkpointer:
             num_steps=job.num_steps,
             config=self._cfg.recorded(),
             loader=folders.Loader(**merge_states(loader)),
-            loss_scale=folders.Scale(**job.loss_scale.state_dict()),
+            loss_scale=folders.StoredScale(**job.loss_scale.state_dict()),
             model=self._model,
             best=self._best,
             files={},

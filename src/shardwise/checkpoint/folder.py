@@ -46,7 +46,7 @@ It stays until the run reaches its step again.
 
 
 @dataclass(frozen=True)
-class Slot(Strict):
+class StoredSlot(Strict):
     """The fields of `data.state.SlotState`."""
 
     place: int
@@ -60,15 +60,15 @@ class Slot(Strict):
 
 
 @dataclass(frozen=True)
-class Rest(Strict):
+class StoredRest(Strict):
     """The fields of `data.state.Rest`: how `training.epochs` end."""
 
     epochs: float
     last_own: tuple[int, ...]
-    begin: dict[str, Slot]
+    begin: dict[str, StoredSlot]
     num_rows: int
     row: int
-    state: Slot
+    state: StoredSlot
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class Loader(Strict):
 
     step: int
     read_from: dict[str, Any]
-    slots: dict[str, Slot]
+    slots: dict[str, StoredSlot]
     filled: dict[str, int]
-    rest: Rest | None
+    rest: StoredRest | None
 
 
 @dataclass(frozen=True)
-class Scale(Strict):
+class StoredScale(Strict):
     """The fields of `LossScale`."""
 
     dynamic: bool
@@ -113,7 +113,7 @@ class Manifest(Strict):
     """Optimizer steps done."""
     config: dict[str, Any]
     loader: Loader
-    loss_scale: Scale
+    loss_scale: StoredScale
     model: dict[str, str]
     """Checksums of the files of `model.path`, by name."""
     best: Best | None

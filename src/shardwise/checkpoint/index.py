@@ -41,7 +41,7 @@ class File(Strict):
 
 
 @dataclass(frozen=True)
-class Chunk(Strict):
+class TensorBox(Strict):
     """A box of a tensor, which one file holds under the tensor's key."""
 
     file: str
@@ -50,19 +50,19 @@ class Chunk(Strict):
 
 
 @dataclass(frozen=True)
-class Entry(Strict):
+class TensorEntry(Strict):
     """A tensor: disjoint chunks that fill it."""
 
     dtype: str
     shape: list[int]
-    chunks: list[Chunk]
+    chunks: list[TensorBox]
 
 
 @dataclass(frozen=True)
 class Index(Strict):
     """Every tensor of a checkpoint, by key."""
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
 
     def files(self) -> set[str]:
         """Return the names of the files that hold the tensors."""
@@ -153,7 +153,7 @@ def is_file_name(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name) is not None
 
 
-def _problem(entry: Entry) -> str | None:
+def _problem(entry: TensorEntry) -> str | None:
     """Return what is wrong with a tensor, if anything.
 
     Its chunks must be the cells of one grid over it: then they fill it, and none overlap.

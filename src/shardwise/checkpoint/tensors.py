@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.base.process.watchdog import paused
 from shardwise.checkpoint.folder import write_synced
-from shardwise.checkpoint.index import INDEX, Chunk, Entry, Index, encode_index
+from shardwise.checkpoint.index import INDEX, Index, TensorBox, TensorEntry, encode_index
 
 DTYPES = {
     "F64": torch.float64,
@@ -51,23 +51,23 @@ def file_of(rank: int) -> str:
     return f"tensors-{rank}.safetensors"
 
 
-def held(tensors: Tensors, rank: int) -> dict[str, Entry]:
+def held(tensors: Tensors, rank: int) -> dict[str, TensorEntry]:
     """Return what this rank holds of each tensor, which all ranks must know before they `write`.
 
     A tensor is a DTensor, or plain and equal on every rank that has it.
     """
-    shards: dict[str, Entry] = {}
+    shards: dict[str, TensorEntry] = {}
     for key, tensor in tensors.items():
         begins, sizes, _ = _local_box(tensor)
-        chunks = [Chunk(file_of(rank), list(begins), list(sizes))] if math.prod(sizes) else []
-        shards[key] = Entry(_NAMES[tensor.dtype], list(tensor.shape), chunks)
+        chunks = [TensorBox(file_of(rank), list(begins), list(sizes))] if math.prod(sizes) else []
+        shards[key] = TensorEntry(_NAMES[tensor.dtype], list(tensor.shape), chunks)
     return shards
 
 
 def write(
     tensors: Tensors,
     folder: Path,
-    ranks: Sequence[Mapping[str, Entry]],
+    ranks: Sequence[Mapping[str, TensorEntry]],
     rank: int,
     writes_index: bool | None = None,
 ) -> list[str]:
@@ -89,13 +89,13 @@ def write(
     return [file] if content else []
 
 
-def _index_of(ranks: Sequence[Mapping[str, Entry]]) -> Index:
+def _index_of(ranks: Sequence[Mapping[str, TensorEntry]]) -> Index:
     """Choose a file for each shard: of ranks that hold it, the one with the fewest bytes so far."""
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     num_bytes = Counter[str]()
     for key in sorted(set().union(*ranks)):
         entries = [shards[key] for shards in ranks if key in shards]
-        copies: dict[tuple[int, ...], list[Chunk]] = {}
+        copies: dict[tuple[int, ...], list[TensorBox]] = {}
         for chunk in (chunk for entry in entries for chunk in entry.chunks):
             copies.setdefault(tuple(chunk.offsets), []).append(chunk)
         chunks = [min(equal, key=lambda chunk: num_bytes[chunk.file]) for equal in copies.values()]
@@ -150,7 +150,7 @@ class Reader:
     A file is opened when its first tensor is read, and closed with the reader.
     """
 
-    def __init__(self, folder: Path, tensors: Mapping[str, Entry]) -> None:
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
         self._folder, self._tensors = folder, tensors
         self._files: dict[str, Any] = {}
 

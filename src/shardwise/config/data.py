@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from shardwise.config.ranges import shown
-from shardwise.config.section import Facts, Section, require, with_facts
+from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 Format = Literal["text", "completion", "chat"]
 """Kinds of documents, by their fields."""
@@ -43,7 +43,7 @@ Group = tuple[tuple[str, ...], "Data"]
 class Data(Section):
     """The data that it is trained on."""
 
-    facts: ClassVar[Facts] = Facts(decides="work")
+    facts: ClassVar[KeyFacts] = KeyFacts(decides="work")
 
     train: str | list[str | Entry] = with_facts(resumable=True, timed=False, reported=True)
     """Files, folders or glob patterns: JSON, CSV, Parquet or plain text (one document per file); or

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from shardwise.config import RunConfig
-from shardwise.config.section import Facts, facts_in
+from shardwise.config.section import KeyFacts, facts_in
 
 
 def flat(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def known_keys(*section: str) -> list[str]:
 
 
 @functools.cache
-def facts_of(key: str) -> Facts:
+def facts_of(key: str) -> KeyFacts:
     """Return the facts of a key of the run file, or those of a section."""
     section, _, name = key.partition(".")
     cls = next(_sections_in(_hints_of(RunConfig)[section]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shardwise.config.ranges import shown
-from shardwise.config.section import Facts, Section, require, with_facts
+from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 MOST_BYTES = 2**17  # Linux: MAX_ARG_STRLEN
 _NO_TEXT = re.compile(r"(?<!\\)(\\\\)*\\(x00|ud[89a-f])")  # as repr writes them
@@ -24,7 +24,7 @@ class Launch(Section):
     Of these keys `shardwise train` reads `restarts` and `timeout_seconds`.
     """
 
-    facts: ClassVar[Facts] = Facts(resumable=True, timed=False)
+    facts: ClassVar[KeyFacts] = KeyFacts(resumable=True, timed=False)
 
     nodes: int = with_facts(1, between=(1, 1_000_000))
     """Nodes of a cluster."""

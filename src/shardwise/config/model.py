@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from shardwise.config.section import Facts, Section, require, with_facts
+from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 DType = Literal["float32", "bfloat16"]
 CALLERS = "given by the caller"
@@ -17,7 +17,7 @@ CALLERS = "given by the caller"
 class Model(Section):
     """The model that is trained."""
 
-    facts: ClassVar[Facts] = Facts(decides="work")
+    facts: ClassVar[KeyFacts] = KeyFacts(decides="work")
 
     path: str = with_facts(resumable=True, timed=False, reported=True)
     """Local folder or hub id: `config.json`, and safetensors unless `init` is `random`."""
@@ -58,7 +58,7 @@ class Model(Section):
 class Lora(Section):
     """Low-rank adapters (arXiv 2106.09685) on a frozen model, through PEFT."""
 
-    facts: ClassVar[Facts] = Facts(decides="work")
+    facts: ClassVar[KeyFacts] = KeyFacts(decides="work")
 
     path: str | None = with_facts(None, timed=False)
     """Folder with a PEFT adapter to start from; rank, scale and what is adapted are the folder's.

@@ -8,7 +8,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shardwise.config.section import Facts, Section, require, with_facts
+from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 _FOLDER = Path(__file__).parents[1] / "parallel" / "strategies"
 STRATEGY_NAMES = tuple(file.name for file in iter_modules([str(_FOLDER)]))
@@ -23,7 +23,7 @@ else:
 class Parallel(Section):
     """How the run is split over processes."""
 
-    facts: ClassVar[Facts] = Facts(resumable=True, timed=False, decides="layout")
+    facts: ClassVar[KeyFacts] = KeyFacts(resumable=True, timed=False, decides="layout")
 
     data: StrategyName = with_facts("single", searched=True)
     """The data-parallel strategy, over the processes that the other axes leave; `zero3` is another

@@ -26,7 +26,7 @@ def require(condition: bool, message: str) -> None:
 
 
 @dataclass(frozen=True)
-class Facts:
+class KeyFacts:
     """Facts of a key that the rest of the library must know, beside its type and its default.
 
     Those of a section hold for each of its keys that does not say otherwise.
@@ -67,7 +67,7 @@ class Section:
     The text below a key is its description, also in the JSON schema.
     """
 
-    facts: ClassVar[Facts] = Facts()
+    facts: ClassVar[KeyFacts] = KeyFacts()
     """The facts of its keys."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
@@ -86,7 +86,7 @@ class Section:
                 raise UserError(f"{section}.{name} is {shown(value)}; give {problem}")
 
 
-def facts_in(section: Any) -> dict[str, Facts]:
+def facts_in(section: Any) -> dict[str, KeyFacts]:
     """Return the facts of each key of a class of a section."""
     return {key.name: replace(section.facts, **key.metadata) for key in fields(section)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from shardwise.config.section import Facts, Section, require, with_facts
+from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 Way = Literal["none", "operators", "full"]
 """How much of one layer a backward computes again."""
@@ -18,7 +18,7 @@ Every = int | Literal["epoch"]
 class Optimizer(Section):
     """How the weights are updated."""
 
-    facts: ClassVar[Facts] = Facts(timed=False, decides="work")
+    facts: ClassVar[KeyFacts] = KeyFacts(timed=False, decides="work")
 
     name: Literal["adamw", "adamw8bit", "sgd", "muon"] = with_facts("adamw", reported=True)
     """AdamW (arXiv 1711.05101), or SGD without momentum. `adamw8bit` (arXiv 2110.02861): AdamW with
@@ -279,7 +279,7 @@ class Training(Section):
 class Measure(Section):
     """Measurements, and where they are reported."""
 
-    facts: ClassVar[Facts] = Facts(timed=False)
+    facts: ClassVar[KeyFacts] = KeyFacts(timed=False)
 
     warmup_steps: int = with_facts(
         3,

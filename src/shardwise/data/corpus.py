@@ -27,7 +27,7 @@ Source = TextFiles | Table
 """Documents by number, which are read when they are needed. A pickle of them holds no documents."""
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """A file, table or data set of a corpus."""
 
     name: str
@@ -69,7 +69,7 @@ class Corpus:
         """Return the corpus of the first `most` documents."""
         return replace(self, ends=np.minimum(self.ends, most))
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[CorpusPart]:
         """Yield the files, tables and data sets that have a document."""
         begin = 0
         for source, group, end in zip(self.sources, self.groups, self.ends.tolist()):
@@ -78,7 +78,7 @@ class Corpus:
             ends = source.ends.tolist() if is_text else [len(source)]
             for name, first, last in zip(names, [0, *ends], ends):
                 if numbers := range(begin + first, min(begin + last, end)):
-                    yield Part(str(name), group, numbers)
+                    yield CorpusPart(str(name), group, numbers)
             begin = end
 
     def fingerprint(self) -> str:

@@ -56,7 +56,7 @@ def _hash(key: np.ndarray, part: int | np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Group:
+class DocumentGroup:
     """Some of the `size` documents from number `begin` on.
 
     The seed gives all of them an order. The group has the documents at `places` of that order.
@@ -70,7 +70,9 @@ class Group:
         return len(self.places)
 
 
-def split(sizes: Sequence[int], share: float) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+def split(
+    sizes: Sequence[int], share: float
+) -> tuple[tuple[DocumentGroup, ...], tuple[DocumentGroup, ...]]:
     """Split groups of documents of these sizes, one behind the other, into (train, validation).
 
     The share of each group is held out, rounded, but at least one document and never all of them.
@@ -86,8 +88,8 @@ def split(sizes: Sequence[int], share: float) -> tuple[tuple[Group, ...], tuple[
             )
         begin = sum(sizes[:index])
         held_out = min(max(round(share * size), 1), size - 1) if share else 0
-        train.append(Group(begin, size, range(held_out, size)))
-        validation.append(Group(begin, size, range(held_out)))
+        train.append(DocumentGroup(begin, size, range(held_out, size)))
+        validation.append(DocumentGroup(begin, size, range(held_out)))
     return tuple(train), tuple(validation)
 
 
@@ -101,7 +103,7 @@ class Order:
     are the sizes of the groups, an epoch has each document once.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[DocumentGroup, ...]
     weights: tuple[float, ...] | None  # None: the sizes of the groups
     seed: int
     epochs: float | None = None

@@ -39,7 +39,7 @@ class Item(NamedTuple):
         return left
 
 
-class Share:
+class SlotShare:
     """The records of slot j of G by place: those at the numbers j, j + G, ... of the order."""
 
     def __init__(self, order: Order | StreamOrder, slot: int, num_slots: int) -> None:
@@ -64,11 +64,11 @@ class Share:
 
 def left_by_all(order: Order | StreamOrder, rest: Rest) -> list[Item]:
     """Return the records of which the slots leave something, slot after slot."""
-    shares = [Share(order, slot, len(rest.begin)) for slot in range(len(rest.begin))]
+    shares = [SlotShare(order, slot, len(rest.begin)) for slot in range(len(rest.begin))]
     return [item for begin, share in zip(rest.begin, shares) for _, item in remaining(begin, share)]
 
 
-def remaining(begin: SlotState, share: Share | list[Item]) -> Iterator[tuple[int, Item]]:
+def remaining(begin: SlotState, share: SlotShare | list[Item]) -> Iterator[tuple[int, Item]]:
     """Yield the records of a stream from where it begins, with their places.
 
     First come those that were read before and still wait for a row, then what a row has begun.

@@ -23,7 +23,7 @@ from shardwise.data.formats import LEFT_OVER, LONGER_ROWS, TOO_LONG, Encoder
 from shardwise.data.order import Order
 from shardwise.data.packing import Document, Row, empty_row
 from shardwise.data.record import BadDocument, OutOfBounds, Record
-from shardwise.data.shares import Item, Share, left_by_all, remaining
+from shardwise.data.shares import Item, SlotShare, left_by_all, remaining
 from shardwise.data.state import Rest, SlotState, describe
 from shardwise.data.streaming import Streamed, StreamOrder, StreamPass, StreamReader, StreamSample
 
@@ -121,7 +121,7 @@ class TrainStream(IterableDataset):
 
     def rows(self, slot: int, corpus: Documents) -> Iterator[Row]:
         """Yield the rows of a slot, as if its own share were no other's to read."""
-        share = Share(self.order, slot, self.global_batch_size)
+        share = SlotShare(self.order, slot, self.global_batch_size)
         what = f"slot {slot} of training.global_batch_size {self.global_batch_size}"
         return self.encoder.rows(self._documents(share, corpus, self.begin[slot], what, []))
 
@@ -187,7 +187,7 @@ class TrainStream(IterableDataset):
 
     def _documents(
         self,
-        share: Share | list[Item],
+        share: SlotShare | list[Item],
         corpus: Documents,
         begin: SlotState,
         what: str,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.data.corpus import Corpus, Part
+from shardwise.data.corpus import Corpus, CorpusPart
 from shardwise.data.formats import Encoder
 from shardwise.data.record import BadDocument
 from shardwise.data.slots import Documents, encoded
@@ -113,14 +113,16 @@ def sample(corpus: Corpus, encoder: Encoder) -> str:
     return f"{survey.name}: {survey.add(corpus, encoder, spread(range(len(corpus)), SAMPLE))}"
 
 
-def sources_of(corpus: Corpus) -> list[Part]:
+def sources_of(corpus: Corpus) -> list[CorpusPart]:
     """Return the sources of a corpus, of many those of each group of entries as one."""
     parts = list(corpus.parts())
     if len(parts) <= MOST_SOURCES:
         return parts
-    joined: list[Part] = []
+    joined: list[CorpusPart] = []
     for group in dict.fromkeys(part.group for part in parts):
         members = [part for part in parts if part.group == group]
         numbers = range(members[0].numbers.start, members[-1].numbers.stop)
-        joined.append(Part(f"{members[0].name} and {len(members) - 1:,} others", group, numbers))
+        joined.append(
+            CorpusPart(f"{members[0].name} and {len(members) - 1:,} others", group, numbers)
+        )
     return joined

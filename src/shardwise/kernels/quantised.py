@@ -52,7 +52,7 @@ _LEVELS = (
 """Levels of nf4, as published: quantiles of a normal law, 8 above and 7 below zero."""
 
 
-class Layout(NamedTuple):
+class StoredLayout(NamedTuple):
     """How the stored tensors of one matrix are read."""
 
     format: Format
@@ -68,7 +68,7 @@ class Matrix(NamedTuple):
     """A matrix in 8 or 4 bits, in the place of a weight [..., out, in]."""
 
     tensors: tuple[torch.Tensor, ...]
-    layout: Layout
+    layout: StoredLayout
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,13 +105,13 @@ def tensors_of(weights: Sequence[Weight]) -> list[torch.Tensor]:
     return [t for w in weights for t in (w.tensors if isinstance(w, Matrix) else (w,))]
 
 
-def layouts_of(weights: Sequence[Weight]) -> tuple[Layout | None, ...]:
+def layouts_of(weights: Sequence[Weight]) -> tuple[StoredLayout | None, ...]:
     """Return what `weights_of` needs to know of weights: None for a plain one."""
     return tuple(w.layout if isinstance(w, Matrix) else None for w in weights)
 
 
 def weights_of(
-    tensors: Sequence[torch.Tensor], layouts: Sequence[Layout | None]
+    tensors: Sequence[torch.Tensor], layouts: Sequence[StoredLayout | None]
 ) -> Iterator[Weight]:
     """Yield the weights that `tensors_of` has laid side by side."""
     start = 0
@@ -136,7 +136,9 @@ def quantised_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None)
 
 class _QuantisedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: Layout, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, layout: StoredLayout, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
         ctx.layout = layout
         return F.linear(x, Matrix(tensors, layout).to(x.dtype))

@@ -9,20 +9,20 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.base.records.memory_parts import Event
+from shardwise.base.records.memory_parts import AllocationEvent
 
 
 @dataclass(frozen=True)
 class Allocations:
     """Every allocation and free between `start` and `stop` of a recorder, and the bytes in use."""
 
-    events: list[Event | None]  # in order; None stands for a call of `mark`
+    events: list[AllocationEvent | None]  # in order; None stands for a call of `mark`
     entry_bytes: int
     exit_bytes: int
     peak_bytes: int
 
 
-class Recorder(Protocol):
+class AllocationRecorder(Protocol):
     """Records the allocations of one device."""
 
     def start(self) -> None:

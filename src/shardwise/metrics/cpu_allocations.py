@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler import record_function
 
-from shardwise.base.records.memory_parts import Event
-from shardwise.metrics.allocations import Allocations, Recorder, replaced
+from shardwise.base.records.memory_parts import AllocationEvent
+from shardwise.metrics.allocations import AllocationRecorder, Allocations, replaced
 from shardwise.metrics.live_tensors import cpu_tensors, gradients, live_tensors
 from shardwise.models.storages import storages
 
@@ -32,7 +32,7 @@ _MARK = "shardwise.mark"
 _FREED = "shardwise.freed:"
 
 
-def cpu_recorder() -> Recorder:
+def cpu_recorder() -> AllocationRecorder:
     """Return a recorder of CPU memory: an exact one, or with a warning one that samples."""
     try:
         profiler = _Profiler()
@@ -179,7 +179,7 @@ class _ExactRecorder:
         unseen = set(self._entry_sizes)  # addresses of blocks from before the start
         allocated = set[int]()  # addresses of blocks that are alive, allocated since the start
         freed_bytes = mistaken_bytes = 0
-        events: list[Event | None] = []
+        events: list[AllocationEvent | None] = []
         for entry in timeline:
             if isinstance(entry, _Change):
                 if entry.address in unseen:
@@ -197,13 +197,13 @@ class _ExactRecorder:
                 counted_bytes = entry.total_bytes - first_total + mistaken_bytes
                 alive_bytes = entry_bytes + counted_bytes - freed_bytes
                 peak_bytes = max(peak_bytes, alive_bytes)
-                events.append(Event(entry.address, entry.size_bytes, alive_bytes))
+                events.append(AllocationEvent(entry.address, entry.size_bytes, alive_bytes))
             elif entry == _MARK:
                 events.append(None)
             elif entry.startswith(_FREED):
                 address = int(entry.removeprefix(_FREED))
                 freed_bytes += self._entry_sizes[address]
-                events.append(Event(address, 0, alive_bytes))
+                events.append(AllocationEvent(address, 0, alive_bytes))
         return Allocations(events, entry_bytes, alive_bytes + probe_bytes, peak_bytes)
 
     def _unseen_gradient_bytes(self, allocated: set[int]) -> int:
@@ -242,7 +242,7 @@ class _SampledRecorder:
 
     def start(self) -> None:
         """Start to record."""
-        self._events: list[Event | None] = []
+        self._events: list[AllocationEvent | None] = []
         self._sizes = self._alive()
         self._entry_bytes = self._alive_bytes = self._peak_bytes = sum(self._sizes.values())
 
@@ -259,7 +259,7 @@ class _SampledRecorder:
         for address, size in changes:
             if (address, abs(size)) not in unchanged:
                 self._alive_bytes += size
-                self._events.append(Event(address, size, self._alive_bytes))
+                self._events.append(AllocationEvent(address, size, self._alive_bytes))
         self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
         self._events.append(None)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from shardwise.base.records.memory_parts import Event
+from shardwise.base.records.memory_parts import AllocationEvent
 from shardwise.metrics.allocations import Allocations
 
 
@@ -50,12 +50,12 @@ class CudaRecorder:
         changes = [entry for entry in history if entry["action"] in ("alloc", "free_requested")]
         # The allocator counted these before the history began.
         unrecorded = self.marks[-1] - len(changes)
-        events: list[Event | None] = []
+        events: list[AllocationEvent | None] = []
         alive_bytes = self.entry_bytes
         for begin, end in pairwise(mark - unrecorded for mark in self.marks):
             events.append(None)
             for entry in changes[begin:end]:
                 size = entry["size"] if entry["action"] == "alloc" else -entry["size"]
                 alive_bytes += size
-                events.append(Event(entry["addr"], size, alive_bytes))
+                events.append(AllocationEvent(entry["addr"], size, alive_bytes))
         return Allocations([*events, None], self.entry_bytes, exit_bytes, peak_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.config import Checkpointing, Way, way_of
-from shardwise.models.counts import ModelCounts, Unit, Weight
+from shardwise.models.counts import ModelCounts, ProductWeight, Unit
 from shardwise.models.kinds.base import Core
 
 CONVENTION = (
@@ -131,23 +131,23 @@ def utilization(
     return flops_per_token * tokens_per_second / (peak_flops_per_second * num_devices)
 
 
-def _passes(weight: Weight) -> int:
+def _passes(weight: ProductWeight) -> int:
     """Return the FLOPs of a weight per element and token."""
     return 2 + 2 * weight.input_gradient + 2 * weight.trainable
 
 
-def is_rerun(weight: Weight, way: Way) -> bool:
+def is_rerun(weight: ProductWeight, way: Way) -> bool:
     """Return whether a backward runs the product of a weight again that has such recomputation."""
     is_never_kept = weight.by_elements or (".lora_B." in weight.name and not weight.on_stack)
     return weight.rerun and (way != "none" if is_never_kept else way == "full")
 
 
-def is_again(weight: Weight) -> bool:
+def is_again(weight: ProductWeight) -> bool:
     """Return whether a backward multiplies by a weight again, with recomputation or without."""
     return weight.on_stack and ".lora_A." in weight.name
 
 
-def _executed(weight: Weight, way: Way) -> UnitFlops:
+def _executed(weight: ProductWeight, way: Way) -> UnitFlops:
     """Return the FLOPs per token of a weight of a layer with such recomputation."""
     product = 2 * weight.active * weight.numel
     return UnitFlops(

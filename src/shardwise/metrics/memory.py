@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from shardwise.base.records.memory_parts import Mark, parts_at_peak
-from shardwise.metrics.allocations import Recorder
+from shardwise.metrics.allocations import AllocationRecorder
 from shardwise.metrics.cpu_allocations import cpu_recorder
 from shardwise.metrics.cuda_allocations import CudaRecorder
 from shardwise.models.storages import storages
@@ -72,7 +72,7 @@ def state_bytes(
     return sizes
 
 
-def _recorder_of(device: torch.device) -> Recorder:
+def _recorder_of(device: torch.device) -> AllocationRecorder:
     return CudaRecorder(device) if device.type == "cuda" else cpu_recorder()
 
 
@@ -112,7 +112,7 @@ class PeakMemory:
         self,
         device: torch.device,
         state: Callable[[], StateTensors] = dict,
-        recorder: Recorder | None = None,
+        recorder: AllocationRecorder | None = None,
     ) -> None:
         """Measure on `device`, by another recorder than the device's if one is given."""
         assert device.type in ("cpu", "cuda"), f"PeakMemory measures cpu and cuda, not {device}"

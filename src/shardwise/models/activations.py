@@ -28,7 +28,7 @@ from shardwise.models.facts import context_facts
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.operations import WIDE, Block, SharedRows
+from shardwise.models.operations import WIDE, SharedRows, TapedBlock
 from shardwise.models.parameters import Adapter, Parameter
 from shardwise.models.published import stored_form
 from shardwise.models.quantise import stored_paths
@@ -194,7 +194,7 @@ class _Unit:
             return self.tape.run([shares], [(1, WIDE)])[0]
         return _chunked_loss(block, h)
 
-    def _block(self, path: str, layer: LayerSpec | None) -> Block:
+    def _block(self, path: str, layer: LayerSpec | None) -> TapedBlock:
         cfg, module = self.cfg, self.hf.get_submodule(path)
         cast = autocast_dtype(cfg.training.precision)
         cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
@@ -202,7 +202,7 @@ class _Unit:
         within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
         parameters, adapters = _weights(module, cuts, within)
         is_windowed = layer is not None and "sliding" in layer.kind
-        return Block(
+        return TapedBlock(
             self.tape,
             parameters,
             adapters,
@@ -305,7 +305,7 @@ def _weights(
     return parameters, adapters
 
 
-def run_layer(block: Block, layer: LayerSpec, x: Tensor, num_shares: int) -> Tensor:
+def run_layer(block: TapedBlock, layer: LayerSpec, x: Tensor, num_shares: int) -> Tensor:
     """Return the output of a layer: norms, mixers, feed-forward and the residual sums.
 
     `num_shares`: ranks that share the tokens between blocks.
@@ -331,7 +331,7 @@ def run_layer(block: Block, layer: LayerSpec, x: Tensor, num_shares: int) -> Ten
     return block.sum(residual, h)
 
 
-def _norm(block: Block, name: str, x: Tensor) -> Tensor:
+def _norm(block: TapedBlock, name: str, x: Tensor) -> Tensor:
     """Return a layer's or the final norm: a layer norm where it has a bias."""
     prefix = f"{name}." if name else ""
     size = block.parameters[f"{prefix}weight"].shape[0]
@@ -340,7 +340,7 @@ def _norm(block: Block, name: str, x: Tensor) -> Tensor:
     return block.rms_norm(f"{prefix}weight", x, size)
 
 
-def _side_by_side(block: Block, blocks: Sequence[Any], x: Tensor, num_shares: int) -> Tensor:
+def _side_by_side(block: TapedBlock, blocks: Sequence[Any], x: Tensor, num_shares: int) -> Tensor:
     """Return the sum of what blocks give for one input, which all ranks of `tp` have whole."""
     if num_shares > 1:
         (x,) = block.tape.run([x], [(x.numel * num_shares, x.itemsize)])
@@ -355,7 +355,7 @@ def _side_by_side(block: Block, blocks: Sequence[Any], x: Tensor, num_shares: in
     return total
 
 
-def _chunked_loss(block: Block, x: Tensor) -> Tensor:
+def _chunked_loss(block: TapedBlock, x: Tensor) -> Tensor:
     """Return the loss of a head that computes it in chunks; see kernels/linear_cross_entropy.
 
     It keeps the gradients of its input and of a trained weight, in 32 bits. A chunk has its

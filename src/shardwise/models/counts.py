@@ -1,7 +1,7 @@
 """Parameters and products of a model, unit by unit, by its shapes and `requires_grad`.
 
 A multiply-add is 2 FLOPs. Only products count: linears, routers, experts, convolutions, LoRA
-factors (a Weight each) and the sequence-mixing cores. Norms, activations, softmax, rotary
+factors (a ProductWeight each) and the sequence-mixing cores. Norms, activations, softmax, rotary
 embeddings, gates and biases count 0, as they do in the figures of other projects; an embedding is
 looked up, not multiplied, and counts 0 too.
 """
@@ -24,7 +24,7 @@ from shardwise.models.spec import CORE_STAGE, LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
-class Weight:
+class ProductWeight:
     """A weight that multiplies activations, 2 FLOPs per element and token in each product."""
 
     name: str
@@ -51,7 +51,7 @@ class Unit:
     kind: str  # embed, a layer kind of LayerSpec, or head
     parameters: int  # a tied head's weight belongs to the embedding
     trainable_parameters: int
-    weights: tuple[Weight, ...]
+    weights: tuple[ProductWeight, ...]
     cores: tuple[Core, ...]
     core_gradient: bool  # a gradient flows back through the cores
     backward: bool  # something here or below is trainable, so the backward reaches this unit
@@ -146,7 +146,7 @@ def _count_unit(
     active = _active_share([p for name, p in used if name in stacks], model.config)
     last = _last_product(layer, [name for name, _ in used]) if layer else None
     weights = tuple(
-        Weight(
+        ProductWeight(
             name=name,
             numel=p.numel(),
             trainable=p.requires_grad,

@@ -12,7 +12,7 @@ from shardwise.models.lora import num_sharing
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.patches.experts import is_routed
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import Cut, blocked, even, unwrapped
+from shardwise.models.tensor_cuts import DimCut, blocked, even, unwrapped
 
 WHAT = "routed experts"
 
@@ -53,14 +53,14 @@ def biases_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, torch.Tenso
                 yield path, buffer
 
 
-def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
+def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, DimCut]:
     """Return how the weights of experts are cut, by their names in `hf`: a rank has some experts.
 
     PEFT puts the factors of a stack [E, out, in] side by side: A is [E R, in], with the R rows of
     an expert one after the other, B is [out, R E], with E columns for each of the R rows. A pair
     that all experts share is not cut. Raises Indivisible.
     """
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, DimCut] = {}
     for path, experts in experts_of(hf, spec):
         total = num_experts(experts)
         for name, parameter in experts.named_parameters():
@@ -70,10 +70,10 @@ def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
                 continue
             if ".lora_B." in f".{name}":
                 rank = parameter.shape[1] // total
-                cut = Cut(1, blocked(num_ranks, (total,) * rank, WHAT))
+                cut = DimCut(1, blocked(num_ranks, (total,) * rank, WHAT))
             else:
                 even(num_ranks, total, WHAT)  # all R rows of an expert stay on one rank
-                cut = Cut(0, even(num_ranks, parameter.shape[0], WHAT))
+                cut = DimCut(0, even(num_ranks, parameter.shape[0], WHAT))
             cuts[f"{path}.{name}"] = cut
     return cuts
 

@@ -35,7 +35,7 @@ class SharedRows(NamedTuple):
 
 
 @dataclass
-class Block:
+class TapedBlock:
     """A block of a layer: its weights, the tokens that go through it, and the tape."""
 
     tape: Tape
@@ -68,7 +68,7 @@ class Block:
         """Tokens of the micro-batch on this rank."""
         return self.rows * self.length
 
-    def within(self, path: str) -> Block:
+    def within(self, path: str) -> TapedBlock:
         """Return a block in this one."""
         start = f"{path}."
         parameters = {

@@ -1,7 +1,7 @@
 """Model folders whose weights are quantised already: what is read, and its values.
 
-A matrix there is several tensors under names of their own. `Entry` finds them for one key, so that
-the reader of weight files gives plain values, and the scales that they were made with.
+A matrix there is several tensors under names of their own. `QuantisedEntry` finds them for one key,
+so that the reader of weight files gives plain values, and the scales that they were made with.
 
 quant_method         codes                               scales
 bitsandbytes         X [n, 1] uint8, two of nf4 each     X.absmax, one for each 64 of the flattened
@@ -97,7 +97,7 @@ def check_config(path: str, section: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class QuantisedEntry:
     """A quantised matrix in files."""
 
     key: str
@@ -204,7 +204,7 @@ class Entry:
 
 def plain_keys(
     files: Mapping[str, Path], skeleton: PreTrainedModel, path: str
-) -> tuple[dict[str, Path], dict[str, Entry]]:
+) -> tuple[dict[str, Path], dict[str, QuantisedEntry]]:
     """Return files by key, as a plain folder would have the keys, and its quantised matrices."""
     method = method_of(skeleton.config)
     if method is None:
@@ -220,7 +220,7 @@ def plain_keys(
     return plain | {key: files[entry.codes] for key, entry in entries.items()}, entries
 
 
-def entries_in(files: Mapping[str, Path], method: str) -> dict[str, Entry]:
+def entries_in(files: Mapping[str, Path], method: str) -> dict[str, QuantisedEntry]:
     """Return the quantised matrices in files by key; UserError where a tensor is missing.
 
     UserError, too, where a tensor's shape or dtype is another one, and where an entry is in few
@@ -252,30 +252,32 @@ def entries_in(files: Mapping[str, Path], method: str) -> dict[str, Entry]:
     return by_key
 
 
-def _entry(key: str, header: Header, method: str) -> Entry | None:
+def _entry(key: str, header: Header, method: str) -> QuantisedEntry | None:
     if method == "bitsandbytes" and key.endswith(STATE):
         name = key.removesuffix(STATE)
         ends = ("nested_absmax", "nested_quant_map")
         nested = tuple(f"{name}.{end}" for end in ends if f"{name}.{ends[0]}" in header)
-        return Entry(name, "nf4", name, f"{name}.absmax", (key, f"{name}.quant_map", *nested))
+        return QuantisedEntry(
+            name, "nf4", name, f"{name}.absmax", (key, f"{name}.quant_map", *nested)
+        )
     ending = {"fp8": "_scale_inv", "compressed-tensors": ".weight_scale"}.get(method)
     if ending is not None and key.endswith(ending):
         name = key.removesuffix("_scale_inv").removesuffix("_scale")
-        return Entry(name, "fp8", name, key)
+        return QuantisedEntry(name, "fp8", name, key)
     found = re.fullmatch(r"(.*\.)_(\w+)_qdata", key) if method == "torchao" else None
     if found is None:
         return None
     zero = f"{found[1]}_{found[2]}_zero_point"
     fmt: Format = "int8" if header[key][0] == "I8" else "fp8"
     others = (zero,) if zero in header else ()
-    return Entry("".join(found.groups()), fmt, key, f"{found[1]}_{found[2]}_scale", others)
+    return QuantisedEntry("".join(found.groups()), fmt, key, f"{found[1]}_{found[2]}_scale", others)
 
 
-def _parts(entry: Entry) -> tuple[str, ...]:
+def _parts(entry: QuantisedEntry) -> tuple[str, ...]:
     return entry.codes, entry.scales, *entry.others
 
 
-def _check_entry(entry: Entry, header: Header) -> None:
+def _check_entry(entry: QuantisedEntry, header: Header) -> None:
     for key in _parts(entry):
         if key not in header:
             raise UserError(

@@ -15,8 +15,15 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.kernels.quantised import Format, Layout, Matrix, Weight, quantised_linear, shapes_of
-from shardwise.models.tensor_cuts import Cut
+from shardwise.kernels.quantised import (
+    Format,
+    Matrix,
+    StoredLayout,
+    Weight,
+    quantised_linear,
+    shapes_of,
+)
+from shardwise.models.tensor_cuts import DimCut
 
 
 class Stored(nn.Module):
@@ -35,14 +42,14 @@ class Stored(nn.Module):
         """Return this rank's share, which kernels compute with while its block runs."""
         names = tuple(self._parameters)
         tensors = tuple(getattr(self, name) for name in names)
-        return Matrix(tensors, Layout(self.format, names, self.weight_dtype))
+        return Matrix(tensors, StoredLayout(self.format, names, self.weight_dtype))
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the matrix."""
         return self.matrix.shape
 
-    def cuts(self, cut: Cut) -> Iterator[tuple[str, Cut]]:
+    def cuts(self, cut: DimCut) -> Iterator[tuple[str, DimCut]]:
         """Yield the cut of each tensor, by its name, where the matrix has this one.
 
         Raises Indivisible where a rank's columns would cut a block.
@@ -55,7 +62,7 @@ class Stored(nn.Module):
             if not is_last:
                 yield name, cut
             elif name != "steps" and size > 1:
-                yield name, Cut(cut.dim, cut.rows.in_blocks(width // size))
+                yield name, DimCut(cut.dim, cut.rows.in_blocks(width // size))
 
 
 class QuantisedLinear(nn.Linear):

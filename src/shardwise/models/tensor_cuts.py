@@ -144,7 +144,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimCut:
     """A weight is cut along one dim."""
 
     dim: int
@@ -162,7 +162,7 @@ SplitNorm = Callable[[Any, int, Sum], Callable[..., torch.Tensor]]
 class BlockSplit:
     """How one block is cut; names are those of the transformers model, within the block."""
 
-    weights: Mapping[str, Cut]
+    weights: Mapping[str, DimCut]
     """The cut of each parameter; every rank has all of the others."""
     attributes: Mapping[str, int] = field(default_factory=dict)
     """Sizes that the block's own code must find in these attributes. (Those of a Conv1D are set
@@ -175,7 +175,7 @@ class BlockSplit:
     summed: tuple[str, ...] = ()
     """Linears within the block that multiply features that are cut, and whose whole output every
     rank needs."""
-    buffers: Mapping[str, Cut] = field(default_factory=dict)
+    buffers: Mapping[str, DimCut] = field(default_factory=dict)
     """Buffers of which a rank needs its part only."""
 
 
@@ -216,7 +216,7 @@ def require_divides(num_ranks: int, size: int, what: str) -> None:
         raise Indivisible(f"{size} {what}")
 
 
-def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
+def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, DimCut]:
     """Return the cuts of a linear (or Conv1D) by its `out` or `in` features, if the block has it.
 
     Its bias is cut with the features that come out. Where features that go in are cut, the bias is
@@ -226,20 +226,20 @@ def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
         module = unwrapped(block.get_submodule(name))
     except AttributeError:
         return {}
-    cuts = {f"{name}.weight": Cut(_dim_of(module, features), rows)}
+    cuts = {f"{name}.weight": DimCut(_dim_of(module, features), rows)}
     if features == "out" and getattr(module, "bias", None) is not None:
-        cuts[f"{name}.bias"] = Cut(0, rows)
+        cuts[f"{name}.bias"] = DimCut(0, rows)
     return cuts
 
 
 def evenly(
     block: Any, num_ranks: int, what: str, out: Sequence[str] = (), into: Sequence[str] = ()
-) -> dict[str, Cut]:
+) -> dict[str, DimCut]:
     """Return the cuts of linears that the block has in equal shares, as `linear` does.
 
     `out` are cut by the features that come out, `into` by those that go in; `what` names them.
     """
-    weights: dict[str, Cut] = {}
+    weights: dict[str, DimCut] = {}
     for names, features in ((out, "out"), (into, "in")):
         for name in names:
             if (size := num_features(block, name, features)) is not None:
@@ -261,10 +261,10 @@ def _dim_of(linear: Any, features: str) -> int:
     return int((features == "in") != isinstance(linear, Conv1D))
 
 
-def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
+def depthwise(block: Any, name: str, channels: Rows) -> dict[str, DimCut]:
     """Return the cuts of a convolution that has one filter for each channel."""
     module = unwrapped(block.get_submodule(name))
-    return {f"{name}.{part}": Cut(0, channels) for part, _ in module.named_parameters()}
+    return {f"{name}.{part}": DimCut(0, channels) for part, _ in module.named_parameters()}
 
 
 def unwrapped(module: Any) -> Any:

@@ -13,7 +13,7 @@ from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.stored import stored_in
-from shardwise.models.tensor_cuts import BlockSplit, Cut, Indivisible, unwrapped
+from shardwise.models.tensor_cuts import BlockSplit, DimCut, Indivisible, unwrapped
 
 
 def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
@@ -64,12 +64,12 @@ def replicated_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> 
     return [+sizes for sizes in (outside, *units.values(), Counter())]
 
 
-def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
+def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, DimCut]:
     """Return how each parameter within the layers that is not whole is cut, by its name.
 
     Raises Indivisible.
     """
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, DimCut] = {}
     for layer in spec.layers:
         for path, split in split_blocks(hf, layer, num_ranks).items():
             if split is not None:
@@ -78,7 +78,7 @@ def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
     return cuts
 
 
-def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
+def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, DimCut]:
     """Return how each parameter of a block that is not whole is cut, by its name there.
 
     An adapter is cut as its base is: B and magnitudes with the features that come out, A with those
@@ -99,13 +99,13 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
             continue
         goes_in = _goes_in(unwrapped(layer), cut)
         for factor in (layer.lora_A if goes_in else layer.lora_B).parameters():
-            cuts[names[factor]] = Cut(int(goes_in), cut.rows)
+            cuts[names[factor]] = DimCut(int(goes_in), cut.rows)
         for magnitude in () if goes_in else layer.lora_magnitude_vector.parameters():
-            cuts[names[magnitude]] = Cut(0, cut.rows)
+            cuts[names[magnitude]] = DimCut(0, cut.rows)
     return cuts
 
 
-def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
+def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, DimCut]:
     """Return the linears of a block whose input features are cut, by their path there."""
     cuts = {}
     for path, module in block.named_modules():
@@ -127,7 +127,7 @@ def cut_rows(block: nn.Module, split: BlockSplit) -> tuple[int, ...]:
     return tuple(magnitude.weight.numel() for magnitude in magnitudes)
 
 
-def _goes_in(base: nn.Module, cut: Cut) -> bool:
+def _goes_in(base: nn.Module, cut: DimCut) -> bool:
     """Return whether a linear [out, in], Conv1D [in, out] or stack [E, out, in] is cut by input."""
     if isinstance(base, nn.Linear):
         return cut.dim == 1

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 
 from shardwise.config import UserError
 from shardwise.kernels.quantised import Format
-from shardwise.models.published import Entry, entries_in, plain_keys
+from shardwise.models.published import QuantisedEntry, entries_in, plain_keys
 from shardwise.models.weight_folder import files_by_key, weight_folder
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -204,7 +204,9 @@ def _check_none(path: str, names: list[str], what: str) -> None:
 class _Reader:
     """Reads tensors by key; a file is opened with its first key, and closed with the stack."""
 
-    def __init__(self, stack: ExitStack, files: dict[str, Path], entries: dict[str, Entry]) -> None:
+    def __init__(
+        self, stack: ExitStack, files: dict[str, Path], entries: dict[str, QuantisedEntry]
+    ) -> None:
         self._stack, self._files, self.entries = stack, files, entries
         self._opened: dict[Path, Any] = {}
 

@@ -85,7 +85,7 @@ class LayerForward:
                     moved.fetch()
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """The stand-in that autograd keeps in place of a tensor."""
 
     moved: Moved
@@ -125,12 +125,12 @@ class Offload:
             held = storages((*layer.parameters(), *layer.buffers()))  # as they are gathered now
             weights = {storage.data_ptr() for storage in held.values()}
 
-            def keep(tensor: torch.Tensor) -> Kept | torch.Tensor:
+            def keep(tensor: torch.Tensor) -> KeptTensor | torch.Tensor:
                 if not self._is_moved(tensor, weights):
                     return tensor
                 moved = self._move(tensor, this)
                 size, stride = tensor.size(), tensor.stride()
-                return Kept(moved, this, tensor.dtype, size, stride, tensor.storage_offset())
+                return KeptTensor(moved, this, tensor.dtype, size, stride, tensor.storage_offset())
 
             with saved_tensors_hooks(keep, _back):
                 return forward(*args, **kwargs)
@@ -178,7 +178,7 @@ class Offload:
         return copy, self.stream.record_event()
 
 
-def _back(kept: Kept | torch.Tensor) -> torch.Tensor:
+def _back(kept: KeptTensor | torch.Tensor) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
     kept.layer.begin_backward()

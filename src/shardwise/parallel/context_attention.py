@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from shardwise.base.schedule.context import Cut, Way, reach_of, way_taken
+from shardwise.base.schedule.context import TokenSplit, Way, reach_of, way_taken
 from shardwise.config import UserError
 from shardwise.kernels.attention import Merged, Sight, attend, attend_backward
 from shardwise.kernels.recurrence import Tokens
@@ -38,7 +38,7 @@ class ContextAttention:
     """Attention of the tokens of a rank on those of all ranks of a group."""
 
     group: dist.ProcessGroup
-    cut: Cut
+    cut: TokenSplit
     way: Way
 
     def __call__(

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.base.schedule.context import Cut
+from shardwise.base.schedule.context import TokenSplit
 from shardwise.parallel.reduce import all_gather, reduce_scatter
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -86,7 +86,7 @@ class Ring:
     """
 
     group: dist.ProcessGroup
-    cut: Cut
+    cut: TokenSplit
     rank: int
     chunk_length: int
     reach: int | None
@@ -162,7 +162,7 @@ class Gather:
     """Every rank gets all keys; their gradients are added up."""
 
     group: dist.ProcessGroup
-    cut: Cut
+    cut: TokenSplit
 
     def rounds(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Keys]:
         """See Exchange: one round with all keys, in the order of their places."""

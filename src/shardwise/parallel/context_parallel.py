@@ -21,7 +21,7 @@ import torch.distributed as dist
 from shardwise.base.batches import AnyBatch, Batch, OnHost
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.base.layouts import strategy_facts
-from shardwise.base.schedule.context import Cut
+from shardwise.base.schedule.context import TokenSplit
 from shardwise.config import RunConfig
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import context_facts
@@ -59,7 +59,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     return replace(pm, reduce_grads=(*pm.reduce_grads, reduce))
 
 
-def tokens_of(batch: Batch, group: dist.ProcessGroup, cut: Cut, isolated: bool) -> Batch:
+def tokens_of(batch: Batch, group: dist.ProcessGroup, cut: TokenSplit, isolated: bool) -> Batch:
     """Return this rank's tokens of the complete rows of a batch; nothing is sent."""
     num_rows, length = batch.input_ids.shape
     num_chunks = cut.num_ranks * cut.chunks_per_rank

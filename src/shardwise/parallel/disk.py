@@ -28,7 +28,7 @@ from shardwise.base.layouts import strategy_facts
 from shardwise.config import RunConfig, UserError, require
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.disk_units import Layout, Pages, stand_in
+from shardwise.parallel.disk_units import FileLayout, Pages, stand_in
 from shardwise.parallel.disk_update import Update
 from shardwise.parallel.disk_window import Window
 from shardwise.parallel.place import local, materialise, placed_like
@@ -48,7 +48,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     materialise(nn.ModuleList(pm.parts), mesh.device, memory=_stand_in)
     parts = [part for part in pm.parts if isinstance(part, ModelPart)]
     kinds = STATES[cfg.optimizer.name]
-    layout = Layout(parts, len(kinds), _dtype_of_gradients(pm, cfg, spec))
+    layout = FileLayout(parts, len(kinds), _dtype_of_gradients(pm, cfg, spec))
     window = _reserve(layout, cfg)
     update = Update(layout, window, kinds)
     for visits in layout.visits:
@@ -98,7 +98,7 @@ def _stand_in(like: torch.Tensor) -> torch.Tensor:
     return placed_like(like, made) if isinstance(like, DTensor) else made
 
 
-def _reserve(layout: Layout, cfg: RunConfig) -> Window:
+def _reserve(layout: FileLayout, cfg: RunConfig) -> Window:
     """Make this rank's file; UserError, the same on every rank, if one of them has no room."""
     folder = Path(cfg.parallel.offload_folder or cfg.training.output_dir)
     window, reason, made = None, None, None
@@ -126,7 +126,7 @@ def _reserve(layout: Layout, cfg: RunConfig) -> Window:
     return window
 
 
-class Kept(NamedTuple):
+class KeptWeight(NamedTuple):
     """The stand-in that autograd keeps in place of a weight, or of a view of it."""
 
     dtype: torch.dtype
@@ -147,12 +147,12 @@ def _around(
     above = order[number + 1] if number + 1 < len(order) else None
     below = order[number - 1] if number else above
 
-    def keep(tensor: torch.Tensor) -> Kept | torch.Tensor:
+    def keep(tensor: torch.Tensor) -> KeptWeight | torch.Tensor:
         if isinstance(tensor, DTensor) or not window.hold(pages).has(tensor):
             return tensor
-        return Kept(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return KeptWeight(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def back(kept: Kept | torch.Tensor) -> torch.Tensor:
+    def back(kept: KeptWeight | torch.Tensor) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
         storage = window.hold(pages, below).bytes.untyped_storage()

@@ -63,7 +63,7 @@ class Leaf:
 
 
 @dataclass(eq=False)
-class Unit:
+class DiskUnit:
     """Tensors that are read together. In the file it lies in the order of the fields here."""
 
     frozen: list[Leaf]
@@ -80,7 +80,7 @@ class Unit:
 class Pages(NamedTuple):
     """A part of a unit that is in memory at once: all weights, or what the optimizer updates."""
 
-    unit: Unit
+    unit: DiskUnit
     is_update: bool = False
 
     @property
@@ -103,11 +103,11 @@ class Pages(NamedTuple):
 class Visit(NamedTuple):
     """A unit in the order of a forward, and the modules whose forwards use its weights."""
 
-    unit: Unit
+    unit: DiskUnit
     modules: Sequence[nn.Module]
 
 
-class Layout:
+class FileLayout:
     """The units of a rank, each with its place in the file."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Layout:
         used at both ends of a model, which may be two stages of this rank.
         """
         self.num_states, self.gradient = num_states, gradient
-        self.trained: dict[Unit, list[nn.Parameter]] = {}
+        self.trained: dict[DiskUnit, list[nn.Parameter]] = {}
         """The trained parameters of each unit."""
         self.states: dict[nn.Parameter, list[Leaf]] = {}
         self.gradients: dict[nn.Parameter, Leaf] = {}
@@ -132,7 +132,7 @@ class Layout:
         self.visits = [self._visits(part, tied if part.spec.tied else None) for part in parts]
         """Units of each part."""
 
-    def _visits(self, part: ModelPart, tied: Unit | None) -> list[Visit]:
+    def _visits(self, part: ModelPart, tied: DiskUnit | None) -> list[Visit]:
         units = {
             place: tied if tied and place in ENDS else self._unit(parameters)
             for place, parameters in named(part).items()
@@ -144,7 +144,7 @@ class Layout:
             if is_there.get(place, True)
         ]
 
-    def _unit(self, parameters: Sequence[nn.Parameter]) -> Unit:
+    def _unit(self, parameters: Sequence[nn.Parameter]) -> DiskUnit:
         self.num_bytes = -(-self.num_bytes // PAGE) * PAGE
         begins = [self.num_bytes]
         trained = [p for p in parameters if p.requires_grad]
@@ -160,7 +160,7 @@ class Layout:
                 self.gradients[p] = self._leaf(stand_in(own(p), self.gradient(p)))
         states = [leaf for p in trained for leaf in self.states[p]]
         gradients = [self.gradients[p] for p in trained if p in self.gradients]
-        unit = Unit(frozen, weights, states, gradients, *begins, self.num_bytes)
+        unit = DiskUnit(frozen, weights, states, gradients, *begins, self.num_bytes)
         self.trained[unit] = trained
         return unit
 

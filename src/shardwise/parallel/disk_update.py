@@ -8,14 +8,14 @@ from types import MethodType
 import torch
 from torch import nn
 
-from shardwise.parallel.disk_units import Layout, Leaf, Pages, own
+from shardwise.parallel.disk_units import FileLayout, Leaf, Pages, own
 from shardwise.parallel.disk_window import Window
 
 
 class Update:
     """The update of a rank's weights in the window."""
 
-    def __init__(self, layout: Layout, window: Window, kinds: tuple[str, ...]) -> None:
+    def __init__(self, layout: FileLayout, window: Window, kinds: tuple[str, ...]) -> None:
         """Let gradients that have a place on disk go there as soon as a backward has made them.
 
         `kinds`: the states that are as large as their parameter.

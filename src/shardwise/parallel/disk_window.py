@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.base.interfaces import Storage
-from shardwise.parallel.disk_units import Leaf, Pages, Unit
+from shardwise.parallel.disk_units import DiskUnit, Leaf, Pages
 from shardwise.parallel.place import local, placed_like
 
 NUM_BUFFERS = 3
@@ -68,7 +68,7 @@ class Buffer:
         return tensor
 
 
-class Held:
+class LoadedPages:
     """Pages in a buffer."""
 
     def __init__(self, pages: Pages, buffer: Buffer) -> None:
@@ -89,7 +89,7 @@ class Held:
 class Window(Storage):
     """The file of a rank, and the pages of it that are in memory."""
 
-    def __init__(self, folder: Path, units: Sequence[Unit], made: Path | None = None) -> None:
+    def __init__(self, folder: Path, units: Sequence[DiskUnit], made: Path | None = None) -> None:
         """Reserve the file, which has no name: it is gone when the process is, however it ends.
 
         `made`: the folder, where it was made for the run and goes with its last file.
@@ -105,7 +105,7 @@ class Window(Storage):
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # as long as the process
         os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
         self._free = deque(Buffer(largest) for _ in range(NUM_BUFFERS))
-        self._held: dict[Pages, Held] = {}
+        self._held: dict[Pages, LoadedPages] = {}
         self._current: Pages | None = None
         self._leaves = {
             leaf.stand_in.data_ptr(): leaf
@@ -115,7 +115,7 @@ class Window(Storage):
         self._read_bytes = 0
         self._written_bytes = 0
 
-    def hold(self, pages: Pages, then: Pages | None = None) -> Held:
+    def hold(self, pages: Pages, then: Pages | None = None) -> LoadedPages:
         """Have these pages in memory, and begin to read those that are needed `then`.
 
         All others leave the window.
@@ -203,9 +203,9 @@ class Window(Storage):
         shown = local(held.detach())
         return self._leaves.get(shown.data_ptr()) if shown.numel() else None
 
-    def _read_ahead(self, pages: Pages) -> Held:
+    def _read_ahead(self, pages: Pages) -> LoadedPages:
         buffer = self._free.popleft()
-        held = Held(pages, buffer)
+        held = LoadedPages(pages, buffer)
         buffer.await_later(self._read(buffer.first(pages.num_bytes), pages.begin))
         return held
 

@@ -25,17 +25,17 @@ from shardwise.models.causal_lm import CausalLM
 from shardwise.models.expert_plan import cuts_of, experts_of
 from shardwise.models.names import hf_name
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import Cut
+from shardwise.models.tensor_cuts import DimCut
 from shardwise.parallel.expert_axis import ExpertAxis
 from shardwise.parallel.place import axes_of, local, placed
 from shardwise.parallel.rows import in_order
-from shardwise.parallel.tensor_modules import Shares
+from shardwise.parallel.tensor_modules import PlainShares
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Leave this rank its experts, while parameters are on `meta`, and send tokens to them."""
     axis = ExpertAxis(mesh.group("ep"))
-    reordered: dict[str, Cut] = {}
+    reordered: dict[str, DimCut] = {}
     for part in pm.parts:
         assert isinstance(part, CausalLM)
         cuts = cuts_of(part.hf, part.spec, mesh.ep)
@@ -47,12 +47,12 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
                 share = _share(parameter, cuts[f"{path}.{name}"], mesh)
                 part.hf.get_submodule(owner)._parameters[attribute] = share
             routed = part.experts[hf_name(path)]
-            routed.compute = partial(axis.compute, Shares(experts).within(routed.compute))
+            routed.compute = partial(axis.compute, PlainShares(experts).within(routed.compute))
         reordered |= {name: cut for name, cut in cuts.items() if not cut.rows.in_order}
     return in_order(pm, reordered, "ep")
 
 
-def _share(full: nn.Parameter, cut: Cut, mesh: Mesh) -> nn.Parameter:
+def _share(full: nn.Parameter, cut: DimCut, mesh: Mesh) -> nn.Parameter:
     """Return this rank's share of a weight, which `tp` may have sharded along another dim."""
     assert full.is_meta
     placements = full.placements if isinstance(full, DTensor) else ()

@@ -26,7 +26,7 @@ from shardwise.config import RunConfig
 from shardwise.kernels.float8 import Float8
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import Cut, Rows, Segment
+from shardwise.models.tensor_cuts import DimCut, Rows, Segment
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
 
 
@@ -56,7 +56,7 @@ def _over_features(part: CausalLM, group: dist.ProcessGroup) -> None:
 
 
 def _over_shares(
-    float8: Float8, linear: nn.Module, cut: Cut | None, group: dist.ProcessGroup
+    float8: Float8, linear: nn.Module, cut: DimCut | None, group: dist.ProcessGroup
 ) -> None:
     """Let a linear, which will be cut so, reduce its largest values and its gradients."""
     goes_in = 0 if isinstance(linear, Conv1D) else 1

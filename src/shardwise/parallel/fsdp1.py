@@ -28,7 +28,7 @@ from shardwise.parallel.place import materialise, odd_dtype
 from shardwise.parallel.reduce import sum_gradients
 
 
-class Unit(nn.Module):
+class WrappedUnit(nn.Module):
     """The part that a wrapper holds and calls, in place of the module whose calls go through the
     wrapper.
 
@@ -62,10 +62,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             ignored += odd_dtype(together)
             taken = set(together)
             others = [p for p in module.parameters() if p not in taken]
-            wrappers.append(_wrap(Unit(module), mesh, [*ignored, *others]))
+            wrappers.append(_wrap(WrappedUnit(module), mesh, [*ignored, *others]))
             module.forward = wrappers[-1].__call__
     *inner, root = wrappers
-    assert isinstance(root.module, Unit)
+    assert isinstance(root.module, WrappedUnit)
     # Not earlier: a wrapper leaves out all parameters that those in it have left out when it is
     # made, and the root's inner wrapper, of what is trained, has left out what the root shards.
     root.module.inner.extend(inner)
@@ -117,7 +117,7 @@ def _flat_parameters(
     return [parameters for parameters in (trained, frozen) if parameters]
 
 
-def _wrap(unit: Unit, mesh: Mesh, others: list[nn.Parameter]) -> FullyShardedDataParallel:
+def _wrap(unit: WrappedUnit, mesh: Mesh, others: list[nn.Parameter]) -> FullyShardedDataParallel:
     """Wrap a unit in FSDP over the ranks of `Mesh.shard_axis`, without the parameters `others`."""
     wrapper = FullyShardedDataParallel(
         unit,

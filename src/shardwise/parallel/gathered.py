@@ -12,7 +12,7 @@ from shardwise.parallel.weights import ChunkWeights, Weight
 
 
 @dataclass(frozen=True)
-class Unit:
+class GatheredUnit:
     """Weights that are gathered and freed together."""
 
     weights: tuple[Weight, ...]
@@ -25,7 +25,7 @@ class Unit:
         return tuple(weight for weight in self.weights if weight.is_trained)
 
 
-def units_of(chunk: ChunkWeights, ends_apart: bool) -> list[Unit]:
+def units_of(chunk: ChunkWeights, ends_apart: bool) -> list[GatheredUnit]:
     """Return the units of a chunk, in forward order.
 
     They are the embedding, each layer, and the rest: final norm, head, and a tied embedding, which
@@ -42,10 +42,10 @@ def units_of(chunk: ChunkWeights, ends_apart: bool) -> list[Unit]:
             unit = spec.head
         others[unit].append(weight)
     units = [
-        Unit(tuple(others[spec.embed]), is_kept=False),
-        *(Unit(chunk.by_layer[layer.name], is_kept=False) for layer in spec.layers),
-        Unit(tuple(others[spec.head]), is_kept=True),
-        Unit(tuple(others[rest]), is_kept=spec.tied or not ends_apart),
+        GatheredUnit(tuple(others[spec.embed]), is_kept=False),
+        *(GatheredUnit(chunk.by_layer[layer.name], is_kept=False) for layer in spec.layers),
+        GatheredUnit(tuple(others[spec.head]), is_kept=True),
+        GatheredUnit(tuple(others[rest]), is_kept=spec.tied or not ends_apart),
     ]
     return [unit for unit in units if unit.weights]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Unit:
+class HeldUnit:
     """The embedding, a layer, or final norm and head, as a rank holds it."""
 
     name: str
@@ -37,7 +37,7 @@ class ChunkUnits(NamedTuple):
     """The units of a chunk, and how a rank holds them."""
 
     cfg: RunConfig
-    units: Sequence[Unit]
+    units: Sequence[HeldUnit]
     num_shards: int
     is_gloo: bool
     tied: Weight | None

@@ -30,7 +30,7 @@ from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig, require
 from shardwise.models.part import StagePart as Part
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
+from shardwise.parallel.pipeline_stage import Clock, ScheduledStage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import from_every_rank
 
@@ -85,8 +85,8 @@ class _Runner:
         """The lowest chunk that trains something; those below it run no backward."""
         self.group = mesh.group("pp")
         self.clock = Clock(mesh.device)
-        self.schedules: dict[tuple[int, ...], tuple[Any, list[Stage]]] = {}
-        self.latest: list[Stage] = []
+        self.schedules: dict[tuple[int, ...], tuple[Any, list[ScheduledStage]]] = {}
+        self.latest: list[ScheduledStage] = []
         """The stages that ran the latest training step."""
         self.loss_scale = 1.0
         self.losses: list[torch.Tensor] = []
@@ -133,7 +133,7 @@ class _Runner:
 
     def _schedule(
         self, parts: Sequence[Part], num_microbatches: int, hidden: torch.Tensor
-    ) -> tuple[Any, list[Stage]]:
+    ) -> tuple[Any, list[ScheduledStage]]:
         # UserError if there are too few micro-batches.
         pipeline = replace(self.pipeline, num_microbatches=num_microbatches)
         last = pipeline.num_chunks - 1
@@ -147,7 +147,9 @@ class _Runner:
             if chunk < last:
                 above = self._like(hidden, chunk)
             stages.append(
-                Stage(part, chunk, pipeline.num_chunks, below, above, self.group, self.clock)
+                ScheduledStage(
+                    part, chunk, pipeline.num_chunks, below, above, self.group, self.clock
+                )
             )
         has_one_stage = pipeline.schedule in ("gpipe", "1f1b")
         schedule = SCHEDULES[pipeline.schedule](

@@ -57,7 +57,7 @@ def errors_as_they_are() -> Generator[None]:
         raise error.__cause__ or error from None
 
 
-class Stage(PipelineStage):
+class ScheduledStage(PipelineStage):
     """One chunk of the model in torch's schedules.
 
     `input` and `output` are like what enters and leaves for a micro-batch, on any device, so that

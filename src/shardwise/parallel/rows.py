@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise.base.interfaces import ParallelModel
-from shardwise.models.tensor_cuts import Cut, Rows
+from shardwise.models.tensor_cuts import DimCut, Rows
 from shardwise.parallel.place import axes_of
 
 
-def in_order(pm: ParallelModel, reordered: Mapping[str, Cut], axis: str) -> ParallelModel:
+def in_order(pm: ParallelModel, reordered: Mapping[str, DimCut], axis: str) -> ParallelModel:
     """Let what is portable of a model have its rows in order.
 
     `reordered`: cuts of parameters, by name, along `axis` of the mesh. The ranks' shares, joined in
@@ -42,7 +42,7 @@ def in_order(pm: ParallelModel, reordered: Mapping[str, Cut], axis: str) -> Para
     return replace(pm, to_portable=to_portable, from_portable=from_portable)
 
 
-def _in_blocks(cut: Cut, portable: torch.Tensor, size: int) -> Rows:
+def _in_blocks(cut: DimCut, portable: torch.Tensor, size: int) -> Rows:
     """Return the rows of a cut, in blocks where a state has one number for several of `size`."""
     return cut.rows.in_blocks(size // portable.shape[cut.dim])
 

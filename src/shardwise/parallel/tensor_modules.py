@@ -42,7 +42,7 @@ def as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class Shares:
+class PlainShares:
     """Plain shares in place of DTensors, under their names, while a module and its children run."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -79,7 +79,7 @@ class Shares:
 
 def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> None:
     """Let a sharded block compute this rank's partial sum of its output, and add these up."""
-    shares = Shares(block)
+    shares = PlainShares(block)
     for name, value in split.attributes.items():
         owner, _, attribute = name.rpartition(".")
         setattr(in_use(block.get_submodule(owner)), attribute, value)
@@ -142,7 +142,7 @@ def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:
     most = -(-vocab_size // axis.size)
     vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
     for module in modules_of_type(head, nn.Linear):
-        with_shares = Shares(module).within(module.forward)
+        with_shares = PlainShares(module).within(module.forward)
         module.forward = partial(_logits_or_loss, with_shares, vocabulary, vocab_size, axis)
 
 

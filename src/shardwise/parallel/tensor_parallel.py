@@ -28,7 +28,7 @@ from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
 from shardwise.config import RunConfig
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import BlockSplit, Cut
+from shardwise.models.tensor_cuts import BlockSplit, DimCut
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
 from shardwise.parallel.place import local, placed
 from shardwise.parallel.reduce import sum_gradients
@@ -77,7 +77,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 class SplitResult:
     """The parameters after the split."""
 
-    reordered: dict[str, Cut] = field(default_factory=dict)
+    reordered: dict[str, DimCut] = field(default_factory=dict)
     """Sharded parameters, by name, whose shares joined in rank order are not the complete one."""
     partial_sums: set[str] = field(default_factory=set)
     """Names of replicated parameters of whose gradient each rank has a partial sum."""
@@ -173,7 +173,7 @@ class _Splitter:
 
 
 def _add_up_shared(
-    parameter: nn.Parameter, cut: Cut, axis: TensorAxis, device: torch.device
+    parameter: nn.Parameter, cut: DimCut, axis: TensorAxis, device: torch.device
 ) -> None:
     """Add up the gradients of rows that several ranks hold, on the device of the group."""
     assert parameter.grad is not None

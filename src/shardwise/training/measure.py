@@ -20,7 +20,7 @@ from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
-from shardwise.metrics.allocations import Recorder
+from shardwise.metrics.allocations import AllocationRecorder
 from shardwise.metrics.dispatch import Dispatches, counts_of_steps
 from shardwise.metrics.flops import (
     CONVENTION,
@@ -40,7 +40,7 @@ from shardwise.training.step import forward_backward
 
 
 @dataclass(frozen=True)
-class Memory:
+class MeasuredMemory:
     """Bytes on each rank, in the order of ranks, and what the step launched there."""
 
     peak_bytes: list[int]
@@ -69,8 +69,8 @@ def measure_memory(
     microbatches: Sequence[AnyBatch],
     mesh: Mesh,
     cfg: RunConfig,
-    recorder: Recorder | None = None,
-) -> Memory:
+    recorder: AllocationRecorder | None = None,
+) -> MeasuredMemory:
     """Return the peak and state bytes of one step, and its launches, a collective of all ranks.
 
     The step changes the model, so everything has to be saved before. `recorder`: see PeakMemory.
@@ -104,7 +104,7 @@ def measure_memory(
     assert peak.peak_bytes is not None
     assert peak.parts is not None
     weights_bytes = peak.parts["weights"] + window_bytes
-    return Memory(
+    return MeasuredMemory(
         from_every_rank(peak.peak_bytes + window_bytes),
         from_every_rank({**peak.parts, "weights": weights_bytes}),
         from_every_rank(bytes_of_state),

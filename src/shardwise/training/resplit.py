@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwise.assembly.build import Job
 from shardwise.assembly.costs import limits_bytes
 from shardwise.base.interfaces import Mesh
-from shardwise.base.schedule.resplit import Proposal, Seen, better_split
+from shardwise.base.schedule.resplit import Proposal, SeenTimes, better_split
 from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig
 from shardwise.parallel.reduce import from_every_rank
@@ -33,7 +33,7 @@ class Watch:
     def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job) -> None:
         self._cfg, self._mesh = cfg, mesh
         self._warmup = max(1, cfg.measure.warmup_steps)
-        self._seen: dict[tuple[int, ...], Seen] = {}
+        self._seen: dict[tuple[int, ...], SeenTimes] = {}
         self._settled = False
         self.begin(job.build_seconds)
 
@@ -75,7 +75,7 @@ class Watch:
             ]
             now = job.cut.split.boundaries
             self._seen.pop(now, None)  # it is the latest now
-            self._seen[now] = Seen(tuple(slowest), max(step for _, _, step, _ in ranks))
+            self._seen[now] = SeenTimes(tuple(slowest), max(step for _, _, step, _ in ranks))
             proposal = better_split(
                 job.cut.units,
                 job.cut.pipeline,

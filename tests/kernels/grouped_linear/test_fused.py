@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.kernels.backward_half import BackwardHalf
-from shardwise.kernels.grouped_linear import Adapter, grouped, grouped_linear, loop, naive, takes
+from shardwise.kernels.grouped_linear import (
+    StackedAdapter,
+    grouped,
+    grouped_linear,
+    loop,
+    naive,
+    takes,
+)
 from shardwise.kernels.grouped_linear.gradients import Needs
 from tests.kernels.gates import error, kept_elements, run
 from tests.kernels.lora_linear.cases import worst
@@ -51,7 +58,9 @@ def with_factors(kernel: Callable[..., torch.Tensor], counts: tuple[int, ...]) -
     """The kernel as a function of x, W, A and B, or of x and W."""
 
     def linear(x: torch.Tensor, weight: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
-        return kernel(x, weight, ends_of(counts), Adapter(*factors, SCALE) if factors else None)
+        return kernel(
+            x, weight, ends_of(counts), StackedAdapter(*factors, SCALE) if factors else None
+        )
 
     return linear
 
@@ -108,10 +117,10 @@ def test_only_needed_gradients_are_computed(needed, monkeypatch):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_products_have_the_dtype_of_the_stack_under_autocast_too(x_dtype):
     x, weight, a, b = (tensor.detach() for tensor in inputs(dtype=torch.bfloat16))
-    expected = grouped_linear(x, weight, ends_of(UNEVEN), Adapter(a, b, SCALE))
+    expected = grouped_linear(x, weight, ends_of(UNEVEN), StackedAdapter(a, b, SCALE))
     with torch.autocast("cpu", torch.float16):
         y = grouped_linear(
-            x.to(x_dtype), weight, ends_of(UNEVEN), Adapter(a.float(), b.float(), SCALE)
+            x.to(x_dtype), weight, ends_of(UNEVEN), StackedAdapter(a.float(), b.float(), SCALE)
         )
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, expected)

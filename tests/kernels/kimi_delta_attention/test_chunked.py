@@ -209,7 +209,7 @@ def ignore_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_decay_over_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = property(lambda chunks: torch.ones_like(chunks.from_start[..., -1, :, None]))
-    monkeypatch.setattr(chunked._Chunks, "over", ones)
+    monkeypatch.setattr(chunked._KimiChunks, "over", ones)
 
 
 def swap_the_halves(monkeypatch: pytest.MonkeyPatch) -> None:

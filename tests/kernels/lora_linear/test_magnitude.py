@@ -8,7 +8,7 @@ import torch
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.lora_linear import magnitude
 from shardwise.kernels.lora_linear.magnitude import row_norms, with_magnitude
-from shardwise.kernels.quantised import Layout, Matrix, dequantise, quantise
+from shardwise.kernels.quantised import Matrix, StoredLayout, dequantise, quantise
 
 OUT, IN, RANK, SCALE = 7, 64, 3, 0.7
 
@@ -54,7 +54,7 @@ def test_lengths_in_16_bits_and_of_stored_weights_are_those_of_float32():
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, lengths(rounded.float(), a, b))
     tensors = quantise(weight, "nf4")
-    layout = Layout("nf4", tuple(tensors), torch.float32)
+    layout = StoredLayout("nf4", tuple(tensors), torch.float32)
     expected = lengths(dequantise(tensors, "nf4", torch.float32), a, b)
     torch.testing.assert_close(
         row_norms(Matrix((*tensors.values(),), layout), a, b, SCALE), expected

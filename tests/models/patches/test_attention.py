@@ -14,7 +14,7 @@ from shardwise.assembly.build import build
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 SOFTMAX = "aten._safe_softmax.default"  # of the math kernel's
@@ -37,7 +37,7 @@ def _run(
     training = replace(cfg.training, checkpointing=checkpointing)
     cfg = replace(cfg, model=replace(cfg.model, sdpa_backend=backend), training=training)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     with _Counts() as modes:
         loss, _ = forward_backward(job.pm, microbatches(cfg, mesh, 1)[:1], mesh)
     grads = [p.grad for p in job.trainable()]

@@ -16,7 +16,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.tiny import tiny
-from tests.parity.harness import Cell, Start, microbatches, run_config
+from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_stays_finite_where_transformers_does_not(gates: tuple[Any, nn.Module]) 
 def step_with_large_gates() -> float:
     cfg = run_config(Cell("kimi_linear", "single", "full"))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, Start())
+    job = build(cfg, mesh, DrawnStart())
     for name, parameter in job.pm.named_parameters():
         if name.endswith("dt_bias"):
             parameter.data.fill_(100.0)

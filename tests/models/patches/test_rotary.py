@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Phi3Config, Pre
 
 from shardwise.base.batches import Batch
 from shardwise.config import RunConfig
-from shardwise.lab.proof.harness import Rows, verdict
+from shardwise.lab.proof.harness import RandomRows, verdict
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import FAMILIES, family_of, spec_of
@@ -164,7 +164,7 @@ def _outcome(cfg: RunConfig) -> Any:
 
 
 def padded_row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, labels, documents = Rows()(slot, step)
+    tokens, labels, documents = RandomRows()(slot, step)
     return tokens, labels, documents.where(labels >= 0, -1)
 
 

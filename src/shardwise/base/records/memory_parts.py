@@ -12,7 +12,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 
 @dataclass(frozen=True)
-class Event:
+class AllocationEvent:
     """An allocation (`size_bytes` > 0) or a free of the block at `address`."""
 
     address: int
@@ -37,7 +37,7 @@ class _Block:
 
 
 def parts_at_peak(
-    timeline: Sequence[Event | Mark], entry_bytes: int, peak_bytes: int
+    timeline: Sequence[AllocationEvent | Mark], entry_bytes: int, peak_bytes: int
 ) -> dict[str, int]:
     """Return the bytes of each of PARTS at the peak; they add up to `peak_bytes`.
 
@@ -54,14 +54,14 @@ def parts_at_peak(
     """
     peak, most_bytes = 0, entry_bytes
     for i, entry in enumerate(timeline):
-        if isinstance(entry, Event) and entry.alive_bytes > most_bytes:
+        if isinstance(entry, AllocationEvent) and entry.alive_bytes > most_bytes:
             peak, most_bytes = i, entry.alive_bytes
     alive: dict[int, _Block] = {}
     since_mark: dict[int, _Block] = {}
     at_peak: list[_Block] = []
     is_first = True
     for i, entry in enumerate(timeline):
-        if isinstance(entry, Event):
+        if isinstance(entry, AllocationEvent):
             alive.pop(entry.address, None)
             since_mark.pop(entry.address, None)
             if entry.size_bytes > 0:

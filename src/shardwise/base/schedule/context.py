@@ -19,7 +19,7 @@ Way = Literal["ring", "gather", "ulysses"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class TokenSplit:
     """A row in chunks, which `num_ranks` ranks share."""
 
     num_ranks: int
@@ -87,14 +87,19 @@ Sent = dict[MessageKind, tuple[int, int]]
 """Kind of message -> calls, and bytes of what they are given, as in planner/communication.py."""
 
 
-def way_taken(way: Way, cut: Cut, reach: int | None) -> Way:
+def way_taken(way: Way, cut: TokenSplit, reach: int | None) -> Way:
     """Return how keys travel: a window that reaches not all chunks is no reason to gather all."""
     spans_row = reach is None or reach >= cut.num_ranks * cut.chunks_per_rank - 1
     return "ring" if way == "gather" and not spans_row else way
 
 
 def sent_by_attention(
-    shape: AttentionShape, cut: Cut, rank: int, way: Way, window: int | None, tokens_per_row: int
+    shape: AttentionShape,
+    cut: TokenSplit,
+    rank: int,
+    way: Way,
+    window: int | None,
+    tokens_per_row: int,
 ) -> tuple[Sent, Sent]:
     """Return what a rank sends in a forward and in a backward of one layer and micro-batch.
 
@@ -117,7 +122,9 @@ def sent_by_attention(
 
 
 @lru_cache(maxsize=256)  # many layers and layouts send the same
-def _sent_by_ring(chunk_bytes: int, cut: Cut, rank: int, reach: int | None) -> tuple[Sent, Sent]:
+def _sent_by_ring(
+    chunk_bytes: int, cut: TokenSplit, rank: int, reach: int | None
+) -> tuple[Sent, Sent]:
     """Return what a rank sends point to point: to each other rank the chunks that it reads.
 
     The backward sends them again, and gives back gradients of what this rank read itself. Without a
@@ -205,13 +212,13 @@ class ContextFacts:
     attention: AttentionShape | None
     """The attention of a whole layer, for one token of one byte; None: the model has none."""
 
-    def way_and_cut(self, parallel: Parallel) -> tuple[Way, Cut]:
+    def way_and_cut(self, parallel: Parallel) -> tuple[Way, TokenSplit]:
         """Return the way of `parallel.cp_attention`, and the cut that goes with it."""
         num_ranks, way = parallel.cp, parallel.cp_attention
         if way == "auto":
             shape = self.on_rank(parallel)
             way = "ring" if shape is None else best_way(shape, num_ranks, self.contiguous)
-        return way, Cut(num_ranks, zigzag=not self.contiguous and way != "ulysses")
+        return way, TokenSplit(num_ranks, zigzag=not self.contiguous and way != "ulysses")
 
     def on_rank(self, parallel: Parallel) -> AttentionShape | None:
         """Return the attention of a rank of `tp`."""

@@ -106,7 +106,7 @@ def _totals_of(units: Sequence[Sequence[Option]], most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkOptions:
     """Units that run one after the other, and the bounds that other chunks' bytes lower."""
 
     units: Sequence[Sequence[Option]]
@@ -115,7 +115,7 @@ class Chunk:
     as much as the chunk does, and the bounds of what they leave."""
 
 
-def choose(chunks: Sequence[Chunk]) -> tuple[Choice, ...] | None:
+def choose(chunks: Sequence[ChunkOptions]) -> tuple[Choice, ...] | None:
     """Return the cheapest choice for the chunks of a rank; None where nothing is within bounds.
 
     What other micro-batches keep is set first, to each of the totals that the chunks may have. If
@@ -132,7 +132,7 @@ def choose(chunks: Sequence[Chunk]) -> tuple[Choice, ...] | None:
 
 
 def _with_totals(
-    chunks: Sequence[Chunk], totals: Sequence[int] | None
+    chunks: Sequence[ChunkOptions], totals: Sequence[int] | None
 ) -> tuple[int, tuple[Choice, ...]] | None:
     price, choices = 0, []
     for place, chunk in enumerate(chunks):
@@ -144,7 +144,7 @@ def _with_totals(
     return price, tuple(choices)
 
 
-def _lowest(chunk: Chunk, totals: Sequence[int] | None, place: int) -> Bounds:
+def _lowest(chunk: ChunkOptions, totals: Sequence[int] | None, place: int) -> Bounds:
     """Return the lowest bounds of a chunk in its passes, if each chunk keeps these totals."""
     less = [
         sum(number * total for number, total in zip(numbers, totals or (), strict=False))

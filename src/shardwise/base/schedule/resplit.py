@@ -30,7 +30,7 @@ _SECONDS = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenTimes:
     """Times of a step under a split."""
 
     busy_seconds: tuple[float, ...]
@@ -45,7 +45,7 @@ class Proposal:
     layers: tuple[int, ...]
     """The number of layers in each chunk."""
     boundaries: tuple[int, ...]
-    seen: Seen
+    seen: SeenTimes
     """The step under the current split."""
     expected_seconds: float
     """The step under this one."""
@@ -62,7 +62,7 @@ def better_split(
     pipeline: Pipeline,
     now: tuple[int, ...],
     limit_bytes: Limits,
-    seen: Mapping[tuple[int, ...], Seen],
+    seen: Mapping[tuple[int, ...], SeenTimes],
     num_steps: int,
     cost_seconds: float,
 ) -> Proposal | None:
@@ -103,7 +103,7 @@ def _cut(
 
 
 def _likely(
-    units: Sequence[Cost], pipeline: Pipeline, seen: Mapping[tuple[int, ...], Seen]
+    units: Sequence[Cost], pipeline: Pipeline, seen: Mapping[tuple[int, ...], SeenTimes]
 ) -> Iterator[Explanation]:
     """Yield both explanations of the last split's steps, or the one that foresaw them better."""
     *others, now = seen

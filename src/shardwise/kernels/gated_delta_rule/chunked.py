@@ -156,7 +156,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         return *grad_inputs, grad_state.to(ctx.state_dtype), None
 
 
-class _Chunks(NamedTuple):
+class _DeltaChunks(NamedTuple):
     """The inputs of some chunks in float32 or float64, n chunks before all other dims."""
 
     q: torch.Tensor
@@ -200,7 +200,7 @@ def _chunks(
     beta: torch.Tensor,
     numbers: torch.Tensor | None,
     span: Span,
-) -> _Chunks:
+) -> _DeltaChunks:
     """Prepare the inputs of `gated_delta_rule` of a span."""
     q, k, v, beta = (heads_first(x, span) for x in (q, k, v, beta[..., None]))
     q_factor, k_factor = _one_over_length(q) * q.shape[-1] ** -0.5, _one_over_length(k)
@@ -226,16 +226,16 @@ def _chunks(
     # Of later tokens the exponents are positive, and some powers infinite.
     between.tril_()
     shares = from_start, between, to_end, q * from_start, k * from_start, k * to_end
-    return _Chunks(q, k, v, beta, q_factor, k_factor, *shares, apart)
+    return _DeltaChunks(q, k, v, beta, q_factor, k_factor, *shares, apart)
 
 
-def _alike(chunks: _Chunks) -> torch.Tensor:
+def _alike(chunks: _DeltaChunks) -> torch.Tensor:
     """Return k_i . k_j times the share of token j that is left at token i: [n, B, N, C, C]."""
     # Not in place: checkpointing by operators keeps the product for the recomputation.
     return (chunks.k @ chunks.k.mT) * chunks.between
 
 
-def _inverse(chunks: _Chunks, alike: torch.Tensor) -> torch.Tensor:
+def _inverse(chunks: _DeltaChunks, alike: torch.Tensor) -> torch.Tensor:
     """Return the inverse of the system's matrix, lower triangular: [n, B, N, C, C]."""
     size = alike.shape[-1]
     identity = torch.eye(size, dtype=alike.dtype, device=alike.device)
@@ -245,7 +245,7 @@ def _inverse(chunks: _Chunks, alike: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _solve(chunks: _Chunks, inverse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _solve(chunks: _DeltaChunks, inverse: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return values [n, B, N, C, H] and reads [n, B, N, C, S].
 
     The corrections of a chunk are values - reads @ s, with the state s before it.
@@ -255,7 +255,7 @@ def _solve(chunks: _Chunks, inverse: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _pass_back(
-    chunks: _Chunks,
+    chunks: _DeltaChunks,
     reads: torch.Tensor,
     similar: torch.Tensor,
     grad_out: torch.Tensor,
@@ -270,7 +270,7 @@ def _pass_back(
 
 
 def _backward(
-    chunks: _Chunks, before: torch.Tensor, grad_out: torch.Tensor, grad_last: torch.Tensor
+    chunks: _DeltaChunks, before: torch.Tensor, grad_out: torch.Tensor, grad_last: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the gradients of q, k, v, g and beta of a span, and of the state before it.
 

@@ -1,7 +1,7 @@
 """Linears of experts, each on the rows of its own tokens, with LoRA adapters or without."""
 
-from shardwise.kernels.grouped_linear.fused import Adapter, grouped_linear
+from shardwise.kernels.grouped_linear.fused import StackedAdapter, grouped_linear
 from shardwise.kernels.grouped_linear.grouped import ROW_BYTES, takes
 from shardwise.kernels.grouped_linear.rows import take_rows
 
-__all__ = ["ROW_BYTES", "Adapter", "grouped_linear", "take_rows", "takes"]
+__all__ = ["ROW_BYTES", "StackedAdapter", "grouped_linear", "take_rows", "takes"]

@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.grouped_linear import grouped, loop
 from shardwise.kernels.grouped_linear.gradients import Needs
-from shardwise.kernels.quantised import Layout, Weight, layouts_of, tensors_of, weights_of
+from shardwise.kernels.quantised import StoredLayout, Weight, layouts_of, tensors_of, weights_of
 
 
-class Adapter(NamedTuple):
+class StackedAdapter(NamedTuple):
     """The factors of all experts' adapters."""
 
     a: torch.Tensor  # [E, R, in]
@@ -31,7 +31,7 @@ def grouped_linear(
     x: torch.Tensor,
     weight: Weight,
     ends: torch.Tensor,
-    adapter: Adapter | None = None,
+    adapter: StackedAdapter | None = None,
     half: BackwardHalf | None = None,
 ) -> torch.Tensor:
     """Return y [rows, out] of x [rows, in], whose rows are sorted by expert.
@@ -58,7 +58,7 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         a: torch.Tensor | None,
         b: torch.Tensor | None,
-        layout: Layout | None,
+        layout: StoredLayout | None,
         scale: float,
         ends: torch.Tensor,
         half: BackwardHalf | None,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from shardwise.kernels.grouped_linear.fused import Adapter
+from shardwise.kernels.grouped_linear.fused import StackedAdapter
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adapter: Adapter | None = None
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, adapter: StackedAdapter | None = None
 ) -> torch.Tensor:
     """Return y [rows, out] of x [rows, in], as fused.grouped_linear does."""
     outputs, start = [], 0

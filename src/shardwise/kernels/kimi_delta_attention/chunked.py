@@ -169,7 +169,7 @@ class _Halves(NamedTuple):
     """From the border to each token of the second halves: [n, B, N, C / 2h, h, S]."""
 
 
-class _Chunks(NamedTuple):
+class _KimiChunks(NamedTuple):
     """The inputs of some chunks in float32 or float64, n chunks before all other dims."""
 
     q: torch.Tensor
@@ -201,7 +201,7 @@ def _chunks(
     beta: torch.Tensor,
     starts: torch.Tensor | None,
     span: Span,
-) -> _Chunks:
+) -> _KimiChunks:
     """Prepare the inputs of `kimi_delta_attention` of a span."""
     q, k, v, g, beta = (_padded(x, span) for x in (q, k, v, g, beta[..., None]))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
@@ -217,7 +217,7 @@ def _chunks(
         to_token = torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
         to_end = torch.stack([first_to_end * second[..., -1:, :], second_to_end], -3)
         to_end = to_end.flatten(-4, -2)
-    return _Chunks(q, k, v, beta, halves, to_token, to_end)
+    return _KimiChunks(q, k, v, beta, halves, to_token, to_end)
 
 
 class _Pairs(NamedTuple):
@@ -232,7 +232,7 @@ class _Pairs(NamedTuple):
     keys times what is kept to it: [n, B, N, C / 2h, 2h, S], [n, B, N, C / 2h, h, S]."""
 
 
-def _pairs(chunks: _Chunks) -> _Pairs:
+def _pairs(chunks: _KimiChunks) -> _Pairs:
     """Multiply each pair of tokens, two halves of a block at a time."""
     q, k = chunks.q, chunks.k
     products = k.new_zeros(*k.shape[:3], 2, CHUNK, CHUNK)
@@ -259,7 +259,7 @@ def _between_halves(products: torch.Tensor, size: int) -> torch.Tensor:
     return blocks[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -4)
 
 
-def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _solve(chunks: _KimiChunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return values [n, B, N, C, H] and reads [n, B, N, C, S]; see `pass_on`."""
     right_side = torch.cat([chunks.v, chunks.k * chunks.from_start], -1).mul_(chunks.beta)
     solution = torch.linalg.solve_triangular(
@@ -269,7 +269,7 @@ def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _pass_back(
-    chunks: _Chunks,
+    chunks: _KimiChunks,
     reads: torch.Tensor,
     similar: torch.Tensor,
     grad_out: torch.Tensor,
@@ -288,7 +288,7 @@ def _pass_back(
 
 
 def _backward(
-    chunks: _Chunks, before: torch.Tensor, grad_out: torch.Tensor, grad_last: torch.Tensor
+    chunks: _KimiChunks, before: torch.Tensor, grad_out: torch.Tensor, grad_last: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the gradients of q, k, v, g and beta of some chunks, and of the state before them.
 

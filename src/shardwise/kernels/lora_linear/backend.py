@@ -22,7 +22,7 @@ import torch
 from shardwise.kernels.dropout import Dropout
 
 
-class Backend(Protocol):
+class LoraBackend(Protocol):
     """The functions of a backend; `drop` is None where nothing is dropped."""
 
     def missing(self, device: torch.device) -> str | None:

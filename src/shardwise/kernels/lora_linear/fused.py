@@ -18,8 +18,8 @@ from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.lora_linear import torch_backend
-from shardwise.kernels.lora_linear.backend import Backend
-from shardwise.kernels.quantised import Layout, Weight, layouts_of, tensors_of, weights_of
+from shardwise.kernels.lora_linear.backend import LoraBackend
+from shardwise.kernels.quantised import StoredLayout, Weight, layouts_of, tensors_of, weights_of
 
 
 class Linear(NamedTuple):
@@ -36,7 +36,7 @@ def lora_linear(
     x: torch.Tensor,
     linears: Sequence[Linear],
     drop: Dropout | None = None,
-    backend: Backend = torch_backend,
+    backend: LoraBackend = torch_backend,
     half: BackwardHalf | None = None,
     float8: Sequence[Float8 | None] = (),
 ) -> tuple[torch.Tensor, ...]:
@@ -87,9 +87,9 @@ def _rows_and_dtype(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.T
 
 
 class _Options(NamedTuple):
-    backend: Backend
+    backend: LoraBackend
     scales: tuple[float, ...]  # one per linear
-    layouts: tuple[Layout | None, ...]  # of weights that are stored in few bits
+    layouts: tuple[StoredLayout | None, ...]  # of weights that are stored in few bits
     dtype: torch.dtype  # of the products with the adapters
     p: float  # of the dropout
     half: BackwardHalf | None  # None: every backward is a full one
@@ -182,7 +182,7 @@ def _input_gradient(
     a: torch.Tensor,
     drop: Dropout | None,
 ) -> torch.Tensor:
-    """Return dx [rows, in], as Backend.input_gradient."""
+    """Return dx [rows, in], as LoraBackend.input_gradient."""
     if options.backend is torch_backend and not any(options.float8):
         # It reads one weight at a time. Operators of the others take tensors.
         return torch_backend.input_gradient(dys, weights, g, a, drop)

@@ -20,16 +20,16 @@ import torch
 
 from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
 from shardwise.kernels.lora_linear import torch_backend
-from shardwise.kernels.lora_linear.backend import Backend
+from shardwise.kernels.lora_linear.backend import LoraBackend
 
 
-def load_backend(name: str) -> Backend:
+def load_backend(name: str) -> LoraBackend:
     """Return the backend `torch` or `triton`. Raise ImportError if Triton is missing."""
     return torch_backend if name == "torch" else Operators(name)
 
 
 class Operators:
-    """A backend whose products are the operators below; backend.Backend defines each function."""
+    """A backend whose products are the operators below; LoraBackend defines each function."""
 
     def __init__(self, name: str) -> None:
         self.name, self._module = name, _module(name)

@@ -183,7 +183,7 @@ class _SelectiveScan(torch.autograd.Function):
         return *grad_inputs, grad_state.mT.to(ctx.state_dtype), None
 
 
-class _Chunk(NamedTuple):
+class _ScanChunk(NamedTuple):
     """A chunk in float32 or float64, tokens first, and channels last, as are all its states."""
 
     x: torch.Tensor
@@ -209,23 +209,25 @@ def _chunk(
     bias: torch.Tensor,
     starts: torch.Tensor | None,
     start: int,
-) -> _Chunk:
+) -> _ScanChunk:
     """Prepare the inputs of `selective_scan` from token `start` on."""
     x, dt, b, c = (_tokens_first(y, start) for y in (x, dt, b, c))
     dt, a = F.softplus(dt + wide(bias)), wide(a).mT.contiguous()
     decay = (dt[..., None, :] * a).exp_()
     if starts is not None:
         decay.masked_fill_(_tokens_first(starts, start)[..., None, None], 0)
-    return _Chunk(x, dt, a, b, c, decay)
+    return _ScanChunk(x, dt, a, b, c, decay)
 
 
-def _states(chunk: _Chunk, before: torch.Tensor) -> torch.Tensor:
+def _states(chunk: _ScanChunk, before: torch.Tensor) -> torch.Tensor:
     """Return the state after each token [C, B, S, D]; `before` [B, S, D] is that before them."""
     written = (chunk.dt * chunk.x)[..., None, :] * chunk.b[..., None]
     return pass_on(chunk.decay, written, before)
 
 
-def _grad_states(chunk: _Chunk, grad_read: torch.Tensor, grad_after: torch.Tensor) -> torch.Tensor:
+def _grad_states(
+    chunk: _ScanChunk, grad_read: torch.Tensor, grad_after: torch.Tensor
+) -> torch.Tensor:
     """Return the gradient of the state after each token [C, B, S, D].
 
     `grad_read` [C, B, D] is the gradient of what is read of the states; `grad_after` [B, S, D] that
@@ -269,7 +271,7 @@ def _like_the_second(
     return torch.empty_like(by_token)
 
 
-def _read(chunk: _Chunk, states: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+def _read(chunk: _ScanChunk, states: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     """Return the outputs before their gate: [C, B, D]."""
     return (chunk.c[..., None, :] @ states)[..., 0, :] + wide(d) * chunk.x
 

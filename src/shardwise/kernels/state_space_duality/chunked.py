@@ -160,7 +160,7 @@ class _Mamba2Scan(torch.autograd.Function):
         return *grad_inputs, grad_state.to(ctx.state_dtype), None
 
 
-class _Chunk(NamedTuple):
+class _DualityChunk(NamedTuple):
     """The inputs of a chunk in float32 or float64; N heads are K groups of M that share b and c."""
 
     x: torch.Tensor
@@ -196,7 +196,7 @@ def _chunk(
     c: torch.Tensor,
     numbers: torch.Tensor | None,
     tokens: slice,
-) -> _Chunk:
+) -> _DualityChunk:
     """Prepare some tokens of the inputs of `mamba2_scan`."""
     groups = b.shape[2]
     x, dt = (_by_group(y, groups, tokens) for y in (x, dt[..., None]))
@@ -212,11 +212,11 @@ def _chunk(
         from_start = from_start.masked_fill(here != before, -torch.inf)
         to_end.masked_fill_(here != here[:, :, -1:], -torch.inf)
     from_start, to_end = (power_of_e(y.to(x.dtype)) for y in (from_start, to_end))
-    return _Chunk(x, dt, a, b, c, x * dt, total, from_start, to_end)
+    return _DualityChunk(x, dt, a, b, c, x * dt, total, from_start, to_end)
 
 
 def _between(
-    chunk: _Chunk, numbers: torch.Tensor | None, tokens: slice
+    chunk: _DualityChunk, numbers: torch.Tensor | None, tokens: slice
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the share of what token j has written that is left at token i, 0 if j > i:
     [B, K, M, i, j]; and whether the two are of two documents [B, 1, 1, i, j], None if none are.
@@ -234,7 +234,7 @@ def _between(
 
 
 def _backward(
-    chunk: _Chunk,
+    chunk: _DualityChunk,
     between: torch.Tensor,
     apart: torch.Tensor | None,
     before: torch.Tensor,

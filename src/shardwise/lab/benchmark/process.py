@@ -43,7 +43,7 @@ was killed.
 """
 
 
-class Outcome(NamedTuple):
+class ProcessOutcome(NamedTuple):
     """How a run ended."""
 
     code: int | None
@@ -62,7 +62,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def timed(run: Run, arguments: Sequence[str], folder: Path, limit: float) -> Outcome:
+def timed(run: Run, arguments: Sequence[str], folder: Path, limit: float) -> ProcessOutcome:
     """Run `shardwise train` into a new folder, which may hold what an interrupted bench left."""
     if folder.exists():
         shutil.rmtree(folder)
@@ -74,7 +74,7 @@ def timed(run: Run, arguments: Sequence[str], folder: Path, limit: float) -> Out
     # After a run that was killed, nobody knows what it took.
     is_known = sys.platform == "linux" and code is not None
     share = max(0.0, others / seconds / (os.cpu_count() or 1)) if is_known else None
-    return Outcome(code, seconds, started, os.environ.get("OMP_NUM_THREADS"), share)
+    return ProcessOutcome(code, seconds, started, os.environ.get("OMP_NUM_THREADS"), share)
 
 
 def _seconds_of_others() -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.base.records.cell import LOG
 from shardwise.config import UserError, require
-from shardwise.lab.benchmark.process import TRAIN, Outcome, now, run_command, timed
+from shardwise.lab.benchmark.process import TRAIN, ProcessOutcome, now, run_command, timed
 from shardwise.lab.benchmark.runner import CellRun, Engine
 from shardwise.launch.ray import address_of, check_installed, connected, cpus_of
 
@@ -29,7 +29,7 @@ def on_ray() -> Generator[Engine]:
 
 def _run_all(
     todo: Sequence[CellRun], announce: Callable[[CellRun], None]
-) -> Iterator[tuple[CellRun, Outcome]]:
+) -> Iterator[tuple[CellRun, ProcessOutcome]]:
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -53,7 +53,7 @@ def _run_all(
         except RayError:  # Ray has tried several times, on other nodes too
             run.folder.mkdir(exist_ok=True)
             (run.folder / LOG).touch()
-            outcome = Outcome(-signal.SIGKILL, 0.0, now(), str(_threads(run)))
+            outcome = ProcessOutcome(-signal.SIGKILL, 0.0, now(), str(_threads(run)))
         announce(run)
         yield run, outcome
 
@@ -90,7 +90,7 @@ def _threads(run: CellRun) -> int:
 
 def run_here(
     arguments: Sequence[str], folder: str, limit: float, threads: str, directory: str
-) -> Outcome:
+) -> ProcessOutcome:
     """Run a cell on this node, from a directory that it shares with the others."""
     if not (Path(directory).is_dir() and Path(folder).parent.is_dir()):
         raise UserError(

@@ -23,7 +23,7 @@ from shardwise.base.words import listed, one_line
 from shardwise.config import UserError
 from shardwise.lab.benchmark.cells import CellState, cell_record
 from shardwise.lab.benchmark.folder import check_is_bench, locked, prepare, read_cell, read_state
-from shardwise.lab.benchmark.process import Outcome, runs, timed
+from shardwise.lab.benchmark.process import ProcessOutcome, runs, timed
 from shardwise.lab.benchmark.progress import print_end, print_start
 from shardwise.lab.benchmark.sweep import Cell, Sweep, left_out, read_sweep, uncontrolled
 
@@ -54,7 +54,9 @@ class CellRun:
             self.arguments.append("--measure.memory=false")
 
 
-Engine = Callable[[Sequence[CellRun], Callable[[CellRun], None]], Iterator[tuple[CellRun, Outcome]]]
+Engine = Callable[
+    [Sequence[CellRun], Callable[[CellRun], None]], Iterator[tuple[CellRun, ProcessOutcome]]
+]
 """Runs cells, and yields each when it has ended.
 
 It first gives a cell to the function, which begins its line of output; the caller ends that line.
@@ -201,7 +203,7 @@ def one_by_one(train: Sequence[str] | None) -> Generator[Engine]:
 
         def run_all(
             todo: Sequence[CellRun], announce: Callable[[CellRun], None]
-        ) -> Iterator[tuple[CellRun, Outcome]]:
+        ) -> Iterator[tuple[CellRun, ProcessOutcome]]:
             for each in todo:
                 announce(each)
                 yield each, timed(run, each.arguments, each.folder, each.limit)
@@ -209,7 +211,7 @@ def one_by_one(train: Sequence[str] | None) -> Generator[Engine]:
         yield run_all
 
 
-def _finish(run: CellRun, outcome: Outcome, job: str | None = None) -> None:
+def _finish(run: CellRun, outcome: ProcessOutcome, job: str | None = None) -> None:
     """Write the record of a cell of which a run has ended, in this job if in any."""
     state, plan = run.state, run.state.cell.plan
     record = _outcome(run.folder, outcome.code, run.limit, state.cell.run)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockMessages:
     """Messages of tensor parallelism that a mixer or a feed-forward causes."""
 
     is_sharded: bool
@@ -43,7 +43,7 @@ class Block:
 
 def blocks_of(
     cfg: RunConfig, run: Description, layer: LayerSpec, unit: Unit, weights: Sequence[Weight]
-) -> Iterator[Block]:
+) -> Iterator[BlockMessages]:
     """Yield the blocks of a layer; `weights` are those of the layer on this rank."""
     splits = split_blocks(run.hf, layer, cfg.parallel.tp)
     # `operators` saves what comes out of products, but nothing of a collective.
@@ -60,7 +60,7 @@ def blocks_of(
         needs_input_gradient = all(weight.input_gradient for weight in products)
         is_trained = any(w.is_trained for w in weights if w.name.startswith(prefix))
         is_last = path == [*splits][-1]
-        yield Block(
+        yield BlockMessages(
             is_sharded=split is not None,
             needs_input_gradient=needs_input_gradient,
             has_backward=needs_input_gradient or is_trained,

@@ -19,7 +19,7 @@ import torch
 
 from shardwise.base.safety import cache_folder, write_output
 from shardwise.config import UserError, require
-from shardwise.lab.planner.unit_work import Product, Rest
+from shardwise.lab.planner.unit_work import Product, RestQuantities
 from shardwise.metrics.hardware import environment
 
 SCHEMA_VERSION = 2
@@ -74,7 +74,7 @@ class Speeds:
     products: Mapping[str, Any]
     """Seconds of products by pass: [rows, inner, columns], each over `sizes`."""
     units: Mapping[str, Mapping[str, Sequence[float]]]
-    """Seconds per each number of `Rest`, by a unit's key and `forward` or `backward`."""
+    """Seconds per each number of `RestQuantities`, by a unit's key and `forward` or `backward`."""
     host: Mapping[str, Mapping[str, float]] = field(kw_only=True, default_factory=dict)
     """Seconds in which the host queues the work of a GPU, in the same way; a CPU is its own."""
     optimizer: Sequence[float]
@@ -100,7 +100,7 @@ class Speeds:
                 rate += share * rates[index]
         return product.times * 2.0 * rows * inner * columns / math.exp(rate)
 
-    def rest_seconds(self, key: str, direction: str, rest: Rest) -> float:
+    def rest_seconds(self, key: str, direction: str, rest: RestQuantities) -> float:
         """Return the seconds of a unit beyond its products; `direction`: forward or backward.
 
         A layer that was not calibrated takes the mean prices of those of its kind with another

@@ -26,7 +26,7 @@ from shardwise.base.schedule.context import MessageKind
 from shardwise.config import RunConfig
 from shardwise.lab.planner.context import sent_by_layers, sent_by_router_loss
 from shardwise.lab.planner.messages import Step, Total, add_up, sizes_of
-from shardwise.lab.planner.share import Chunk, Share
+from shardwise.lab.planner.share import ChunkShare, Share
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_by_layer
 from shardwise.models.spec import ModelSpec
@@ -212,7 +212,7 @@ Moves = Iterator[tuple[MessageKind, int, int]]
 """Kind and number of a micro-batch's messages [B, T, D], and bytes of an element."""
 
 
-def _moves(chunk: Chunk, itemsize: int) -> Moves:
+def _moves(chunk: ChunkShare, itemsize: int) -> Moves:
     """Yield the sums of the embedding's rows, of each block's output and, in the backward, of its
     input's gradient, and of the gradient of the head's input.
     """
@@ -224,7 +224,7 @@ def _moves(chunk: Chunk, itemsize: int) -> Moves:
     yield "all-reduce", int(chunk.needs_head_gradient), itemsize
 
 
-def _moves_with_tokens(chunk: Chunk, itemsize: int) -> Moves:
+def _moves_with_tokens(chunk: ChunkShare, itemsize: int) -> Moves:
     """Yield the moves of sequence parallelism, where ranks have their tokens between blocks.
 
     The sums of `_moves` around blocks and head are reduce-scatters. An all-gather comes before each

@@ -34,7 +34,7 @@ STATE_ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
-class Mixer:
+class RankMixer:
     """A mixer as a rank of tensor parallelism has it."""
 
     carried: Carried
@@ -50,7 +50,7 @@ class Mixer:
 
 def mixers_of(
     cfg: RunConfig, hf: Any, layer: LayerSpec, unit: Unit, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[Mixer]:
+) -> Iterator[RankMixer]:
     """Yield the mixers of a layer; `shapes` are those of its weights on this rank, by name."""
     # `operators` saves what comes out of products, but nothing of a collective.
     is_rerun = rerun_of(unit, cfg.training.checkpointing) != "none"
@@ -63,7 +63,7 @@ def mixers_of(
         }
         cores = block.kind.cores(hf.config)
         windows = [core.window for core in cores if isinstance(core, SlidingAttention)]
-        yield Mixer(
+        yield RankMixer(
             carried=block.kind.carries(hf.config, names),
             width=block.kind.width(in_use(hf.get_submodule(path))),
             is_attention=block.kind.is_attention,
@@ -87,7 +87,7 @@ def experts_of_routers(cfg: RunConfig, hf: Any, layers: tuple[LayerSpec, ...]) -
 
 
 def sent_by_layers(
-    cfg: RunConfig, hf: Any, spec: ModelSpec, mixers: Iterable[Mixer], rank: int
+    cfg: RunConfig, hf: Any, spec: ModelSpec, mixers: Iterable[RankMixer], rank: int
 ) -> Iterator[Sent]:
     """Yield what rank `rank` of `cp` sends for these mixers in one micro-batch."""
     num_ranks, rows = cfg.parallel.cp, cfg.training.micro_batch_size

@@ -18,7 +18,7 @@ from shardwise.lab.planner.choices import hashable
 from shardwise.lab.planner.cluster import HERE
 from shardwise.lab.planner.communication import unknown
 from shardwise.lab.planner.divisions import division_of, layout_name, title
-from shardwise.lab.planner.memory import USABLE, Memory
+from shardwise.lab.planner.memory import USABLE, PeakBytes
 from shardwise.lab.planner.peak import memory_of_share
 from shardwise.lab.planner.recompute import as_way, within_budget
 from shardwise.lab.planner.share import boundaries_of as boundaries_by_costs
@@ -40,7 +40,7 @@ class Choice:
 
     candidate: Candidate
     cfg: RunConfig
-    stages: Mapping[int, Memory]
+    stages: Mapping[int, PeakBytes]
     """The memory of a rank at some places along `pp`: of those with like layers the first, and the
     last place."""
     usable_bytes: int
@@ -56,7 +56,7 @@ class Choice:
     """These layers in words."""
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> PeakBytes:
         """The memory of the fullest rank."""
         return max(self.stages.values(), key=lambda memory: memory.total)
 

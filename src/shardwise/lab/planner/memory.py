@@ -25,7 +25,7 @@ USABLE = 0.95
 is for an allocator's fragments and the errors of formulas."""
 
 
-class Memory(NamedTuple):
+class PeakBytes(NamedTuple):
     """The bytes that are alive on a rank at the peak of a step."""
 
     weights: int = 0
@@ -54,7 +54,7 @@ class Memory(NamedTuple):
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + self.buffers + self.temporary + self.overhead
 
-    def plus(self, **sizes: int) -> Memory:
+    def plus(self, **sizes: int) -> PeakBytes:
         """Return this memory with more bytes of some parts."""
         return self._replace(**{part: getattr(self, part) + size for part, size in sizes.items()})
 

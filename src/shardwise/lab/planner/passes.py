@@ -12,7 +12,7 @@ import numpy as np
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.simulate import kept_messages
 from shardwise.models.activations import UnitMemory
-from shardwise.parallel.holding import Held, Unit, Whole
+from shardwise.parallel.holding import Held, HeldUnit, Whole
 
 FORWARD, BACKWARD, INPUTS = map(UnitMemory._fields.index, ("forward", "backward", "inputs"))
 """Fields of UnitMemory: what a unit needs while it runs."""
@@ -47,7 +47,7 @@ class Pass(NamedTuple):
     """Bytes of hidden states that are received or sent."""
 
 
-class Action(NamedTuple):
+class FirstAction(NamedTuple):
     """An action of a rank of a pipeline, of those that hold the same the first."""
 
     kind: str
@@ -58,7 +58,7 @@ class Action(NamedTuple):
     """The chunk has no gradients yet."""
 
 
-class Progress(NamedTuple):
+class PassProgress(NamedTuple):
     """How far a rank of a pipeline is as an action runs: numbers of micro-batches by chunk."""
 
     in_flight: tuple[int, ...]
@@ -74,7 +74,7 @@ class Progress(NamedTuple):
     """Whether the last action before was a backward; where nobody asks, it is False."""
 
 
-def forward(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+def forward(units: Sequence[HeldUnit], holding: Whole, hidden: int) -> Iterator[Moment]:
     """Yield the moments of a chunk's forward; `hidden`: the bytes of hidden states."""
     for place in range(len(units)):
         for held in holding.forward(place):
@@ -82,7 +82,7 @@ def forward(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Mome
             yield Moment(held, place, place, hidden if place else 0, FORWARD)
 
 
-def backward(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+def backward(units: Sequence[HeldUnit], holding: Whole, hidden: int) -> Iterator[Moment]:
     """Yield the moments of a chunk's backward."""
     for place, unit in reversed(list(enumerate(units))):
         for held in holding.backward(place):
@@ -91,7 +91,7 @@ def backward(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Mom
             yield Moment(held, place, place, hidden, BACKWARD)
 
 
-def backward_of_inputs(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+def backward_of_inputs(units: Sequence[HeldUnit], holding: Whole, hidden: int) -> Iterator[Moment]:
     """Yield the moments of the first half of a backward, which frees nothing.
 
     A unit leaves what the second half reads.
@@ -103,7 +103,7 @@ def backward_of_inputs(units: Sequence[Unit], holding: Whole, hidden: int) -> It
         late += unit.memory.late
 
 
-def backward_of_weights(units: Sequence[Unit], holding: Whole, hidden: int) -> Iterator[Moment]:
+def backward_of_weights(units: Sequence[HeldUnit], holding: Whole, hidden: int) -> Iterator[Moment]:
     """Yield the start of the second half of a backward; all that it reads counts as in flight.
 
     A new gradient is added to the older one.
@@ -116,7 +116,7 @@ PASSES = {"F": forward, "B": backward, "I": backward_of_inputs, "W": backward_of
 """The moments of an action, by its kind."""
 
 
-def _gradient(unit: Unit, hidden: int) -> int:
+def _gradient(unit: HeldUnit, hidden: int) -> int:
     """Return the bytes of the gradient of a unit's output. The loss's is a number."""
     return 0 if unit.name == "the head" else hidden
 
@@ -124,7 +124,7 @@ def _gradient(unit: Unit, hidden: int) -> int:
 @lru_cache(maxsize=1024)
 def progress_of(
     pipeline: Pipeline, rank: int, tells_last: bool = False
-) -> Mapping[Action, tuple[Progress, ...]]:
+) -> Mapping[FirstAction, tuple[PassProgress, ...]]:
     """Return how far a rank is at each of its actions, in the order of its schedule.
 
     Left out is what holds no more than another one of the same action. In the middle of a long
@@ -138,7 +138,7 @@ def progress_of(
     in_flight, halved = [0] * number, [0] * number
     has_gradients, ended = [False] * number, {kind: [0] * number for kind in "FB"}
     after_backward = [False] * number
-    found: dict[Action, dict[Progress, None]] = {}
+    found: dict[FirstAction, dict[PassProgress, None]] = {}
     for index, (chunk, kind, _, _) in enumerate(order):
         if index == len(order) // 2:
             for numbers in ended.values():
@@ -151,10 +151,10 @@ def progress_of(
             kind = "B"
         if kind in "BI":
             in_flight[place] -= 1
-        action = Action(kind, place, not has_gradients[place])
+        action = FirstAction(kind, place, not has_gradients[place])
         forwards, backwards = (tuple(min(count, most) for count in ended[of]) for of in "FB")
         flags = tuple(has_gradients), forwards, backwards, tuple(after_backward)
-        now = Progress(tuple(in_flight), tuple(halved), *flags)
+        now = PassProgress(tuple(in_flight), tuple(halved), *flags)
         found.setdefault(action, {})[now] = None
         after_backward[place] = tells_last and kind != "F"
         if kind == "F":
@@ -171,7 +171,7 @@ def progress_of(
     return {action: tuple(_largest([*progresses])) for action, progresses in found.items()}
 
 
-def _largest(progresses: Sequence[Progress]) -> Iterator[Progress]:
+def _largest(progresses: Sequence[PassProgress]) -> Iterator[PassProgress]:
     """Yield those that no other one reaches in every number."""
     numbers = np.array([[number for part in one for number in part] for one in progresses])
     is_within = (numbers[:, None] <= numbers[None]).all(axis=2)  # in itself too

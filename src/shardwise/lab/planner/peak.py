@@ -21,23 +21,23 @@ from shardwise.assembly.describe import Description
 from shardwise.base.layouts import HALVING, context_joins_of, num_microbatches, num_strategy_ranks
 from shardwise.base.schedule.simulate import kept_messages
 from shardwise.config import RunConfig, way_of
-from shardwise.lab.planner.memory import Memory, state_bytes
+from shardwise.lab.planner.memory import PeakBytes, state_bytes
 from shardwise.lab.planner.passes import (
     FORWARD,
     PASSES,
     Moment,
     Pass,
-    Progress,
+    PassProgress,
     backward,
     forward,
     progress_of,
 )
-from shardwise.lab.planner.share import Chunk, Share, boundaries_of, share_of
+from shardwise.lab.planner.share import ChunkShare, Share, boundaries_of, share_of
 from shardwise.lab.planner.update import summed_bytes, update_bytes
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.parallel.holding import ChunkUnits, Unit, Whole
+from shardwise.parallel.holding import ChunkUnits, HeldUnit, Whole
 from shardwise.parallel.strategies import strategy_of
 from shardwise.parallel.weights import Weight
 
@@ -52,7 +52,7 @@ NCCL_BYTES = 32 * 4 * 2**20
 most 32 channels (NCCL_MAX_NCHANNELS, the defaults in NVIDIA's documentation). *Unverified here.*"""
 
 
-def memory_of_run(cfg: RunConfig, run: Description) -> Memory:
+def memory_of_run(cfg: RunConfig, run: Description) -> PeakBytes:
     """Return the memory of the rank with the most.
 
     Ranks of a pipeline differ. Along the other axes the first rank has most: the last ones have
@@ -72,7 +72,7 @@ def memory_of_rank(
     run: Description,
     coordinates: Mapping[str, int],
     boundaries: Sequence[int] | None = None,
-) -> Memory:
+) -> PeakBytes:
     """Return the memory of the rank at these coordinates of the mesh, at the peak of a step.
 
     It is that of any step after the first, which has no states of the optimizer yet. `boundaries`:
@@ -87,7 +87,7 @@ def memory_of_share(
     share: Share,
     coordinates: Mapping[str, int],
     units: dict[object, UnitMemory] | None = None,
-) -> Memory:
+) -> PeakBytes:
     """Return the memory of a rank with these coordinates and share, at its peak.
 
     `units` are those of layouts of the same run that were computed before; others are added.
@@ -132,7 +132,7 @@ class Rank:
         # Ids, labels, documents, and the places of targets: int64.
         rows = 4 * 8 * tokens * self.num_microbatches
         constants = _constant_bytes(run.hf) + self._mask_bytes()
-        self.base = Memory(
+        self.base = PeakBytes(
             weights=self.states["weights"],
             optimizer=self.states["optimizer"],
             temporary=rows + constants,
@@ -144,7 +144,7 @@ class Rank:
         self.memories = memories
         self.chunks = [self._units(chunk) for chunk in share.chunks]
 
-    def _units(self, chunk: Chunk) -> list[Unit]:
+    def _units(self, chunk: ChunkShare) -> list[HeldUnit]:
         """Return the units of a chunk; those that are alike are computed once."""
         model, stage = self.run.spec, chunk.spec
         last = len(model.layers) + 1
@@ -174,7 +174,7 @@ class Rank:
                 self.memories[key] = unit_memory(self.cfg, self.run.hf, model, number)
             ends = {0: "the embedding", last: "the head"}
             name = layer.name if layer else ends[number]
-            units.append(Unit(name, self.memories[key], unit_weights))
+            units.append(HeldUnit(name, self.memories[key], unit_weights))
             is_trained |= any(weight.is_trained for weight in unit_weights)
         below = units[0].memory
         if not stage.first and not below.keeps_input:  # torch's stage holds its input
@@ -198,10 +198,10 @@ class Rank:
         is_read_again = self.cfg.training.checkpointing != "none" and self.cfg.parallel.cp == 1
         return self.cfg.data.sequence_length**2 if is_windowed and is_read_again else 0
 
-    def moments(self) -> Iterator[Memory]:
+    def moments(self) -> Iterator[PeakBytes]:
         """Yield every moment that may be the peak of a step."""
         kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
-        passes, peaks = [*self.passes()], dict[int, Memory]()
+        passes, peaks = [*self.passes()], dict[int, PeakBytes]()
         for chunk, moments, in_flight, late, gradients, messages in passes:
             if self.run.pipeline is None:
                 yield from self._memories(self.chunks[chunk], moments)
@@ -224,7 +224,7 @@ class Rank:
             most = max(most, others + one.late + max(own)) if own else most
         return most
 
-    def peak(self) -> Memory:
+    def peak(self) -> PeakBytes:
         """Return the memory at the moment with the most bytes."""
         if self.run.pipeline is None:
             passes = [*self.passes()]
@@ -237,7 +237,7 @@ class Rank:
         self.holdings = [*map(self._holding, self.chunks, self.share.chunks)]
         yield from self._in_turn() if self.run.pipeline is None else self._pipeline()
 
-    def after(self) -> Iterator[Memory]:
+    def after(self) -> Iterator[PeakBytes]:
         """Yield the moments after the last backward of `passes`."""
         for holding in self.holdings:
             others = sum(h.total for h in self.holdings if h is not holding)
@@ -247,7 +247,7 @@ class Rank:
                 )._replace(moment=f"{held.moment} of gradients")
         yield from self._after()
 
-    def _holding(self, units: Sequence[Unit], chunk: Chunk) -> Whole:
+    def _holding(self, units: Sequence[HeldUnit], chunk: ChunkShare) -> Whole:
         spec, name = chunk.spec, f"{chunk.spec.embed}.weight"
         is_tied = spec.tied and spec.first and spec.last
         tied = next((w for w in units[0].weights if w.name == name), None) if is_tied else None
@@ -263,7 +263,9 @@ class Rank:
             passes = (run(units, holding, self.hidden) for run in (forward, backward))
             yield Pass(0, tuple(chain(*passes)), (0,))
 
-    def _memories(self, units: Sequence[Unit], moments: Iterable[Moment]) -> Iterator[Memory]:
+    def _memories(
+        self, units: Sequence[HeldUnit], moments: Iterable[Moment]
+    ) -> Iterator[PeakBytes]:
         kept = [0, *accumulate(unit.memory.kept for unit in units)]
         for held, place, below, beside, kind in moments:
             needed = units[place].memory[kind] if held.runs else 0
@@ -274,7 +276,7 @@ class Rank:
                 temporary=beside + needed,
             )._replace(moment=f"{held.moment} of {units[place].name}")
 
-    def _largest(self, units: Sequence[Unit], moments: Iterable[Moment]) -> Memory:
+    def _largest(self, units: Sequence[HeldUnit], moments: Iterable[Moment]) -> PeakBytes:
         """Return the first of the moments with the most bytes."""
         kept = [0, *accumulate(unit.memory.kept for unit in units)]
 
@@ -318,7 +320,7 @@ class Rank:
                 moments = by_gathered[holding.is_gathered]
                 yield Pass(place, moments, now.in_flight, left, gradients, buffers)
 
-    def _messages(self, kind: str, now: Progress) -> int:
+    def _messages(self, kind: str, now: PassProgress) -> int:
         """Return the bytes of hidden states and their gradients that torch keeps around an action.
 
         A chunk's output stays until its backward. gpipe and 1f1b drop what they have sent with the
@@ -336,7 +338,7 @@ class Rank:
                 number += now.backwards[place]
         return number * self.passed_on
 
-    def _after(self) -> Iterator[Memory]:
+    def _after(self) -> Iterator[PeakBytes]:
         """Yield the moments after the last backward: sums of gradients, clipping, the update."""
         base = self.base.plus(gradients=self.states["gradients"])
         trained = self.share.trained

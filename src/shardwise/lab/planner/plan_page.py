@@ -18,7 +18,7 @@ from shardwise.lab.planner.choices import written
 from shardwise.lab.planner.cluster import efficiency
 from shardwise.lab.planner.divisions import layout_name
 from shardwise.lab.planner.exact import Choice, usable_bytes
-from shardwise.lab.planner.memory import Memory
+from shardwise.lab.planner.memory import PeakBytes
 from shardwise.lab.planner.search import Answer
 from shardwise.lab.planner.step_time import StepTime
 from shardwise.metrics.flops import model_flops_per_token
@@ -47,7 +47,7 @@ OVERHEADS = ("recomputation", "communication", "bubble", "host", "optimizer", "d
 """Parts of a step in which no device computes what the model needs."""
 
 
-def memory_parts(memory: Memory) -> dict[str, int]:
+def memory_parts(memory: PeakBytes) -> dict[str, int]:
     """Return the bytes of each part of a rank's memory."""
     return {part: getattr(memory, part) for part in MEMORY_PARTS}
 
@@ -382,7 +382,7 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _memory_data(memory: Memory) -> dict[str, Any]:
+def _memory_data(memory: PeakBytes) -> dict[str, Any]:
     return memory._asdict() | {"total": memory.total}
 
 

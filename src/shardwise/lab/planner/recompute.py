@@ -21,10 +21,10 @@ from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.recomputation import Chosen
 from shardwise.base.interfaces import Mesh
 from shardwise.base.layouts import Facts
-from shardwise.base.schedule.knapsack import Bounds, Chunk, Option, choose
+from shardwise.base.schedule.knapsack import Bounds, ChunkOptions, Option, choose
 from shardwise.base.words import size
 from shardwise.config import Checkpointing, RunConfig, UserError, Way, require, rules
-from shardwise.lab.planner.memory import USABLE, Memory
+from shardwise.lab.planner.memory import USABLE, PeakBytes
 from shardwise.lab.planner.passes import FORWARD, Moment
 from shardwise.lab.planner.peak import Rank, memory_of_run
 from shardwise.lab.planner.share import boundaries_of, counts_of
@@ -291,10 +291,10 @@ class _Stages:
                 memories = [ranks[way].chunks[chunk][place].memory for way in self.ways]
                 prices = [self.prices[way][unit] * is_priced for way in self.ways]
                 units.append([Option(*m[:3], p) for m, p in zip(memories, prices, strict=True)])
-            chunks.append(Chunk([_different(options) for options in units], bounds[chunk]))
+            chunks.append(ChunkOptions([_different(options) for options in units], bounds[chunk]))
         return choose(chunks)
 
-    def _memory(self, stage: int, numbers: Sequence[Sequence[int]]) -> Memory:
+    def _memory(self, stage: int, numbers: Sequence[Sequence[int]]) -> PeakBytes:
         """Return the memory of a rank whose units have these options."""
         rank = self.ranks[stage][self.ways[max(map(max, numbers))]]
         chunks = rank.chunks

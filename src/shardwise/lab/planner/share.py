@@ -17,8 +17,8 @@ from shardwise.assembly.costs import choose_split, costs_of, with_gradients
 from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_strategy_ranks
 from shardwise.config import RunConfig
-from shardwise.lab.planner.blocks import Block, blocks_of
-from shardwise.lab.planner.context import Mixer, experts_of_routers, mixers_of
+from shardwise.lab.planner.blocks import BlockMessages, blocks_of
+from shardwise.lab.planner.context import RankMixer, experts_of_routers, mixers_of
 from shardwise.lab.planner.experts import Mixture, mixtures_of
 from shardwise.lab.planner.weights import cut_weights, sharded
 from shardwise.models.alike import counts_of, first_alike
@@ -28,17 +28,17 @@ from shardwise.parallel.weights import ChunkWeights, Weight
 
 
 @dataclass(frozen=True)
-class Chunk(ChunkWeights):
+class ChunkShare(ChunkWeights):
     """A pipeline stage, or the whole model, with all that its layers send."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockMessages, ...]
     needs_head_gradient: bool
     """Whether the backward needs the gradient of the head's input."""
     receives_from: int | None = None
     """The place along `pp` of the other rank that its input comes from; None: from none."""
     sends_to: int | None = None
     """The place along `pp` of the other rank that its output goes to; None: to none."""
-    mixers: tuple[Mixer, ...] = ()
+    mixers: tuple[RankMixer, ...] = ()
     """Messages of context parallelism."""
     mixtures: tuple[Mixture, ...] = ()
     """Messages of expert parallelism."""
@@ -50,7 +50,7 @@ class Chunk(ChunkWeights):
 class Share:
     """The part of a model that one rank holds."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkShare, ...]
     tied: Weight | None
     """The trained tied weight, where the stage at the other end of the pipeline has it too."""
     context_rank: int = 0
@@ -89,7 +89,7 @@ def share_of(
     assert boundaries is not None
     counts = with_gradients(counts, cfg.parallel.schedule)
     pipeline, rank = run.pipeline, coordinates["pp"]
-    chunks: list[Chunk] = []
+    chunks: list[ChunkShare] = []
     for index in pipeline.chunks_of(rank):
         low, high = boundaries[index : index + 2]
         taken = {weight.name for chunk in chunks for weight in chunk.ends}
@@ -122,7 +122,7 @@ def _chunk(
     high: int,
     taken: Collection[str],
     parts: dict[object, Any],
-) -> Chunk:
+) -> ChunkShare:
     """Return the chunk of units[low:high], as if no other rank had a part of the model.
 
     `taken`: weights that a lower chunk of the rank has; `parts`: see `share_of`.
@@ -140,8 +140,8 @@ def _chunk(
         if name in ("start", "end"):
             cut = tuple(w for w in cut if w.name not in taken and not w.name.startswith(foreign))
         kept[name] = sharded(cut, num_shards, cfg.parallel.ep)
-    blocks: list[Block] = []
-    mixers: list[Mixer] = []
+    blocks: list[BlockMessages] = []
+    mixers: list[RankMixer] = []
     mixtures: list[Mixture] = []
     places = first_alike(run.hf, model, cfg.training.checkpointing)
     alike: dict[str, str] = {}
@@ -169,7 +169,7 @@ def _chunk(
             if (key := ("mixtures", layout, number)) not in parts:
                 parts[key] = [*mixtures_of(cfg, run, layer, counts.units[1 + number])]
             mixtures += parts[key]
-    return Chunk(
+    return ChunkShare(
         spec=spec,
         by_layer=kept,
         alike=alike,
@@ -192,7 +192,7 @@ def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
         yield from (model.norm, model.head)
 
 
-def _tied(spec: ModelSpec, chunks: Iterable[Chunk]) -> Weight | None:
+def _tied(spec: ModelSpec, chunks: Iterable[ChunkShare]) -> Weight | None:
     """Return the tied weight of a rank with one end of the model, if it is trained."""
     first = [chunk for chunk in chunks if chunk.spec.first]
     last = [chunk for chunk in chunks if chunk.spec.last]

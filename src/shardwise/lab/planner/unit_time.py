@@ -16,7 +16,7 @@ from shardwise.base.layouts import num_microbatches, num_strategy_ranks
 from shardwise.config import RunConfig
 from shardwise.lab.planner.cluster import Cluster, efficiency
 from shardwise.lab.planner.traffic import DIRECTIONS, Direction, passes
-from shardwise.lab.planner.unit_work import Product, Rest, UnitWork, work_of_units
+from shardwise.lab.planner.unit_work import Product, RestQuantities, UnitWork, work_of_units
 from shardwise.lab.planner.weights import shapes_of
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.parallel.strategies import strategy_of
@@ -48,7 +48,7 @@ def between(alone: UnitSeconds, together: UnitSeconds, share: float) -> UnitSeco
     return UnitSeconds(*(a + share * (b - a) for a, b in zip(alone, together, strict=True)))
 
 
-class Work(NamedTuple):
+class PassSeconds(NamedTuple):
     """The seconds of a pass."""
 
     computed: float
@@ -124,7 +124,7 @@ def _measured(
     assert calibration is not None
     speeds = calibration.for_busy(num_busy)
 
-    def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> float:
+    def seconds(products: Sequence[Product], direction: Direction, rest: RestQuantities) -> float:
         in_products = sum(map(speeds.product_seconds, products))
         amounts = amounts_of(cfg, family, calibration.device, work.key, direction, rest)
         result = in_products + speeds.rest_seconds(work.key, direction, amounts)
@@ -156,17 +156,19 @@ def _roofline(
     bandwidth = device.memory_bandwidth * efficiency("memory")
     rate = device.rate(dtype) * efficiency("core")
 
-    def seconds(products: Sequence[Product], direction: Direction, rest: Rest) -> Work:
+    def seconds(
+        products: Sequence[Product], direction: Direction, rest: RestQuantities
+    ) -> PassSeconds:
         in_products = sum(_product_seconds(cfg, cluster, product) for product in products)
         times = passes(cfg, family, work.key, direction)
         moved = 2 * times * rest.elements * dtype.itemsize
         moved += _cast_bytes(cfg, work, products, rest)
         # A gradient is read, added to a sum, and the sum is written.
         moved += 3 * rest.trained * hidden.itemsize
-        return Work(in_products + rest.core_flops / rate, moved / bandwidth)
+        return PassSeconds(in_products + rest.core_flops / rate, moved / bandwidth)
 
     read_back = _read_back(cfg, cluster, work)
-    none = Work(0.0, 0.0)
+    none = PassSeconds(0.0, 0.0)
     forward = seconds(work.forward, "forward", work.rest_forward)
     backward = again = none
     if work.has_backward:
@@ -183,8 +185,8 @@ def _roofline(
 
 
 def amounts_of(
-    cfg: RunConfig, family: str, device: str, key: str, direction: Direction, rest: Rest
-) -> Rest:
+    cfg: RunConfig, family: str, device: str, key: str, direction: Direction, rest: RestQuantities
+) -> RestQuantities:
     """Return what a calibration prices of the rest of a unit.
 
     On a GPU elements count in bytes, as often as elementwise operators move them, and so do trained
@@ -197,7 +199,9 @@ def amounts_of(
     return rest._replace(elements=moved * rest.elements, trained=trained)
 
 
-def _cast_bytes(cfg: RunConfig, work: UnitWork, products: Sequence[Product], rest: Rest) -> float:
+def _cast_bytes(
+    cfg: RunConfig, work: UnitWork, products: Sequence[Product], rest: RestQuantities
+) -> float:
     """Return the bytes that autocast moves in a pass: it reads each matrix and writes it in the
     dtype of products.
 

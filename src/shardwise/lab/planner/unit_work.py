@@ -18,7 +18,7 @@ from shardwise.assembly.costs import with_gradients
 from shardwise.config import RunConfig, Way
 from shardwise.metrics.flops import is_again, is_rerun, rerun_of
 from shardwise.models.alike import counts_of, first_alike
-from shardwise.models.counts import Unit, Weight
+from shardwise.models.counts import ProductWeight, Unit
 from shardwise.models.families import family_of
 from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import ModelSpec
@@ -37,7 +37,7 @@ class Product(NamedTuple):
     times: float = 1.0
 
 
-class Rest(NamedTuple):
+class RestQuantities(NamedTuple):
     """Quantities to which the time of a unit beyond its products is proportional."""
 
     calls: float
@@ -48,7 +48,7 @@ class Rest(NamedTuple):
     """Elements of trained weights, whose gradients are added up."""
 
 
-NOTHING = Rest(0.0, 0.0, 0.0, 0.0)
+NOTHING = RestQuantities(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class UnitWork:
     """The kind of layer and of its feed-forward, or `embed` or `head`, and what is trained."""
     forward: tuple[Product, ...]
     backward: tuple[Product, ...]
-    rest_forward: Rest
-    rest_backward: Rest
+    rest_forward: RestQuantities
+    rest_backward: RestQuantities
     has_backward: bool
     way: Way
     """How the layer is recomputed."""
     again: tuple[Product, ...]
     """The products of the forward that the backward runs again."""
-    rest_again: Rest
+    rest_again: RestQuantities
     """The rest of the forward that the backward runs again."""
     trained_experts: float
     """Trained elements of experts, which `rest_backward` counts too."""
@@ -180,12 +180,12 @@ def _work(
         key=key,
         forward=tuple(forward),
         backward=tuple(backward),
-        rest_forward=Rest(1.0, elements, core_forward, trained_forward),
-        rest_backward=Rest(1.0, elements, core_backward, trained),
+        rest_forward=RestQuantities(1.0, elements, core_forward, trained_forward),
+        rest_backward=RestQuantities(1.0, elements, core_backward, trained),
         has_backward=unit.backward,
         way=way,
         again=tuple(again),
-        rest_again=NOTHING if way == "none" else Rest(1.0, elements, core_again, 0.0),
+        rest_again=NOTHING if way == "none" else RestQuantities(1.0, elements, core_again, 0.0),
         trained_experts=trained_experts,
         matrices=matrices,
     )
@@ -207,7 +207,7 @@ def _core_flops(unit: Unit, length: int, way: Way, with_maps: bool) -> tuple[flo
     return forward, backward, again
 
 
-def _is_of_experts(weight: Weight, shape: tuple[int, ...]) -> bool:
+def _is_of_experts(weight: ProductWeight, shape: tuple[int, ...]) -> bool:
     """Return whether a weight stacks those of all experts, or is a factor of their adapters."""
     return weight.on_stack or (len(shape) == 3 and not weight.by_elements)
 
@@ -226,7 +226,9 @@ def _trained_others(cfg: RunConfig, unit: Unit, shapes: Mapping[str, tuple[int, 
     return (unit.trainable_parameters - in_experts) / cfg.parallel.tp
 
 
-def _backward(weight: Weight, shape: tuple[int, ...], rows: float, times: float) -> list[Product]:
+def _backward(
+    weight: ProductWeight, shape: tuple[int, ...], rows: float, times: float
+) -> list[Product]:
     products = []
     if weight.input_gradient:
         products.append(Product("input", rows, shape[-2], shape[-1], times))

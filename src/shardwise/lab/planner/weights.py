@@ -17,7 +17,7 @@ from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.families import family_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import Cut
+from shardwise.models.tensor_cuts import DimCut
 from shardwise.models.tensor_plan import cuts_of, split_blocks
 from shardwise.parallel.weights import Weight
 
@@ -144,7 +144,7 @@ def _in_ranks(
     return [*map(on_a_rank, weights)]
 
 
-def _of_experts(weight: Weight, cut: Cut | None) -> Weight:
+def _of_experts(weight: Weight, cut: DimCut | None) -> Weight:
     """Return a weight of which a rank of `ep` has some experts, if it belongs to experts."""
     if cut is None:
         return weight
@@ -156,7 +156,7 @@ def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _cut(weight: Weight, cut: Cut, rank: int) -> Weight:
+def _cut(weight: Weight, cut: DimCut, rank: int) -> Weight:
     per_row = weight.numel // weight.shape[cut.dim]
     shared = tuple(segment.size * per_row for segment, *_ in cut.rows.shared_segments(rank))
     shape = _with_size(weight.shape, cut.dim, cut.rows.local_size)

@@ -45,7 +45,7 @@ Row = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RandomRows:
     """Rows of random tokens, each a function of (slot, step). With 24 tokens they have 24, 5, 14,
     23, ... targets, so that no two ranks have as many.
     """
@@ -87,7 +87,7 @@ class Outcome:
 
 def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) -> list[Batch]:
     """Return this rank's rows of step `step`; without `row` those of `Rows()`."""
-    row = row or Rows()
+    row = row or RandomRows()
     size = cfg.training.micro_batch_size
     slots = list(mesh.slots(cfg.training.global_batch_size))
     batches = []
@@ -99,7 +99,7 @@ def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) 
 
 
 @dataclass(frozen=True)
-class Start(MemoryState):
+class DrawnStart(MemoryState):
     """Weights at which gradients show what they are to show, drawn for the model that is built.
 
     LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing.
@@ -128,7 +128,7 @@ def _stored(hf: Any, cfg: RunConfig, read_back: Format) -> Iterator[tuple[str, t
 
 
 def drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, values) of the parameters that `Start` draws, by their names."""
+    """Yield (name, values) of the parameters that `DrawnStart` draws, by their names."""
     for name, parameter in hf.named_parameters():
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)
@@ -147,9 +147,9 @@ def run(
 ) -> Outcome:
     """Run the steps of `cfg` on these micro-batches of each step, and return what this rank saw.
 
-    `loss_scale`: the first one; 0: that of the run. `read_back`: see `Start`.
+    `loss_scale`: the first one; 0: that of the run. `read_back`: see `DrawnStart`.
     """
-    job = build(cfg, mesh, Start(read_back=read_back))
+    job = build(cfg, mesh, DrawnStart(read_back=read_back))
     if loss_scale:
         job.loss_scale.scale = loss_scale
     losses: list[float] = []

@@ -18,7 +18,7 @@ from shardwise.base.layouts import layout_of
 from shardwise.base.words import scientific
 from shardwise.config import RunConfig
 from shardwise.lab.proof import harness
-from shardwise.lab.proof.harness import TOLERANCE, Differences, Outcome, Rows
+from shardwise.lab.proof.harness import TOLERANCE, Differences, Outcome, RandomRows
 from shardwise.lab.proof.small_run import SmallRun, in_float32, is_in_16_bits
 from shardwise.launch.local import start_processes
 
@@ -111,7 +111,7 @@ def _file(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"rank-{rank}.pt")
 
 
-def _compute(rows: Rows, backwards: bool, cfg: RunConfig, mesh: Mesh) -> None:
+def _compute(rows: RandomRows, backwards: bool, cfg: RunConfig, mesh: Mesh) -> None:
     """Run one side as one rank, and leave what it saw in the output folder."""
 
     def batches_of(mesh: Mesh, step: int) -> list[Any]:

@@ -26,7 +26,7 @@ from shardwise.config import (
     require,
     rules,
 )
-from shardwise.lab.proof.harness import Rows
+from shardwise.lab.proof.harness import RandomRows
 from shardwise.lab.proof.shrink import Small, shrink
 from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, unproven_note
@@ -50,7 +50,7 @@ class SmallRun:
 
     cfg: RunConfig
     num_ranks: int
-    rows: Rows
+    rows: RandomRows
     changes: Mapping[str, tuple[Any, Any]]
     """Old and new value of the numbers that became smaller, in config.json and in `parallel`."""
     num_parameters: tuple[int, int]
@@ -114,7 +114,9 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
             f"{given.tp} ranks of tp share key/value heads or groups, which {parallel.tp} do not; "
             f"--nproc {num_ranks // parallel.tp * given.tp} proves that too"
         )
-    rows = Rows(cfg.data.sequence_length, min(Rows.vocabulary, described.spec.vocab_size))
+    rows = RandomRows(
+        cfg.data.sequence_length, min(RandomRows.vocabulary, described.spec.vocab_size)
+    )
     axes = {
         f"parallel.{key}": (getattr(given, key), getattr(parallel, key))
         for key in ("pp", "ep", "tp", "dp_replicate")
@@ -255,7 +257,7 @@ def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
     # In 16 bits a weight that is off by 1e-7 may be rounded the other way, so weights stay.
     lr = 0.0 if is_in_16_bits(cfg) else UPDATE_NORM / MAX_NORM
     ratio = cfg.optimizer.lora_b_lr_ratio
-    length = min(cfg.data.sequence_length, Rows.length)
+    length = min(cfg.data.sequence_length, RandomRows.length)
     stretches = cfg.parallel.cp
     if cfg.parallel.sequence_parallel:
         stretches *= cfg.parallel.tp

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from shardwise.base.words import NOTHING, listed, number, one_line, size, span
-from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.folder import BenchFolder, read_bench
 from shardwise.lab.report.names import fact
 from shardwise.lab.report.summary import SAME_MEMORY
 from shardwise.lab.report.tables import Row, differing_keys, environments, make_rows, run_settings
@@ -80,14 +80,14 @@ class Change:
         return lines
 
 
-def changes(a: Bench, b: Bench) -> list[Change]:
+def changes(a: BenchFolder, b: BenchFolder) -> list[Change]:
     """Return the changes of the cells of both benches: regressions first, no ratio last."""
     cells_a, cells_b = _cells(a), _cells(b)
     both = [_change(row, cells_b[name]) for name, row in cells_a.items() if name in cells_b]
     return sorted(both, key=lambda change: change.rank)
 
 
-def _cells(bench: Bench) -> dict[str, Row]:
+def _cells(bench: BenchFolder) -> dict[str, Row]:
     """Return the rows of a bench by cell id, without noise controls."""
     return {row.plan.id: row for row in make_rows(bench) if not row.plan.control}
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.records.cell import Axis
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.learned import changes_losses, last_and_best
 from shardwise.lab.report.names import axis_name, named_values
 from shardwise.lab.report.panels import (
@@ -121,7 +121,7 @@ def line_style(row: Row, look: Look) -> dict[str, Any]:
 # --------------------------------------------------------------------- along an axis of numbers
 
 
-def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
+def against(bench: BenchFolder, axis: Axis, rows: Sequence[Row]) -> Drawn:
     """Draw throughput and peak memory along an axis of numbers; losses where it changes these.
 
     There is a line for each combination of values on the other compared axes, and a pair of panels
@@ -165,7 +165,7 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
 
 
 def _lines_by_title(
-    bench: Bench, axis: Axis, cells: Sequence[Row], look: dict[str, Look]
+    bench: BenchFolder, axis: Axis, cells: Sequence[Row], look: dict[str, Look]
 ) -> dict[str, dict[Look, list[Row]]]:
     """Return the cells of each line by its look, grouped by the title of their pair of panels."""
     others = [other for other in bench.sweep.axes if other.name != axis.name]

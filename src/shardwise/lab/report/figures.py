@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base.words import byte_unit, number, one_line, second_unit, size
 from shardwise.lab.drawing.svg import colour
 from shardwise.lab.report.curves import against, routing
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.losses import losses, training
 from shardwise.lab.report.names import group_title
 from shardwise.lab.report.panels import (
@@ -59,7 +59,7 @@ HATCHES = ("", "////", "....", "xxxx", "----")
 """The hatch of each part of the memory."""
 
 
-def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
+def draw_all(bench: BenchFolder, rows: Sequence[Row]) -> list[Drawn]:
     """Draw every figure for which there are data, in the page's order. Call this in `drawing()`."""
     look = looks(bench.sweep, rows)
     groups, without_controls = [], []

@@ -33,7 +33,7 @@ and would overflow."""
 
 
 @dataclass(frozen=True)
-class Bench:
+class BenchFolder:
     """The folder of a bench, finished or not. Each mapping is by cell id."""
 
     sweep: SweepRecord
@@ -43,12 +43,12 @@ class Bench:
     run_files: dict[str, str] = field(default_factory=dict)  # text of the run file
 
 
-def read_bench(folder: str | Path) -> Bench:
+def read_bench(folder: str | Path) -> BenchFolder:
     """Read the folder of a bench. Raises UserError where it has no readable `sweep.json`."""
     folder = Path(folder)
     check_given(folder, "the folder of a bench")
     check_no_pipes(folder)
-    bench = Bench(_read_sweep(folder / SWEEP))
+    bench = BenchFolder(_read_sweep(folder / SWEEP))
     for plan in bench.sweep.cells:
         cell_folder = folder / plan.id
         check_no_pipes(cell_folder)

@@ -22,7 +22,7 @@ from shardwise.lab.drawing.svg import drawing, png_of, svg_of, with_dark
 from shardwise.lab.report import columns, learned, seeds, summary, tables, timelines
 from shardwise.lab.report.curves import AGAINST
 from shardwise.lab.report.figures import NAMES, draw_all
-from shardwise.lab.report.folder import Bench, read_bench
+from shardwise.lab.report.folder import BenchFolder, read_bench
 from shardwise.lab.report.names import fact, group_title
 from shardwise.lab.report.tables import Row, make_rows
 from shardwise.lab.report.timelines import TIMELINES, charts
@@ -146,7 +146,7 @@ def _embedded(svgs: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _details(row: Row, bench: Bench) -> dict[str, str]:
+def _details(row: Row, bench: BenchFolder) -> dict[str, str]:
     """Return the texts that unfold below a cell's row."""
     record = row.record
     content = dataclasses.asdict(record) if record else {}

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.base.records.cell import Axis
 from shardwise.base.words import NOTHING, number, one_line, size
 from shardwise.lab.drawing.svg import colour
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.names import named_values
 from shardwise.lab.report.panels import MAX_NAME, Drawn, grid
 from shardwise.lab.report.tables import Row
@@ -81,7 +81,7 @@ def varies_seed(axis: Axis) -> bool:
     return set(axis.keys) == {SEED}
 
 
-def over_seeds(bench: Bench, rows: Sequence[Row]) -> list[Seeds]:
+def over_seeds(bench: BenchFolder, rows: Sequence[Row]) -> list[Seeds]:
     """Return the cells of each combination of values on all axes but that of the seed.
 
     The list is empty where no axis varies the seed alone.

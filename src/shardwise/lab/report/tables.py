@@ -13,7 +13,7 @@ from shardwise.base.records.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.base.records.record import RoutingRecord, Status
 from shardwise.base.words import counted
 from shardwise.config.keys import flat
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.names import label_of
 from shardwise.lab.report.verdict import Verdict, setting, verdicts
 
@@ -150,7 +150,7 @@ class Row:
         return sum(entry["status"] == "ok" for entry in rounds)
 
 
-def make_rows(bench: Bench) -> list[Row]:
+def make_rows(bench: BenchFolder) -> list[Row]:
     """Return a row for every cell of the sweep, including noise controls and cells not run."""
     sweep = bench.sweep
     verdict_of = verdicts(sweep, bench.records)
@@ -175,7 +175,7 @@ def make_rows(bench: Bench) -> list[Row]:
     return [_with_ratios(row, rows) if row.measured else row for row in rows]
 
 
-def _norm_difference(plan: CellPlan, verdict: Verdict | None, bench: Bench) -> float | None:
+def _norm_difference(plan: CellPlan, verdict: Verdict | None, bench: BenchFolder) -> float | None:
     """Return how far the gradient norms of a cell are from those that it is compared with."""
     if verdict is None or verdict.against is None:
         return None
@@ -188,7 +188,7 @@ def _baseline_of(plan: CellPlan) -> str | None:
     return plan.baseline or plan.reference
 
 
-def _state(plan: CellPlan, verdict: Verdict | None, bench: Bench) -> tuple[State, str]:
+def _state(plan: CellPlan, verdict: Verdict | None, bench: BenchFolder) -> tuple[State, str]:
     """Return the state of a cell, and the reason why it is not ok."""
     if verdict:
         return verdict.state, verdict.reason

@@ -11,7 +11,7 @@ from shardwise.base.records.record import PipelineRecord
 from shardwise.base.schedule.timeline import Timeline, unpack
 from shardwise.base.words import counted, one_line, percent, seconds
 from shardwise.lab.drawing.gantt import gantt_svg
-from shardwise.lab.report.folder import Bench
+from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.names import group_title
 from shardwise.lab.report.panels import MAX_NAME
 from shardwise.lab.report.tables import Row, groups_of, run_settings
@@ -34,7 +34,7 @@ A split that the user gave stands second.
 
 
 @dataclass(frozen=True)
-class Run:
+class PipelineRun:
     """A cell that ran as a pipeline."""
 
     row: Row
@@ -82,7 +82,7 @@ class Chart:
 
     name: str  # of its file, and its id on the page
     title: str  # what distinguishes these cells from those of other charts
-    runs: list[Run]
+    runs: list[PipelineRun]
 
     def svg(self) -> str:
         """Return the chart as an `<svg>` element, which is a valid file too."""
@@ -96,14 +96,14 @@ class Chart:
         return gantt_svg(timelines, self.name, predicted)
 
 
-def charts(bench: Bench, rows: Sequence[Row]) -> list[Chart]:
+def charts(bench: BenchFolder, rows: Sequence[Row]) -> list[Chart]:
     """Return a chart for each group of cells and number of ranks.
 
     A chart shows the pipelines that have a measured step and whose figures are shown.
     """
     drawn = []
     for group, cells in groups_of(rows).items():
-        by_ranks: dict[int, list[Run]] = {}
+        by_ranks: dict[int, list[PipelineRun]] = {}
         for run in filter(None, map(_run, cells)):
             by_ranks.setdefault(run.timeline.num_ranks, []).append(run)
         for num_ranks, runs in by_ranks.items():
@@ -119,7 +119,7 @@ def costs(drawn: Sequence[Chart]) -> list[str]:
     return sorted({run.pipeline.costs for chart in drawn for run in chart.runs})
 
 
-def _run(row: Row) -> Run | None:
+def _run(row: Row) -> PipelineRun | None:
     """Return a cell's pipeline, or None where it has none to show."""
     content = row.record.pipeline if row.record and row.measured else None
     if content is None:
@@ -128,14 +128,14 @@ def _run(row: Row) -> Run | None:
     if not pipeline.events:
         return None
     simulated = unpack(pipeline.simulated_events) if pipeline.simulated_events else None
-    return Run(row, pipeline, unpack(pipeline.events), simulated)
+    return PipelineRun(row, pipeline, unpack(pipeline.events), simulated)
 
 
-def _in_order(runs: Sequence[Run]) -> list[Run]:
+def _in_order(runs: Sequence[PipelineRun]) -> list[PipelineRun]:
     """Return the runs in the order of SPLITS, those together that differ in their split alone."""
     families: list[dict[str, object]] = []
 
-    def place(run: Run) -> tuple[int, int]:
+    def place(run: PipelineRun) -> tuple[int, int]:
         assert run.row.record is not None
         settings = run_settings(run.row.record)
         family = {key: value for key, value in settings.items() if key != "parallel.split"}

@@ -43,7 +43,7 @@ SOFTMAX = {"full_attention": FULL, "sliding_attention": mixer("self_attn", atten
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageFacts:
     """Facts of the base model around its layers, for pipeline stages (see models/stage.py)."""
 
     factor: str | None = None
@@ -77,7 +77,7 @@ class Family:
     """Names of a layer's own norms."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
-    cut: Cut = Cut()
+    cut: StageFacts = StageFacts()
     """Steps of its base model beside running its layers on the embeddings it is given."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss."""

@@ -1,6 +1,6 @@
 """Falcon-H1: Mamba2 and full attention side by side on the same input, then an MLP."""
 
-from shardwise.models.families.base import Cut, Family, Mixer
+from shardwise.models.families.base import Family, Mixer, StageFacts
 from shardwise.models.kinds import attention, feed_forward, mamba2
 from shardwise.models.spec import Block, Norms
 
@@ -16,5 +16,5 @@ FALCON_H1 = Family(
     },
     feed_forward={"dense": {"feed_forward": feed_forward.MLP}},
     norms=Norms(between="pre_ff_layernorm"),
-    cut=Cut(layer_outputs=1),
+    cut=StageFacts(layer_outputs=1),
 )

@@ -1,6 +1,6 @@
 """GPT-2: learned positions; its linears are Conv1D, which keep their weight as [in, out]."""
 
-from shardwise.models.families.base import Cut, Family, mixer
+from shardwise.models.families.base import Family, StageFacts, mixer
 from shardwise.models.kinds import attention
 from shardwise.models.spec import Norms
 
@@ -12,5 +12,5 @@ GPT2 = Family(
     norm="transformer.ln_f",
     mixers={"full_attention": mixer("attn", attention.JOINED)},
     norms=Norms(before="ln_1", between="ln_2"),
-    cut=Cut(dropout="transformer.drop"),
+    cut=StageFacts(dropout="transformer.drop"),
 )

@@ -1,6 +1,6 @@
 """Granite 4.0 hybrids: Mamba2 or full attention, then a mixture of experts beside an MLP."""
 
-from shardwise.models.families.base import FULL, Cut, Family, mixer
+from shardwise.models.families.base import FULL, Family, StageFacts, mixer
 from shardwise.models.kinds import feed_forward, mamba2, mixture
 
 GRANITEMOEHYBRID = Family(
@@ -10,7 +10,7 @@ GRANITEMOEHYBRID = Family(
         "dense": {"shared_mlp": feed_forward.JOINED},
         "moe": {"block_sparse_moe": mixture.ROUTER, "shared_mlp": feed_forward.JOINED},
     },
-    cut=Cut(factor="embedding_multiplier"),
+    cut=StageFacts(factor="embedding_multiplier"),
     router="GraniteMoeHybridTopKRouter",
     logits_divided_by="logits_scaling",
 )

@@ -1,6 +1,6 @@
 """Nemotron-H: one block in each layer: Mamba2, full attention, an MLP or a mixture of experts."""
 
-from shardwise.models.families.base import Cut, Family, mixer
+from shardwise.models.families.base import Family, StageFacts, mixer
 from shardwise.models.kinds import attention, feed_forward, mamba2, mixture
 from shardwise.models.spec import Norms
 
@@ -17,5 +17,5 @@ NEMOTRON_H = Family(
     feed_forward={},  # a block of its own
     norms=Norms(before="norm", rounds_last=True),
     # No router: a bias balances its load (`mixture.MIXTURE`).
-    cut=Cut(layer_attribute="block_type"),
+    cut=StageFacts(layer_attribute="block_type"),
 )

@@ -12,11 +12,11 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Core, Kind
-from shardwise.models.operations import WIDE, Block, SharedRows
+from shardwise.models.operations import WIDE, SharedRows, TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
-    Cut,
+    DimCut,
     Indivisible,
     Rows,
     Segment,
@@ -106,7 +106,7 @@ def _head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input of the projections, queries, keys, values, and the output once.
 
     Fused attention keeps a number per query and head beside them, and no scores. A gate on the
@@ -141,7 +141,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     return block.multiplied(block.linear(output, out), "attention_out_multiplier")
 
 
-def activations_of_latent(block: Block, x: Tensor) -> Tensor:
+def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the inputs of the projections, latents, queries, joined keys, values, and the output."""
     config = block.config
     nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -172,7 +172,7 @@ def activations_of_latent(block: Block, x: Tensor) -> Tensor:
     return block.linear("o_proj", out)
 
 
-def _of_latents(block: Block, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
+def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
     """Return the output of attention whose values have another size than its keys.
 
     torch has no fused kernel for that on a CPU: there all scores are kept, [B, N, T, T].
@@ -192,7 +192,7 @@ def _of_latents(block: Block, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -
     return block.as_dtype(block.copied(out), itemsize)
 
 
-def activations_of_joined(block: Block, x: Tensor) -> Tensor:
+def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, what the projection gives, and the output once."""
     q, k, v = (block.viewed(part) for part in block.split(block.linear("c_attn", x), (1, 1, 1)))
     size = block.config.n_embd // block.config.n_head
@@ -204,7 +204,7 @@ def activations_of_joined(block: Block, x: Tensor) -> Tensor:
 
 
 def _over_ranks(
-    block: Block, shared: SharedRows, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int]
+    block: TapedBlock, shared: SharedRows, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int]
 ) -> Tensor:
     """Return the output of parallel/context_attention.py; `sizes`: of a head of keys and of values.
 
@@ -253,7 +253,7 @@ def _over_ranks(
     return block.copied(out) if shared.way == "ulysses" else out
 
 
-def _normed(block: Block, names: tuple[str, ...], x: Tensor, size: int) -> Tensor:
+def _normed(block: TapedBlock, names: tuple[str, ...], x: Tensor, size: int) -> Tensor:
     """Return the norm of queries or keys, over a head or all features, where the block has one."""
     for name in names:
         if f"{name}.weight" in block.parameters:
@@ -297,7 +297,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     for name, rows in (("q_norm", queries), ("k_norm", keys)):
         norm = getattr(block, name, None)
         if norm is not None and norm.weight.numel() == rows.size and rows.size != size:
-            weights[f"{name}.weight"] = Cut(0, rows)
+            weights[f"{name}.weight"] = DimCut(0, rows)
             norms[name] = rms_norm
     groups = {"num_key_value_groups": num_heads // num_ranks * shares // num_kv_heads}
     return BlockSplit(weights, groups, norms)

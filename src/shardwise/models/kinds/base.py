@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from shardwise.models.operations import Block
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import SplitBlock
 
@@ -140,7 +140,7 @@ class Kind:
     (tests/models/patches/test_isolation.py)."""
     is_attention: bool = False
     """Is softmax attention: `lora.targets: attention` means its projections."""
-    activations: Callable[[Block, Tensor], Tensor] | None = None
+    activations: Callable[[TapedBlock, Tensor], Tensor] | None = None
     """Return the output of a block for an input, with sizes in place of numbers (models/tape.py):
     so it says what a forward keeps for the backward, and how much memory both take."""
 

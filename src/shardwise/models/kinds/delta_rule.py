@@ -12,7 +12,7 @@ import torch
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.chunks import Chunks, chunks_of
 from shardwise.models.kinds.base import Carried, Core
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor
 
 
@@ -105,7 +105,7 @@ def rule_carries(rule: DeltaRule, num_heads: int, channels: int) -> Carried:
     return Carried(channels, transition, num_heads * rule.key_dim * rule.value_dim)
 
 
-def parts_of(block: Block, mixed: Tensor, rule: DeltaRule, num_heads: int) -> list[Tensor]:
+def parts_of(block: TapedBlock, mixed: Tensor, rule: DeltaRule, num_heads: int) -> list[Tensor]:
     """Return q, k and v, which lie one after the other."""
     values = num_heads * rule.value_dim
     keys = (mixed.numel // block.tokens - values) // 2
@@ -113,7 +113,7 @@ def parts_of(block: Block, mixed: Tensor, rule: DeltaRule, num_heads: int) -> li
 
 
 def rule_outputs(
-    block: Block,
+    block: TapedBlock,
     rule: DeltaRule,
     qkv: Sequence[Tensor],
     g: Tensor,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.operations import Block
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, blocked, evenly, linear, unwrapped
 
@@ -32,7 +32,7 @@ def split_joined(block: Any, num_ranks: int) -> BlockSplit:
     )
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, gate and product before the activation, and what goes into the last linear.
 
     An MLP without a gate keeps what goes into its activation and what comes out.
@@ -48,7 +48,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     return block.dropped(out, "resid_pdrop")
 
 
-def activations_of_joined(block: Block, x: Tensor) -> Tensor:
+def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, what the first linear gives, and what goes into the last one."""
     gate, up = block.split(block.linear("input_linear", x), (1, 1))
     return block.linear("output_linear", block.gated_silu(gate, up))

@@ -28,11 +28,11 @@ from shardwise.models.kinds.short_convolution import (
     UNCUT_CONVOLUTION,
     convolved,
 )
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
-    Cut,
+    DimCut,
     blocked,
     even,
     evenly,
@@ -89,7 +89,7 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return rule_carries(cores(config)[0], shapes["A_log"][0], shapes["conv1d.weight"][0])
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, q, k and v before and after the convolution, gates, decay and states.
 
     That is once more what goes into the norm, its gate, and what goes into the last projection.
@@ -113,7 +113,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     return block.linear("out_proj", out)
 
 
-def _separate(block: Block, x: Tensor) -> Tensor:
+def _separate(block: TapedBlock, x: Tensor) -> Tensor:
     names = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
     *parts, a, b, gate = block.linears(names, x)
     mixed = block.joined(parts)
@@ -127,7 +127,7 @@ def _separate(block: Block, x: Tensor) -> Tensor:
     return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 
-def _by_key_head(block: Block, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
+def _by_key_head(block: TapedBlock, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
     """Return [q, k, v] joined, and z, b and a, each copied out of where its key head lies."""
     channels = block.parameters["conv1d.weight"].shape[0]
     z_size = block.num_out("in_proj_qkvz") - channels
@@ -139,7 +139,7 @@ def _by_key_head(block: Block, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
     return [block.joined([q, k, v]), z, b, a]
 
 
-def decay(block: Block, a: Tensor) -> Tensor:
+def decay(block: TapedBlock, a: Tensor) -> Tensor:
     """Return -e^A softplus(a + bias) of each head and token, in 32 bits."""
     shifted = block.sum(block.as_dtype(a, WIDE), block.weight("dt_bias"))
     rate = block.pointwise(block.as_dtype(block.weight("A_log"), WIDE), keeps_outputs=True)
@@ -147,7 +147,7 @@ def decay(block: Block, a: Tensor) -> Tensor:
 
 
 def gated_outputs(
-    block: Block, rule: GatedDeltaNet, qkv: Sequence[Tensor], g: Tensor, beta: Tensor
+    block: TapedBlock, rule: GatedDeltaNet, qkv: Sequence[Tensor], g: Tensor, beta: Tensor
 ) -> Tensor:
     """Return the outputs of the rule: on a GPU in 16 bits, as fla's kernels make them."""
     if block.on_cpu or qkv[0].itemsize == WIDE:
@@ -156,7 +156,7 @@ def gated_outputs(
 
 
 def _by_fla(
-    block: Block, rule: GatedDeltaNet, qkv: Sequence[Tensor], g: Tensor, beta: Tensor
+    block: TapedBlock, rule: GatedDeltaNet, qkv: Sequence[Tensor], g: Tensor, beta: Tensor
 ) -> Tensor:
     """Keep q and k of length 1, v, the sums of g, and the inverse of each chunk, all as copies.
 
@@ -213,9 +213,9 @@ def _split(block: Any, num_ranks: int, out: tuple[str, ...], into: str) -> Block
     per_head = even(num_ranks, block.num_v_heads, VALUE_HEADS)
     weights = {
         **evenly(block, num_ranks, HEADS, out=out, into=[into]),
-        "conv1d.weight": Cut(0, channels),
-        "A_log": Cut(0, per_head),
-        "dt_bias": Cut(0, per_head),
+        "conv1d.weight": DimCut(0, channels),
+        "A_log": DimCut(0, per_head),
+        "dt_bias": DimCut(0, per_head),
     }
     attributes = {
         name: getattr(block, name) // num_ranks

@@ -20,9 +20,9 @@ from shardwise.models.kinds import gated_delta_net
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.delta_rule import rule_carries
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor
-from shardwise.models.tensor_cuts import BlockSplit, Cut, even, evenly
+from shardwise.models.tensor_cuts import BlockSplit, DimCut, even, evenly
 
 HEADS = "heads of JetBlock"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
@@ -61,7 +61,7 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return rule_carries(rule, num_heads, num_heads * rule.value_dim)
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep what a Gated DeltaNet keeps, without its convolution, and the generated kernels.
 
     The convolution keeps the values and W taps for each of them; silu keeps queries and keys.
@@ -116,7 +116,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     The norm over one head is whole on every rank.
     """
     per_head = even(num_ranks, block.A_log.numel(), HEADS)
-    weights = {name: Cut(0, per_head) for name in ("A_log", "dt_bias")}
+    weights = {name: DimCut(0, per_head) for name in ("A_log", "dt_bias")}
     weights |= evenly(block, num_ranks, HEADS, out=(*PROJECTIONS, GENERATOR[1]), into=["o_proj"])
     return BlockSplit(weights)
 

@@ -22,11 +22,11 @@ from shardwise.models.kinds.delta_rule import (
     rule_outputs,
 )
 from shardwise.models.kinds.short_convolution import UNCUT_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
-    Cut,
+    DimCut,
     blocked,
     depthwise,
     even,
@@ -83,7 +83,7 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return rule_carries(cores(config)[0], num_heads, shapes["conv1d.weight"][0])
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep what a Gated DeltaNet keeps, and the decay of each channel in 32 bits three times.
 
     These are the sum that softplus reads, what it gives, and its product with the rate.
@@ -102,7 +102,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 
-def _decay(gate: Block, x: Tensor) -> Tensor:
+def _decay(gate: TapedBlock, x: Tensor) -> Tensor:
     """Return the logarithm of the decay of each channel: see models/patches/forget_gate.py."""
     g = gate.linear("f_b_proj", x)
     g = gate.sum(gate.as_dtype(g, WIDE), gate.weight("dt_bias"))
@@ -122,8 +122,8 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     width, num_heads, what = block.qkv_dim, block.num_heads, "heads of Kimi Delta Attention"
     require_divides(num_ranks, num_heads, what)
     weights = {
-        "forget_gate.dt_bias": Cut(0, even(num_ranks, width, what)),  # [N H]
-        "forget_gate.A_log": Cut(2, even(num_ranks, num_heads, what)),  # [1, 1, N, 1]
+        "forget_gate.dt_bias": DimCut(0, even(num_ranks, width, what)),  # [N H]
+        "forget_gate.A_log": DimCut(2, even(num_ranks, num_heads, what)),  # [1, 1, N, 1]
     }
     out = ("q_proj", "k_proj", "v_proj", "b_proj", "g_b_proj", "forget_gate.f_b_proj")
     weights |= evenly(block, num_ranks, what, out=out, into=["o_proj"])

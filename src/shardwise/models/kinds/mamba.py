@@ -19,11 +19,11 @@ from shardwise.models.chunks import chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
-    Cut,
+    DimCut,
     blocked,
     depthwise,
     even,
@@ -78,7 +78,7 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return Carried(shapes["conv1d.weight"][0], states, states)
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, what the first projection gives, the convolution's output, dt, B, C, states.
 
     That is once more what goes into the last projection.
@@ -97,7 +97,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
 
 
 def _scanned(
-    block: Block, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, gate: Tensor, numel: int
+    block: TapedBlock, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, gate: Tensor, numel: int
 ) -> Tensor:
     """Return the outputs of the scan, which keeps its inputs and the state before each chunk."""
     state, chunks = block.rows * numel, chunks_of(block.length, CHUNK)
@@ -155,7 +155,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     """
     width, what = unwrapped(block.out_proj).in_features, "channels of Mamba"
     channels = even(num_ranks, width, what)
-    weights = {"A_log": Cut(0, channels), "D": Cut(0, channels)}  # [channels, state], [channels]
+    weights = {
+        "A_log": DimCut(0, channels),
+        "D": DimCut(0, channels),
+    }  # [channels, state], [channels]
     weights |= linear(block, "in_proj", "out", blocked(num_ranks, (width, width), what))
     weights |= depthwise(block, "conv1d", channels)
     weights |= evenly(block, num_ranks, what, out=["dt_proj"], into=("x_proj", "out_proj"))

@@ -22,11 +22,11 @@ from shardwise.models.chunks import chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor, parameter
 from shardwise.models.tensor_cuts import (
     BlockSplit,
-    Cut,
+    DimCut,
     Indivisible,
     Rows,
     Segment,
@@ -108,7 +108,7 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return Carried(shapes["conv1d.weight"][0], num_heads, state)
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, what the first projection gives, the convolution's output, dt and states.
 
     That is once more what goes into the norm, and what goes into the last projection.
@@ -135,7 +135,9 @@ def activations(block: Block, x: Tensor) -> Tensor:
     return block.multiplied(block.linear("out_proj", out), "ssm_out_multiplier")
 
 
-def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def _scanned(
+    block: TapedBlock, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Tensor
+) -> Tensor:
     """Return the outputs of the scan, which keeps its inputs and the state before each chunk."""
     shifted = block.sum(block.as_dtype(dt, WIDE), block.weight("dt_bias"))
     softplus = block.pointwise(shifted, [shifted])
@@ -182,7 +184,7 @@ def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Te
     return out
 
 
-def _normed(block: Block, x: Tensor, gate: Tensor) -> Tensor:
+def _normed(block: TapedBlock, x: Tensor, gate: Tensor) -> Tensor:
     """Return transformers' norm with a gate, which keeps each of its steps in 32 bits.
 
     Falcon-H1's multiplies by its gate before x is in 32 bits, or after the norm, and by its weight
@@ -206,7 +208,7 @@ def _normed(block: Block, x: Tensor, gate: Tensor) -> Tensor:
     return block.as_dtype(wide, x.itemsize)
 
 
-def _opened(block: Block, gate: Tensor) -> Tensor:
+def _opened(block: TapedBlock, gate: Tensor) -> Tensor:
     """Return the gate's activation in 32 bits."""
     gate = block.as_dtype(gate, WIDE)
     return block.pointwise(gate, [gate])
@@ -265,7 +267,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         **linear(block, "in_proj", "out", way_in),
         **linear(block, "out_proj", "in", out),
         **depthwise(block, "conv1d", channels),
-        **{name: Cut(0, heads) for name in ("A_log", "D", "dt_bias")},
+        **{name: DimCut(0, heads) for name in ("A_log", "D", "dt_bias")},
     }
     attributes = {
         "num_heads": heads.local_size,
@@ -277,7 +279,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     normed = _norm_groups(block)
     spread = 0 < normed < num_ranks
     if normed:
-        weights["norm.weight"] = Cut(0, out)
+        weights["norm.weight"] = DimCut(0, out)
     if hasattr(block.norm, "n_groups"):
         attributes["norm.n_groups"] = groups // shares
     return BlockSplit(
@@ -285,7 +287,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         attributes,
         norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
         norm_groups=max(normed, 1),
-        buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
+        buffers={"mup_vector": DimCut(2, way_in)} if hasattr(block, "mup_vector") else {},
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from shardwise.models.kinds import feed_forward
 from shardwise.models.kinds.base import Kind
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
-    Cut,
+    DimCut,
     Rows,
     Segment,
     blocked,
@@ -35,11 +35,11 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     """
     experts = unwrapped(block.experts)
     width, what = experts.down_proj.shape[2], "features of an expert"
-    weights = {"experts.down_proj": Cut(2, even(num_ranks, width, what))}
+    weights = {"experts.down_proj": DimCut(2, even(num_ranks, width, what))}
     if hasattr(experts, "gate_up_proj"):
-        weights["experts.gate_up_proj"] = Cut(1, blocked(num_ranks, (width, width), what))
+        weights["experts.gate_up_proj"] = DimCut(1, blocked(num_ranks, (width, width), what))
     else:
-        weights["experts.up_proj"] = Cut(1, even(num_ranks, width, what))
+        weights["experts.up_proj"] = DimCut(1, even(num_ranks, width, what))
     # Nemotron-H's experts have a narrower width of their own, out of which a linear leads.
     latent = unwrapped(getattr(block, "fc2_latent_proj", None))
     if getattr(latent, "bias", None) is not None:
@@ -50,7 +50,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights | evenly(block, num_ranks, feed_forward.FEATURES, out=up, into=down))
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, the router's scores, and for each token and expert of it what an MLP keeps.
 
     Those are the rows sorted by expert, gate and product, their product, and the outputs.
@@ -79,11 +79,11 @@ def activations(block: Block, x: Tensor) -> Tensor:
     return out
 
 
-def _has(block: Block, path: str) -> bool:
+def _has(block: TapedBlock, path: str) -> bool:
     return any(name.startswith(f"{path}.") for name in block.parameters)
 
 
-def _routed(block: Block, x: Tensor) -> Tensor:
+def _routed(block: TapedBlock, x: Tensor) -> Tensor:
     """Return what the outputs of a token's experts count, [B*T, top_k] in 32 bits."""
     name = next(n for n in ("gate.weight", "router.weight") if n in block.parameters)
     num_experts = block.parameters[name].shape[0]
@@ -110,7 +110,7 @@ def _routed(block: Block, x: Tensor) -> Tensor:
     return top if is_wide else block.as_dtype(top, logits.itemsize)
 
 
-def _experts(experts: Block, block: Block, x: Tensor, weights: Tensor) -> Tensor:
+def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the experts' outputs; see models/patches/experts.py."""
     rows = block.tokens * block.top_k
     down, up = experts.parameters["down_proj"], "up_proj"
@@ -146,7 +146,7 @@ def _experts(experts: Block, block: Block, x: Tensor, weights: Tensor) -> Tensor
     return block.as_dtype(out, x.itemsize)
 
 
-def _grouped(experts: Block, name: str, x: Tensor, numel: int) -> Tensor:
+def _grouped(experts: TapedBlock, name: str, x: Tensor, numel: int) -> Tensor:
     """Return products of rows with their experts' weights, which keep the rows alone."""
     weight = experts.weight(name)
     x = experts.as_dtype(x, weight.itemsize)

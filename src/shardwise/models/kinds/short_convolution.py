@@ -11,7 +11,7 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.short_conv import backend, short_conv
 from shardwise.kernels.short_conv.shifted import BLOCK
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
-from shardwise.models.operations import WIDE, Block
+from shardwise.models.operations import WIDE, TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, blocked, depthwise, even, linear, unwrapped
 
@@ -52,7 +52,7 @@ def uncut_convolution(tokens: Tokens, x: torch.Tensor, weight: torch.Tensor, **f
     return Uncut(causal_convolution(tokens, x, weight, **flags))
 
 
-def convolved(block: Block, x: Tensor, name: str = "conv1d") -> Tensor:
+def convolved(block: TapedBlock, x: Tensor, name: str = "conv1d") -> Tensor:
     """Return the convolution of x, which keeps x alone; see kernels/short_conv.
 
     It works in 32 bits, on a CPU on 64 tokens at a time: on their sums and a product with one tap
@@ -72,7 +72,7 @@ def convolved(block: Block, x: Tensor, name: str = "conv1d") -> Tensor:
     )[0]
 
 
-def activations(block: Block, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep B, C and x of the first projection, B x, its convolution, and the last one's input."""
     b, c, x = block.split(block.linear("in_proj", x), (1, 1, 1))
     hidden = block.product(b, x)

@@ -20,7 +20,7 @@ from transformers.integrations.moe import _default_apply_gate
 from shardwise.config import RunConfig
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.gated_activation import gated_silu
-from shardwise.kernels.grouped_linear import Adapter, grouped_linear, take_rows, takes
+from shardwise.kernels.grouped_linear import StackedAdapter, grouped_linear, take_rows, takes
 from shardwise.kernels.quantised import Weight
 from shardwise.models.names import hf_name
 from shardwise.models.patches.capacity import Capacity, Documents
@@ -203,7 +203,7 @@ class RoutedExperts:
         stack = weight_of(self.module, name)
         return stack.mT if self.module.is_transposed else stack
 
-    def _adapter(self, name: str) -> Adapter | None:
+    def _adapter(self, name: str) -> StackedAdapter | None:
         """Return views of PEFT's factors: A [E R, in], by expert, and B [out, R E], by rank.
 
         One pair that experts share is A [R, in] and B [out, R].
@@ -217,7 +217,7 @@ class RoutedExperts:
         rank, num_experts = wrapper.r[adapter], self._stack(name).shape[0]
         a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
         a, b = (factor.expand(num_experts, -1, -1) for factor in (a, b))
-        return Adapter(a, b, wrapper.scaling[adapter])
+        return StackedAdapter(a, b, wrapper.scaling[adapter])
 
     def _are_grouped(self, device: torch.device, names: tuple[str, ...]) -> bool:
         stacks = [self._stack(name) for name in names]

@@ -24,7 +24,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.float8 import Float8
-from shardwise.kernels.lora_linear import Backend, Linear, load_backend, lora_linear
+from shardwise.kernels.lora_linear import Linear, LoraBackend, load_backend, lora_linear
 from shardwise.kernels.lora_linear.magnitude import row_norms, with_magnitude
 from shardwise.models.dora import Magnitude, magnitude_of
 from shardwise.models.kinds import SHARED_INPUTS
@@ -79,7 +79,7 @@ def use_lora_kernel(
     return kernel
 
 
-def kernel_for(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend | None]:
+def kernel_for(kernel: Kernel, device: torch.device) -> tuple[Kernel, LoraBackend | None]:
     """Return the kernel that runs for plain LoRA layers on `device`, and its backend.
 
     `peft` has no backend. `auto` is Triton's on a GPU where it can run, else torch's. Raises
@@ -155,7 +155,7 @@ class _Shared:
     def __init__(
         self,
         layers: list[PeftLinear],
-        backend: Backend,
+        backend: LoraBackend,
         half: BackwardHalf | None,
         float8: Mapping[nn.Module, Float8],
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from shardwise.config import RunConfig
-from shardwise.parallel.gathered import ShardedHolding, Unit, units_of
+from shardwise.parallel.gathered import GatheredUnit, ShardedHolding, units_of
 from shardwise.parallel.holding import ChunkUnits, Held, Whole
 from shardwise.parallel.sent import DataStep, Messages, sums_over_copies
 from shardwise.parallel.strategy import Elements, Strategy
@@ -123,7 +123,7 @@ class Fsdp1Holding(ShardedHolding):
         return joined // self.num_shards
 
     def _flat(self, weights: Iterable[Weight]) -> list[tuple[Weight, ...]]:
-        return flat_parameters(Unit(tuple(weights), False), self.cfg.parallel.fsdp1_wrap)
+        return flat_parameters(GatheredUnit(tuple(weights), False), self.cfg.parallel.fsdp1_wrap)
 
     def _flat_bytes(self, flat: Sequence[Weight]) -> int:
         return self._numel(flat) * flat[0].itemsize
@@ -154,7 +154,9 @@ class Fsdp1Holding(ShardedHolding):
             self.shards += self.kept[place] if self.is_first else 0
 
 
-def flat_parameters(unit: Unit, wrap: Literal["separate", "naive"]) -> list[tuple[Weight, ...]]:
+def flat_parameters(
+    unit: GatheredUnit, wrap: Literal["separate", "naive"]
+) -> list[tuple[Weight, ...]]:
     """Return the weights of each flat parameter that fsdp1 makes of a unit, without those of an odd
     dtype, which stay whole.
 
