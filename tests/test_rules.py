@@ -45,7 +45,7 @@ from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.own import OwnModel
 from tests.left_out import some_now
 from tests.models.tiny import tiny, trained, with_adapters
-from tests.models.unproven import write_config
+from tests.models.unproven import UNPROVEN, write_config
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -343,6 +343,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"training": {"loss": "chunked"}},
         1,
     ),
+    "a kernel for an attention that takes none": (
+        "gpt_oss",
+        {"model": {"sdpa_backend": "math"}},
+        1,
+    ),
     "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),
     "a budget of a model whose layers are not known": (
         "mistral",
@@ -562,7 +567,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
             model, _ = with_adapters(tiny("tiny-llama"), section)
             save_adapter(model, section, trained(model), folder, "base")
             return str(folder)
-        if name == "mistral":
+        if name in UNPROVEN:
             return str(write_config(name, folder))
         changed = {
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),

@@ -3,16 +3,21 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from shardwise.config import Lora, Model, UserError
+from shardwise.base.batches import Batch
+from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
 from shardwise.models.adapter import save_adapter
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven
 from shardwise.models.families.unproven import inspect_family
-from shardwise.models.load import weights
+from shardwise.models.load import load_whole, read_config, weights
 from shardwise.models.lora import adapter_layers
+from shardwise.models.patches import patch
 from shardwise.models.save import save_model
 from tests.left_out import some_now
 from tests.models.tiny import (
@@ -23,6 +28,7 @@ from tests.models.tiny import (
     on_meta,
     relative_error,
     tiny,
+    tokens,
     trained,
     with_adapters,
 )
@@ -86,15 +92,15 @@ def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> Non
     }
     alternating = ["sliding_attention", "full_attention"] * 2
     assert [layer.kind for layer in spec.layers] == kinds.get(spec.family, alternating)
-    moe = spec.family in ("olmoe", "minimax")
+    moe = spec.family in ("olmoe", "minimax", "gpt_oss")
     assert {layer.feed_forward for layer in spec.layers} == {"moe" if moe else "dense"}
-    assert spec.tied == (spec.family == "gemma3_text")
+    assert spec.tied == (spec.family in ("gemma2", "gemma3_text"))
     # q, k, v, o and, where there are no experts, gate, up and down; the stacks of experts stay
     # frozen. MiniMax's linear attention has q, k and v in one, an output gate, and an output that
     # a fused kernel might read past an adapter.
     num_adapted = 2 * (2 + 4) if spec.family == "minimax" else 4 * (4 if moe else 7)
     assert len(adapter_layers(built)) == num_adapted
-    num_frozen = {"olmoe": 4 * 2, "minimax": 4 * 2 + 2}.get(spec.family, 0)
+    num_frozen = {"olmoe": 4 * 2, "gpt_oss": 4 * 2, "minimax": 4 * 2 + 2}.get(spec.family, 0)
     assert sum(row.weights for row in coverage.rows) == num_adapted + num_frozen
 
 
@@ -144,3 +150,30 @@ def test_what_is_not_of_the_common_shape_is_refused(
         UserError, match=f"model type {model_type} is not one that shardwise knows .* {reason}"
     ):
         family_of(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_attention_without_a_fused_form_computes_as_in_transformers(
+    model_type: str, tmp_path: Path
+) -> None:
+    folder = write_config(model_type, tmp_path / "config")
+    cfg = RunConfig(
+        Model(str(folder), init="random"), Data("x", sequence_length=70), Training("o", steps=1)
+    )
+    hf_config = read_config(cfg.model)
+    hf = load_whole(cfg.model, hf_config)
+    hf.save_pretrained(tmp_path / "saved")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
+    part = CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
+    lm = patch(part, cfg, torch.device("cpu")).train()
+    rows = tokens()
+    batch = Batch(rows, rows.roll(-1, 1), torch.zeros_like(rows), tuple(range(len(rows))), step=1)
+    (loss := lm(batch)).backward()
+    scores = theirs.train()(input_ids=rows, use_cache=False).logits.flatten(0, 1)
+    (of_theirs := cross_entropy(scores, batch.labels.flatten(), reduction="sum")).backward()
+    torch.testing.assert_close(loss, of_theirs, rtol=1e-5, atol=0)
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    for name, parameter in hf.named_parameters():
+        if name in expected:
+            assert relative_error(parameter.grad, expected[name]) < 1e-4, name
+    assert len(expected) > 40

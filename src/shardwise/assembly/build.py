@@ -238,6 +238,11 @@ def _notes(
     notes = []
     if facts.spec.family not in FAMILIES and not facts.spec.is_own:
         notes.append(unproven_note(facts.spec.family))
+        if not facts.facts.has_fused_attention:
+            notes.append(
+                f"{facts.spec.family}'s attention keeps whole scores [B, N, T, T], the only form "
+                "that transformers has of it"
+            )
     if cfg.data.keeps_documents_apart and not facts.spec.is_own:
         notes.append(
             f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), since "

@@ -194,6 +194,8 @@ class ModelFacts:
     """The routed experts of its layers that have any, without repetition."""
     indivisible: Callable[[int], str | None]
     """Return what of the model cannot be sharded over so many ranks of `tp`, or None."""
+    has_fused_attention: bool = True
+    """Whether its attention has a form for torch's scaled dot product."""
     folds_adapters: bool = False
     """Whether PEFT adds adapters to a copy of a stack of experts, of a form that only it knows."""
     is_own: bool = False

@@ -62,6 +62,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         ),
         indivisible=indivisible,
         odd_blocks=odd_blocks,
+        has_fused_attention=hf.config._attn_implementation != "eager",
         folds_adapters=any(
             isinstance(module, ParamWrapper) and not experts.is_routed(module.get_base_layer())
             for module in hf.modules()

@@ -15,8 +15,6 @@ from shardwise.config import UserError
 WAY_OUT = "correct it, or give a model of a family that `shardwise models` lists"
 _OF_PYTHON = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, NameError)
 """Errors whose text is of Python's types and names; that of others is written for people."""
-_NO_FORM = "scaled_dot_product_attention"
-"""Stands in transformers' refusal of the attention that every run here takes."""
 
 
 @contextmanager
@@ -41,8 +39,6 @@ def foreign(
 
 def reason(error: Exception, config: PretrainedConfig | None = None) -> str:
     """Return why other code has failed: its own words, or where it stopped and the keys there."""
-    if _NO_FORM in str(error):
-        return "it has no form of its attention for torch's scaled dot product, which runs take"
     if "Unrecognized configuration class" in str(error):
         return "it has no causal language model"
     if isinstance(error, RecursionError):

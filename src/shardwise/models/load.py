@@ -163,8 +163,8 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
 
     Parameters have `model.dtype`, except those that the family keeps in float32. Tied parameters
     are one object; after something has replaced parameters module by module (`to_empty`),
-    `tie_weights()` ties them again. Attention is torch's scaled dot product; `use_cache` is off.
-    `hf_config` is not changed.
+    `tie_weights()` ties them again. Attention is torch's scaled dot product, or eager in a class
+    that has no other; `use_cache` is off. `hf_config` is not changed.
     """
     quiet_notices()
     config = copy.deepcopy(hf_config)
@@ -173,18 +173,33 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     dtype = getattr(torch, model.dtype)
     building = foreign(model.path, config, "build a causal model")
     with building, torch.device("meta"), no_init_weights():
-        built = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=model.trust_remote_code,
-        )
+        built = _from_config(model, config, dtype)
     check_parameters(model.path, built)
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
     initialise_buffers(built)
     built.tie_weights()
     return built
+
+
+def _from_config(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the class's model, with torch's scaled dot product if the class has that form."""
+
+    def built(attention: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    try:
+        return built("sdpa")
+    except ValueError as error:
+        # Transformers' refusal: sinks, softcaps and older classes have no such form.
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+    return built("eager")
 
 
 def check_computes(model: Model) -> None:
@@ -199,12 +214,7 @@ def check_computes(model: Model) -> None:
     computing = foreign(model.path, config, "compute with the sizes")
     try:
         with computing, contextlib.suppress(*_OF_FAKES), FakeTensorMode(), no_init_weights():
-            built = AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.bfloat16,
-                attn_implementation="sdpa",
-                trust_remote_code=model.trust_remote_code,
-            )
+            built = _from_config(model, config, torch.bfloat16)
             rows = torch.ones(2, 16, dtype=torch.long)
             built(input_ids=rows, use_cache=False, return_dict=True)
     finally:

@@ -131,6 +131,18 @@ RULES = (
         why="a family may scale or cap its logits before the loss",
     ),
     Rule(
+        "a kernel for an attention that takes none",
+        applies=lambda case: (
+            case.cfg.model.sdpa_backend != "auto" and not case.model.has_fused_attention
+        ),
+        problem=(
+            "model.sdpa_backend is {cfg.model.sdpa_backend}, but transformers computes "
+            "{model.family}'s attention step by step alone"
+        ),
+        way_out="set it to auto",
+        why="its class has no form for torch's scaled dot product, as with sinks or softcaps",
+    ),
+    Rule(
         "kinds of layers to recompute",
         applies=lambda case: bool(_unknown_kinds(case)),
         problem=lambda case: (
