@@ -446,13 +446,17 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"cp": 16}},
         16,
     ),
-    "muon with LoRA": ("llama", {"optimizer": {"name": "muon"}, "lora": LORA}, 1),
-    "muon under a layout that is not proven": (
+    "an optimizer of matrices with LoRA": (
+        "llama",
+        {"optimizer": {"name": "muon"}, "lora": LORA},
+        1,
+    ),
+    "an optimizer of matrices under a layout that is not proven": (
         "llama",
         {"optimizer": {"name": "muon"}, "parallel": {"data": "zero1"}},
         2,
     ),
-    "muon with offload": (
+    "an optimizer of matrices with offload": (
         "llama",
         {"optimizer": {"name": "muon"}, "parallel": {"data": "fsdp2", "offload": "optimizer"}},
         2,

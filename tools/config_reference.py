@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 from shardwise.config.keys import facts_of
-from shardwise.config.parallel import StrategyName
+from shardwise.parallel.optimizers import OPTIMIZERS
+from shardwise.parallel.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "config.md"
@@ -20,6 +21,8 @@ AS_YAML = {
     "True": "true",
     "False": "false",
 }
+OF_FILES: dict[str, dict[str, Any]] = {"StrategyName": STRATEGIES, "OptimizerName": OPTIMIZERS}
+"""The types whose values are the names of files, each with a class."""
 HEAD = """\
 # The run file
 
@@ -51,7 +54,9 @@ def page() -> str:
             shown = "required" if key_default is None else f"`{key_default}`"
             between = facts_of(f"{name}.{key}").between
             bounds = " From {:,} to {:,}.".format(*between) if between else ""
-            text = " ".join(text.split()) + bounds
+            described = OF_FILES.get(key_kind, {}).items()
+            texts = [text, *(f"`{value}`: {cls.__doc__}" for value, cls in described)]
+            text = " ".join(" ".join(texts).split()) + bounds
             parts.append(f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {text} |")
     return "\n".join(parts) + "\n"
 
@@ -89,7 +94,7 @@ def cell(kind: str) -> str:
     kind = kind.replace("Recomputation", "mapping").replace(
         "DType", "Literal['float32', 'bfloat16']"
     )
-    kind = kind.replace("StrategyName", ", ".join(get_args(StrategyName)))
+    kind = ", ".join(OF_FILES.get(kind, (kind,)))
     while "Literal[" in kind:
         before, _, rest = kind.partition("Literal[")
         inside, _, after = rest.partition("]")

@@ -21,7 +21,7 @@ def test_a_step_is_that_of_torch(shape):
     drawn = torch.randn(shape, generator=generator), torch.randn(5, generator=generator)
     ours, theirs = ([nn.Parameter(value.clone()) for value in drawn] for _ in range(2))
     cfg = Optimizer(name="muon", lr=0.1, weight_decay=0.1)
-    optimizer = make_optimizer(cfg, [*zip(("w", "b"), ours)], {"w"}, {"w"}, torch.bfloat16)
+    optimizer = make_optimizer(cfg, [*zip(("w", "b"), ours)], {"w"}, {"w"})
     matrix = torch.optim.Muon(
         theirs[:1], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", momentum=0.95
     )

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise.assembly import build
 from shardwise.kernels import eight_bit
+from shardwise.parallel.optimizers.adamw8bit import AdamW8bitUpdate
 from tests.parity.eight_bit import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
@@ -42,15 +43,15 @@ def one_scale_for_a_ranks_columns():
 def selected_by_the_size_of_a_shard():
     make_optimizer = build.make_optimizer
 
-    def by_shard(cfg, named, decayed, selected, dtype):
+    def by_shard(cfg, named, decayed, selected, precision):
         small = {name for name, p in named if p.to_local().numel() < eight_bit.LEAST}
-        return make_optimizer(cfg, named, decayed, selected - small, dtype)
+        return make_optimizer(cfg, named, decayed, selected - small, precision)
 
     build.make_optimizer = by_shard
 
 
 def everything_in_32_bits():
-    build.selected_by = lambda *_: frozenset()
+    AdamW8bitUpdate.selected = lambda *_: frozenset()
 
 
 def moments_forgotten_in_each_step():

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from torch.distributed.tensor import DTensor
 
-from shardwise.assembly import build
 from shardwise.parallel import muon
+from shardwise.parallel.optimizers.muon import MuonUpdate
 from tests.parity.muon import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
@@ -26,7 +26,7 @@ def shard_orthogonalised_alone():
 
 
 def everything_by_adamw_on_several_ranks():
-    build.selected_by = lambda *_: frozenset()
+    MuonUpdate.selected = lambda *_: frozenset()
 
 
 def scaled_by_the_shard():

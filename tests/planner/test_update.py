@@ -11,9 +11,9 @@ import torch
 
 from shardwise.assembly.optimizer import make_optimizer
 from shardwise.config import Data, Model, Optimizer, RunConfig, Training
-from shardwise.lab.planner.update import summed_bytes, update_bytes
+from shardwise.lab.planner.update import summed_bytes
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.matrices import muon_dtype
+from shardwise.parallel.optimizers import OPTIMIZERS
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.parallel.weights import Weight
 
@@ -30,7 +30,7 @@ def _run(name: str, precision: str = "float32", accumulation: str = "model") -> 
         accumulation=accumulation,  # ty: ignore[invalid-argument-type]
     )
     model, data = Model("unused"), Data(train="unused", sequence_length=8)
-    optimizer = Optimizer(name=name, weight_decay=0.1)  # ty: ignore[invalid-argument-type]
+    optimizer = Optimizer(name=name, weight_decay=0.1)
     return RunConfig(model=model, data=data, optimizer=optimizer, training=training)
 
 
@@ -38,10 +38,8 @@ def _taken(cfg: RunConfig, weights: list[Weight], dtype: torch.dtype) -> int:
     """Return the most bytes that the second step of an optimizer allocates at once."""
     named = [(w.name, torch.nn.Parameter(torch.randn(w.shape).to(dtype))) for w in weights]
     selected = {weight.name for weight in weights if weight.is_selected}
-    products = muon_dtype(cfg.training.precision)
-    optimizer = make_optimizer(
-        cfg.optimizer, named, {name for name, _ in named}, selected, products
-    )
+    names, precision = {name for name, _ in named}, cfg.training.precision
+    optimizer = make_optimizer(cfg.optimizer, named, names, selected, precision)
     for _ in range(2):
         for _, parameter in named:
             parameter.grad = torch.randn(parameter.shape).to(dtype)
@@ -68,7 +66,7 @@ def _taken(cfg: RunConfig, weights: list[Weight], dtype: torch.dtype) -> int:
     ],
 )
 def test_an_update_takes_what_is_planned(name, precision, shape, dtype):
-    cfg, is_selected = _run(name, precision), name in ("muon", "adamw8bit")
+    cfg, is_selected = _run(name, precision), OPTIMIZERS[name].selects
     weights = [
         Weight("matrix", shape, dtype.itemsize, True, 1, is_selected=is_selected),
         Weight("vector", (64,), dtype.itemsize, True, 1),
@@ -76,7 +74,7 @@ def test_an_update_takes_what_is_planned(name, precision, shape, dtype):
     numels = {weight: prod(weight.shape) for weight in weights}
     for decay in (cfg.optimizer.weight_decay, 0.0):
         cfg = replace(cfg, optimizer=replace(cfg.optimizer, weight_decay=decay))
-        planned = update_bytes(cfg, numels, is_gloo=True)
+        planned = OPTIMIZERS[name].update_bytes(cfg, numels, is_gloo=True)
         assert planned == pytest.approx(_taken(cfg, weights, dtype), abs=SMALL)
 
 

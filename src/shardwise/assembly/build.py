@@ -24,7 +24,6 @@ from shardwise.assembly.optimizer import (
     make_lr_schedule,
     make_optimizer,
     optimized_parameters,
-    selected_by,
 )
 from shardwise.assembly.own import describe_own, own_costs, own_parts
 from shardwise.assembly.recomputation import Chosen
@@ -41,10 +40,10 @@ from shardwise.config import Checkpointing, Lora, Optimizer, RunConfig
 from shardwise.models import adapter_start, lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
-from shardwise.models.matrices import muon_dtype
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.own import OwnModel
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import from_every_rank
 
@@ -150,7 +149,7 @@ def build(
     facts = describe_own(cfg, num_ranks, own) if own else describe(cfg, num_ranks, mesh.device)
     assert cfg.training.budget_bytes is None, "a budget chooses before a run is built"
     hf, spec = facts.hf, facts.spec
-    selected = selected_by(cfg.optimizer.name, hf, spec, facts.family)
+    selected = update_rule_of(cfg).selected(hf, spec, facts.family.gating)
     state.check(hf, cfg, selected)
     parameters = _sizes(hf)
     counts = count_model(hf, spec) if spec.family in FAMILIES and not own else None
@@ -166,7 +165,6 @@ def build(
     # By the shapes of full parameters.
     family = None if own else facts.family
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}
-    dtype = muon_dtype(cfg.training.precision)
 
     # By the model on meta: what the strategies make of its weights has other sizes.
     routing = None if own else Routing.of(hf, spec, mesh.device)
@@ -184,7 +182,9 @@ def build(
     pm = ParallelModel(
         parts=parts,
         run=run_in_turn,
-        make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed, selected, dtype),
+        make_optimizer=lambda named: make_optimizer(
+            cfg.optimizer, named, decayed, selected, cfg.training.precision
+        ),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
     pm = order.apply(pm, mesh, cfg, spec, load)

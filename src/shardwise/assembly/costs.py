@@ -10,7 +10,6 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
 from shardwise.base.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks, strategy_facts
 from shardwise.base.process.world import device_type
@@ -18,7 +17,6 @@ from shardwise.base.schedule.costs import COUNTED, Cost, CostSource
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.split import Split, split
 from shardwise.config import Parallel, Recomputation, RunConfig
-from shardwise.kernels import eight_bit
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import unit_memory
 from shardwise.models.alike import same_structure
@@ -28,6 +26,7 @@ from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import family_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.weights import gradient_bytes
 
 
@@ -194,22 +193,6 @@ def _hidden_bytes(cfg: RunConfig, hf: PreTrainedModel) -> int:
     return tokens * hf.config.hidden_size * hidden_dtype(cfg).itemsize
 
 
-def optimizer_bytes(cfg: RunConfig, numel: int, itemsize: int, is_selected: bool = False) -> int:
-    """Return the bytes of the optimizer's states of so many elements of a trained weight.
-
-    AdamW has two states in the weight's dtype, and a float32 count of steps. Of what they select
-    (`is_selected`), Muon has one state, and 8-bit AdamW two in 8 bits with their scales.
-    """
-    counter, name = 4, cfg.optimizer.name
-    if name == "sgd":
-        return 0
-    if is_selected and name == "muon":
-        return numel * itemsize
-    if is_selected:
-        return eight_bit.num_bytes(numel) + counter
-    return 2 * numel * itemsize + counter
-
-
 @dataclass(frozen=True)
 class _Ranks:
     """The ranks that share the weights of a stage."""
@@ -236,7 +219,7 @@ class _Ranks:
         num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1
         modules = [m for _, m in experts_of(stored, spec)] if cfg.parallel.ep > 1 else []
         experts = frozenset(p for module in modules for p in module.parameters())
-        names = selected_by(cfg.optimizer.name, hf, spec, family_of(hf))
+        names = update_rule_of(cfg).selected(hf, spec, family_of(hf).gating)
         selected = frozenset(p for name, p in stored.named_parameters() if name in names)
         return cls(num_shards, cfg.parallel.ep, experts, selected)
 
@@ -256,6 +239,7 @@ def _state_bytes(
     shards, and gradients whole until the last backward.
     """
     weights = gradients = states = 0
+    rule = update_rule_of(cfg)
     for parameter in parameters:
         num_parts, num_shards = ranks.shares(parameter)
         num_bytes = parameter.nbytes // num_parts
@@ -265,5 +249,5 @@ def _state_bytes(
         if parameter.requires_grad:
             numel, is_selected = parameter.numel() // num_parts, parameter in ranks.selected
             gradients += gradient_bytes(cfg, numel, parameter.itemsize)
-            states += optimizer_bytes(cfg, numel // num_shards, parameter.itemsize, is_selected)
+            states += rule.state_bytes(numel // num_shards, parameter.itemsize, is_selected)
     return weights, gradients, states

@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
-from functools import partial
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.config import Optimizer
-from shardwise.models.eight_bit import names_in_8_bits
 from shardwise.models.families import Family
 from shardwise.models.kinds import RATES
-from shardwise.models.matrices import matrices_of
 from shardwise.models.names import hf_name, is_adapter, is_factor_b, is_magnitude
-from shardwise.models.spec import ModelSpec
-from shardwise.parallel import adamw8bit
-from shardwise.parallel.by_element import SGD, AdamW
-from shardwise.parallel.muon import MOMENTUM_BUFFER, Muon
-
-
-def selected_by(name: str, hf: nn.Module, spec: ModelSpec, family: Family) -> frozenset[str]:
-    """Return the names of the parameters that the optimizer `name` does not leave to AdamW.
-
-    For Muon they are matrices; 8-bit AdamW keeps their moments in 8 bits. The choice is by the
-    shapes of full parameters, whatever part of them a rank has.
-    """
-    if name == "muon":
-        return matrices_of(hf, spec, family.gating)
-    return names_in_8_bits(hf) if name == "adamw8bit" else frozenset()
-
-
-def zero_states(
-    name: str, parameter: torch.Tensor, is_selected: bool
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return what makes the states that the optimizer `name` keeps of a parameter after a step.
-
-    They are zeros on the parameter's device, `meta` too, and sharded as it is, where it is a
-    shard. `is_selected`: by `selected_by`.
-    """
-    if name == "sgd":
-        return {}
-    if name == "adamw8bit" and is_selected:
-        return adamw8bit.zero_states(parameter)
-    like = partial(torch.zeros_like, parameter)
-    if name == "muon" and is_selected:
-        return {MOMENTUM_BUFFER: like}
-    return {"exp_avg": like, "exp_avg_sq": like, "step": adamw8bit.count_of_steps}
+from shardwise.parallel.optimizers import OPTIMIZERS
 
 
 def is_decayed(name: str, parameter: nn.Parameter, family: Family | None) -> bool:
@@ -78,7 +43,7 @@ def make_optimizer(
     named: Sequence[tuple[str, nn.Parameter]],
     decayed: Container[str],
     selected: Container[str] = (),
-    dtype: torch.dtype = torch.bfloat16,
+    precision: str = "bfloat16",
 ) -> torch.optim.Optimizer:
     """Return the optimizer `cfg.name` over this rank's trainable parameters or shards.
 
@@ -86,13 +51,13 @@ def make_optimizer(
     parameter's shape. Each group has its parameters' names in `param_names`, by which an
     optimizer's states are saved. The first group has the learning rate that is reported, `cfg.lr`:
     groups of LoRA's factors B at another rate come last.
-    `selected`: see `selected_by`; `dtype`: see `Muon`.
+    `selected`: see `UpdateRule.selected`; `precision`: `training.precision`.
     """
-    has_adamw_beside = cfg.name in ("muon", "adamw8bit")
+    rule = OPTIMIZERS[cfg.name]
     groups: dict[tuple[bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         ratio = cfg.lora_b_lr_ratio if is_factor_b(name) else 1.0
-        key = name in decayed, ratio, has_adamw_beside and name in selected
+        key = name in decayed, ratio, rule.selects and name in selected
         groups.setdefault(key, []).append((name, parameter))
     options: list[dict[str, Any]] = [
         {
@@ -100,7 +65,7 @@ def make_optimizer(
             "weight_decay": cfg.weight_decay if decays else 0.0,
             "lr": cfg.lr * ratio,
         }
-        | ({"is_selected": is_selected} if has_adamw_beside else {})
+        | ({"is_selected": is_selected} if rule.selects else {})
         for (decays, ratio, is_selected), parameters in sorted(
             groups.items(), key=lambda group: group[0][1] != 1
         )
@@ -108,13 +73,7 @@ def make_optimizer(
     if not named:
         # A pipeline's stage may have nothing to train, but it has a learning rate.
         options = [{"params": [], "param_names": [], "weight_decay": 0.0, "is_selected": False}]
-    if cfg.name == "muon":
-        return Muon(options, cfg.lr, cfg.betas, cfg.eps, dtype)
-    if cfg.name == "adamw8bit":
-        return adamw8bit.AdamW8bit(options, cfg.lr, cfg.betas, cfg.eps)
-    if cfg.name == "sgd":
-        return SGD(options, lr=cfg.lr)
-    return AdamW(options, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
+    return rule.make(options, cfg, precision)
 
 
 def optimized_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:

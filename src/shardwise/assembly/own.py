@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.assembly.costs import optimizer_bytes
 from shardwise.assembly.describe import Description
-from shardwise.assembly.optimizer import selected_by
 from shardwise.assembly.state import MemoryState
 from shardwise.base.interfaces import Part
 from shardwise.base.layouts import Facts, ModelFacts, axis_sizes
@@ -18,6 +16,7 @@ from shardwise.models.initialise import nudged
 from shardwise.models.own import OWN, GivesCuts, GivesStages, OwnModel, OwnPart, own_stages
 from shardwise.models.tensor_cuts import Indivisible
 from shardwise.models.tensor_plan import split_blocks
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.reduce import from_every_rank
 
@@ -89,7 +88,8 @@ def own_costs(cfg: RunConfig, own: OwnModel) -> tuple[tuple[Cost, ...], CostSour
     What lies outside of the layers is not counted: which end holds it is known to `cut` alone.
     """
     names = ("before the layers", *(layer.name for layer in own.spec.layers), "after the layers")
-    chosen = selected_by(cfg.optimizer.name, own.module, own.spec, OWN_FAMILY)
+    rule = update_rule_of(cfg)
+    chosen = rule.selected(own.module, own.spec, OWN_FAMILY.gating)
     selected = {own.module.get_parameter(name) for name in chosen}
     costs = []
     for name in names:
@@ -108,7 +108,7 @@ def own_costs(cfg: RunConfig, own: OwnModel) -> tuple[tuple[Cost, ...], CostSour
             weight_bytes=sum(p.nbytes for p in parameters),
             gradient_bytes=trained_bytes,
             optimizer_bytes=sum(
-                optimizer_bytes(cfg, p.numel(), p.itemsize, p in selected) for p in trained
+                rule.state_bytes(p.numel(), p.itemsize, p in selected) for p in trained
             ),
             parameters=num_weights,
             trainable=bool(trained) or not is_layer,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.assembly.optimizer import optimized_parameters, zero_states
+from shardwise.assembly.optimizer import optimized_parameters
 from shardwise.base.interfaces import ParallelModel, State
 from shardwise.base.process.watchdog import beat, paused
 from shardwise.config import Lora, RunConfig
@@ -24,6 +24,7 @@ from shardwise.models import adapter_start, dora, load, lora, weight_files, weig
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.stored import stored_in
+from shardwise.parallel.optimizers import update_rule_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class MemoryState:
         """Check that the model has what the tensors are of; their shapes are checked when read."""
         known = {f"buffers/{name}" for name, _ in persistent_buffers(model)}
         for name, parameter in model.named_parameters():
-            kinds = zero_states(cfg.optimizer.name, parameter, name in selected)
+            kinds = update_rule_of(cfg).states(parameter, name in selected)
             known |= {f"weights/{name}", *(f"optimizer/{name}/{kind}" for kind in kinds)}
         unknown = set(self.keys) - known
         assert not unknown, f"the model has no {min(unknown)}"
@@ -90,7 +91,7 @@ def load_state(
     selected = {p for g in optimizer.param_groups if g.get("is_selected") for p in g["params"]}
     load_weights(pm, state)
     for name, parameter in optimized_parameters(optimizer):
-        states = zero_states(cfg.optimizer.name, parameter, parameter in selected)
+        states = update_rule_of(cfg).states(parameter, parameter in selected)
         for kind, make in states.items():
             # Each is read as soon as it is made: it may go to disk from there.
             if (key := f"optimizer/{name}/{kind}") in state.keys:

@@ -368,7 +368,7 @@ class State(Protocol):
         """Raise UserError, the same on every rank, if the tensors do not fit a run of this model.
 
         `model`: all of it, on meta, with its adapters; `selected`: names of parameters, by
-        `assembly.optimizer.selected_by`. `build` calls this before it takes memory.
+        `UpdateRule.selected`. `build` calls this before it takes memory.
         """
         ...
 

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from shardwise.assembly.optimizer import zero_states
 from shardwise.assembly.state import persistent_buffers
 from shardwise.base.process.ending import RunError
 from shardwise.base.process.watchdog import paused
@@ -18,6 +17,7 @@ from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.index import read_index
 from shardwise.checkpoint.tensors import DTYPES, Reader
 from shardwise.config import RunConfig, UserError
+from shardwise.parallel.optimizers import update_rule_of
 
 
 class SavedState:
@@ -68,7 +68,7 @@ class SavedState:
         for name, states in self._optimizer_states().items():
             if name not in trained:
                 return f"{name} was trained, and is not here"
-            kept = zero_states(cfg.optimizer.name, trained[name], name in selected)
+            kept = update_rule_of(cfg).states(trained[name], name in selected)
             if states != kept.keys():
                 return f"{cfg.optimizer.name} does not keep {', '.join(sorted(states))} of {name}"
             for state in sorted(states):

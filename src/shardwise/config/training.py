@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from shardwise.config.optimizers import OptimizerName
 from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 Way = Literal["none", "operators", "full"]
@@ -20,10 +21,8 @@ class Optimizer(Section):
 
     facts: ClassVar[KeyFacts] = KeyFacts(timed=False, decides="work")
 
-    name: Literal["adamw", "adamw8bit", "sgd", "muon"] = with_facts("adamw", reported=True)
-    """AdamW (arXiv 1711.05101), or SGD without momentum. `adamw8bit` (arXiv 2110.02861): AdamW with
-    the moments of matrices in 8 bits. `muon` (arXiv 2502.16982): Muon for the
-    matrices of layers, and AdamW for everything else, at the same learning rate."""
+    name: OptimizerName = with_facts("adamw", reported=True)
+    """How weights are updated."""
     lr: float = with_facts(2e-4, between=(0, 1_000_000), reported=True)
     """Peak learning rate."""
     lora_b_lr_ratio: float = with_facts(1.0, between=(0.001, 1_000_000))

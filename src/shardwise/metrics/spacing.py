@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from shardwise.config import RunConfig
+from shardwise.config.optimizers import update_facts
 from shardwise.models.names import is_factor_b
 
 
@@ -19,7 +20,7 @@ def unmoved_note(
 ) -> str | None:
     """Return a line of the share of trained weights that a run leaves where they are; None: few.
 
-    An update of AdamW is about the learning rate, and so is one of Muon; one of SGD is not known.
+    It knows no update but those that are about the learning rate.
     """
     rate, num = cfg.optimizer.lr, Counter[str]()
     for name, parameter in named:
@@ -35,7 +36,7 @@ def unmoved_note(
     unmoved_norms, every = num["norm unmoved"], num["norm"] + num["other"]
     unmoved = unmoved_norms + num["other unmoved"]
     is_few = unmoved < 0.1 * every and unmoved_norms <= 0.5 * num["norm"]
-    if cfg.optimizer.name == "sgd" or not unmoved or is_few:
+    if not update_facts(cfg.optimizer.name).moves_by_rate or not unmoved or is_few:
         return None
     key = "lora.dtype" if cfg.lora and cfg.lora.dtype == "model" else "model.dtype"
     norms = f", and of {unmoved_norms / num['norm']:.0%} of those of norms" if num["norm"] else ""

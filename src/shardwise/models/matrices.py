@@ -1,8 +1,7 @@
-"""Which weights Muon updates, and in which dtype."""
+"""Which weights are the matrices of layers."""
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from shardwise.models.expert_plan import experts_of
@@ -10,13 +9,8 @@ from shardwise.models.kinds import RATES
 from shardwise.models.spec import ModelSpec
 
 
-def muon_dtype(precision: str) -> torch.dtype:
-    """Return the dtype in which Muon multiplies and gathers, by `training.precision`."""
-    return torch.float32 if precision == "float32" else torch.bfloat16
-
-
 def matrices_of(hf: nn.Module, spec: ModelSpec, gating: tuple[str, ...]) -> frozenset[str]:
-    """Return the names of the parameters that Muon updates, by the shapes of full parameters.
+    """Return the names of the parameters that are matrices, by the shapes of full ones.
 
     They are the weights of layers' linears, and the stacks of their experts. Convolutions, norms,
     biases, rates of decay, routers and linears that make gates and rates (`gating`) are not

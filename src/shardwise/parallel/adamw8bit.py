@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.kernels import eight_bit
 from shardwise.parallel.place import local, placed
-from shardwise.parallel.with_adamw import WithAdamW
+from shardwise.parallel.with_adamw import WithAdamW, count_of_steps
 
 
 class AdamW8bit(WithAdamW):
@@ -57,11 +57,6 @@ def zero_states(parameter: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]
         states[codes] = partial(_zeros, parameter, eight_bit.CODES, 1)
         states[scales] = partial(_zeros, parameter, torch.float32, eight_bit.BLOCK)
     return states
-
-
-def count_of_steps() -> torch.Tensor:
-    """Return AdamW's count of a parameter's steps before the first one."""
-    return torch.zeros((), dtype=torch.float32)
 
 
 def _zeros(parameter: torch.Tensor, dtype: torch.dtype, block: int) -> torch.Tensor:

@@ -31,11 +31,9 @@ from shardwise.models.spec import ModelSpec
 from shardwise.parallel.disk_units import FileLayout, Pages, stand_in
 from shardwise.parallel.disk_update import Update
 from shardwise.parallel.disk_window import Window
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.place import local, materialise, placed_like
 from shardwise.parallel.reduce import from_every_rank
-
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ()}
-"""The states of each trained weight that are as large as it, by optimizer."""
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -47,7 +45,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     )
     materialise(nn.ModuleList(pm.parts), mesh.device, memory=_stand_in)
     parts = [part for part in pm.parts if isinstance(part, ModelPart)]
-    kinds = STATES[cfg.optimizer.name]
+    kinds = update_rule_of(cfg).whole_states
     layout = FileLayout(parts, len(kinds), _dtype_of_gradients(pm, cfg, spec))
     window = _reserve(layout, cfg)
     update = Update(layout, window, kinds)

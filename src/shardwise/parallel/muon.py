@@ -33,6 +33,11 @@ STEPS = 5
 _EPSILON = 1e-7
 
 
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype in which Muon multiplies and gathers, by `training.precision`."""
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
 class Muon(WithAdamW):
     """Muon for selected groups, which are matrices, with AdamW for the others.
 

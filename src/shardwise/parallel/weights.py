@@ -33,7 +33,7 @@ class Weight:
     has_partial_gradient: bool = False
     """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
     is_selected: bool = False
-    """Whether the run's optimizer selects it: see `assembly.optimizer.selected_by`."""
+    """Whether the run's optimizer selects it: see `UpdateRule.selected`."""
     shared_numels: tuple[int, ...] = ()
     """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
 

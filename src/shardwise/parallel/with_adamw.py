@@ -41,3 +41,8 @@ class WithAdamW(torch.optim.Optimizer):
     def _update(self, parameter: nn.Parameter, lr: float, weight_decay: float) -> None:
         """Update a selected parameter, or this rank's shard of it, by its gradient."""
         raise NotImplementedError
+
+
+def count_of_steps() -> torch.Tensor:
+    """Return AdamW's count of a parameter's steps before the first one."""
+    return torch.zeros((), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rules on optimizers other than AdamW and SGD."""
+"""Rules on optimizers that need more of a layout than each element by itself."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from shardwise.base.layouts import axis_sizes, num_strategy_ranks
 from shardwise.config.rules.rule import Case, Rule
 
 
-def _is_muon(case: Case) -> bool:
-    return case.cfg.optimizer.name == "muon"
-
-
-def _is_8_bit(case: Case) -> bool:
-    return case.cfg.optimizer.name == "adamw8bit"
-
-
-def _has_muon(case: Case) -> bool:
+def _has_matrices(case: Case) -> bool:
     parallel = case.parallel
     is_whole = parallel.pp == parallel.cp == parallel.tp == parallel.ep == 1
     return is_whole and "optimizer" in case.strategy.offloads
@@ -33,36 +25,40 @@ def _cut_blocks(case: Case) -> str | None:
 
 RULES = (
     Rule(
-        "muon with LoRA",
-        applies=lambda case: _is_muon(case) and case.cfg.lora is not None,
-        problem="optimizer.name muon is for full training: LoRA's factors are not its matrices",
+        "an optimizer of matrices with LoRA",
+        applies=lambda case: case.update.needs_matrices and case.cfg.lora is not None,
+        problem=(
+            "optimizer.name {optimizer} is for full training: LoRA's factors are not its matrices"
+        ),
         way_out="use adamw, or leave the section lora out",
         why="an orthogonal update of A or of B is not an orthogonal update of their product",
     ),
     Rule(
-        "muon under a layout that is not proven",
-        applies=lambda case: _is_muon(case) and not _has_muon(case),
-        problem="optimizer.name muon is not offered under {layout}",
+        "an optimizer of matrices under a layout that is not proven",
+        applies=lambda case: case.update.needs_matrices and not _has_matrices(case),
+        problem="optimizer.name {optimizer} is not offered under {layout}",
         way_out="use ddp, fsdp2 or single without pp, cp, tp and ep, or optimizer.name adamw",
         why="only these layouts have or gather complete matrices in a parity cell",
     ),
     Rule(
-        "muon with offload",
-        applies=lambda case: _is_muon(case) and case.parallel.offload != "none",
+        "an optimizer of matrices with offload",
+        applies=lambda case: case.update.needs_matrices and case.parallel.offload != "none",
         problem="parallel.offload {parallel.offload} would orthogonalise matrices on the CPU",
         way_out="set offload to none, or use adamw",
         why="no cell of the parity matrix runs both",
     ),
     Rule(
         "8-bit AdamW under fsdp1",
-        applies=lambda case: _is_8_bit(case) and case.strategy.is_flat,
-        problem="optimizer.name adamw8bit has a scale for each block, and fsdp1 cuts within blocks",
+        applies=lambda case: case.update.has_blocks and case.strategy.is_flat,
+        problem=(
+            "optimizer.name {optimizer} has a scale for each block, and fsdp1 cuts within blocks"
+        ),
         way_out="use fsdp2, or optimizer.name adamw",
         why="a rank's piece of a flat parameter begins and ends anywhere in a row",
     ),
     Rule(
         "8-bit AdamW with offload",
-        applies=lambda case: _is_8_bit(case) and case.parallel.offload != "none",
+        applies=lambda case: case.update.has_blocks and case.parallel.offload != "none",
         problem="parallel.offload is {parallel.offload}, which has no 8-bit AdamW",
         way_out="set offload to none, or use adamw",
         why="no cell of the parity matrix runs both",
@@ -72,9 +68,9 @@ RULES = (
 MODEL_RULES = (
     Rule(
         "nothing for 8-bit AdamW",
-        applies=lambda case: _is_8_bit(case) and case.model.num_in_8_bits == 0,
+        applies=lambda case: case.update.has_blocks and case.model.num_in_8_bits == 0,
         problem=(
-            "optimizer.name is adamw8bit, but nothing that is trained is a matrix of 4,096 "
+            "optimizer.name is {optimizer}, but nothing that is trained is a matrix of 4,096 "
             "elements whose rows are multiples of 256"
         ),
         way_out="use adamw",
@@ -82,8 +78,8 @@ MODEL_RULES = (
     ),
     Rule(
         "blocks of 8-bit AdamW",
-        applies=lambda case: _is_8_bit(case) and _cut_blocks(case) is not None,
-        problem=lambda case: f"optimizer.name is adamw8bit, but {_cut_blocks(case)}",
+        applies=lambda case: case.update.has_blocks and _cut_blocks(case) is not None,
+        problem=lambda case: f"optimizer.name is {case.update.name}, but {_cut_blocks(case)}",
         way_out="use fewer ranks for tp or for sharding the states, or set optimizer.name to adamw",
         why="a block on two ranks would need a scale of both",
     ),

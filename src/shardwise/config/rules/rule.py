@@ -14,6 +14,7 @@ from shardwise.base.layouts import (
     strategy_facts,
 )
 from shardwise.config import Parallel, RunConfig, Training
+from shardwise.config.optimizers import UpdateFacts, update_facts
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Case:
     def strategy(self) -> StrategyFacts:
         """The facts of the data-parallel strategy."""
         return strategy_facts(self.parallel)
+
+    @property
+    def update(self) -> UpdateFacts:
+        """The facts of the optimizer."""
+        return update_facts(self.cfg.optimizer.name)
 
     @property
     def training(self) -> Training:
@@ -53,7 +59,7 @@ class Case:
 
 Text = str | Callable[[Case], str]
 """Part of a message: a template whose fields are `cfg`, its sections `parallel` and `training`,
-`adapters`, `model` and `layout`, or a function."""
+`adapters`, `model`, `layout` and `optimizer`, its name, or a function."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Rule:
         cfg = case.cfg
         fields: dict[str, object] = {"cfg": cfg, "parallel": cfg.parallel, "training": cfg.training}
         fields |= {"adapters": case.facts.adapters, "model": case.facts.model}
+        fields["optimizer"] = cfg.optimizer.name
         fields["layout"] = layout_of(cfg.parallel)
         texts = (self.problem, self.way_out)
         return "; ".join(

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardwise.assembly.costs import optimizer_bytes
 from shardwise.base.layouts import context_joins_of, num_strategy_ranks
 from shardwise.config import RunConfig, require
 from shardwise.lab.planner.share import Share
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.strategies import strategy_of
 from shardwise.parallel.strategy import Elements
 from shardwise.parallel.weights import gradient_bytes
@@ -96,7 +96,7 @@ def _add(total: Counter[str], cfg: RunConfig, times: int, held: Elements) -> Non
     total["weights"] += times * held.weights * held.itemsize
     gradients = held.gradients
     if held.states is not None:
-        states = optimizer_bytes(cfg, held.states, held.itemsize, held.is_selected)
+        states = update_rule_of(cfg).state_bytes(held.states, held.itemsize, held.is_selected)
         if cfg.parallel.offload == "optimizer":
             gradients = held.states
             states += held.states * held.itemsize

@@ -33,11 +33,12 @@ from shardwise.lab.planner.passes import (
     progress_of,
 )
 from shardwise.lab.planner.share import ChunkShare, Share, boundaries_of, share_of
-from shardwise.lab.planner.update import summed_bytes, update_bytes
+from shardwise.lab.planner.update import summed_bytes
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.holding import ChunkUnits, HeldUnit, Whole
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.strategies import strategy_of
 from shardwise.parallel.weights import Weight
 
@@ -360,7 +361,7 @@ class Rank:
             return
         squares = min(NORM_ELEMENTS, max(numels.values()))
         yield base.plus(temporary=4 * squares)._replace(moment="clipping")
-        update = update_bytes(self.cfg, numels, is_gloo=self.is_gloo)
+        update = update_rule_of(self.cfg).update_bytes(self.cfg, numels, self.is_gloo)
         yield base.plus(temporary=update)._replace(moment="update")
         for gathered in self.strategy.after_update(trained, self.is_gloo):
             yield base.plus(buffers=gathered)._replace(moment="gathering of updated weights")

@@ -30,10 +30,10 @@ from shardwise.lab.planner.messages import Total, add_up
 from shardwise.lab.planner.share import Share
 from shardwise.lab.planner.shares import Shares
 from shardwise.lab.planner.unit_time import UnitSeconds, between, seconds_of_units
-from shardwise.lab.planner.update import moved_bytes, orthogonalising_flops
+from shardwise.lab.planner.update import moved_bytes
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
-from shardwise.models.matrices import muon_dtype
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.sent import When, ranks_along
 
 RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
@@ -252,16 +252,17 @@ def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share)
     is_sharded = "optimizer" in strategy_facts(cfg.parallel).sharded
     numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
     moved = moved_bytes(cfg, numels)
+    flops, dtype = update_rule_of(cfg).products(cfg, share.trained)
     calibration, is_offloaded = cluster.calibration, cfg.parallel.offload != "none"
     if calibration is not None and (_is_cpu(cluster) or not is_offloaded):
         per_tensor, per_element = calibration.for_busy(prod(run.sizes.values())).optimizer
         # It was measured with AdamW in float32, and with both.
         seconds = per_tensor * len(numels) + per_element * moved / ADAMW_BYTES
-        return seconds + orthogonalising_flops(cfg, share.trained) / calibration.best_rate
+        return seconds + flops / calibration.best_rate
     if _is_cpu(cluster) or not is_offloaded:
-        rate = cluster.device.rate(muon_dtype(cfg.training.precision)) * efficiency("product")
         seconds = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
-        return seconds + orthogonalising_flops(cfg, share.trained) / rate
+        rate = cluster.device.rate(dtype) * efficiency("product")
+        return seconds + flops / rate
     update = moved / (HOST_MEMORY_BANDWIDTH * efficiency("memory"))
     if cfg.parallel.offload == "all":  # gradients and weights are there
         return update

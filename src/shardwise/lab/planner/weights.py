@@ -10,7 +10,6 @@ from itertools import accumulate
 from transformers import PreTrainedModel
 
 from shardwise.assembly.describe import Description
-from shardwise.assembly.optimizer import selected_by
 from shardwise.config import RunConfig
 from shardwise.models.alike import first_alike
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
@@ -19,6 +18,7 @@ from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import DimCut
 from shardwise.models.tensor_plan import cuts_of, split_blocks
+from shardwise.parallel.optimizers import OPTIMIZERS
 from shardwise.parallel.weights import Weight
 
 
@@ -63,7 +63,7 @@ def _whole_weights(
     hf: PreTrainedModel, optimizer: str, spec: ModelSpec
 ) -> Mapping[str, tuple[Weight, ...]]:
     """Return the weights by layer as one process holds them."""
-    selected = selected_by(optimizer, hf, spec, family_of(hf))
+    selected = OPTIMIZERS[optimizer].selected(hf, spec, family_of(hf).gating)
     weights = [
         Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, 1, is_selected=name in selected)
         for name, p in hf.named_parameters()

@@ -5,27 +5,13 @@ No file loads torch before it has something to do with it: whoever wants names l
 
 from __future__ import annotations
 
-from importlib import import_module
-from inspect import isclass
-
 from shardwise.config import STRATEGY_NAMES, RunConfig
+from shardwise.parallel.registry import in_files
 from shardwise.parallel.strategy import Strategy
 
-
-def _in_file(name: str) -> Strategy:
-    values = vars(import_module(f"{__name__}.{name}")).values()
-    (strategy,) = (
-        value
-        for value in values
-        if isclass(value) and issubclass(value, Strategy) and value.name == name
-    )
-    return strategy()
-
-
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in sorted(map(_in_file, STRATEGY_NAMES), key=lambda strategy: strategy.order)
-}
+STRATEGIES = dict(
+    sorted(in_files(__name__, STRATEGY_NAMES, Strategy).items(), key=lambda item: item[1].order)
+)
 """All by name, the simplest first."""
 
 

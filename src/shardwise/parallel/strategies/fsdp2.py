@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig
 from shardwise.parallel.gathered import ShardedHolding, units_of
 from shardwise.parallel.holding import ChunkUnits, Held, Whole
+from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.sent import (
     DataStep,
     Messages,
@@ -117,8 +118,8 @@ class Fsdp2(Strategy):
                         yield Messages("reduce-scatter", axis, times, num_bytes, when=when)
                         yield Messages("all-reduce", step.replica_axis, 1, shard, when=at_last)
             yield from sums_over_copies(step, unsharded)
-            if step.cfg.optimizer.name == "muon":
-                yield from _gathered_updates(step, [w for w in chunk.weights if w not in unsharded])
+            of_shards = [weight for weight in chunk.weights if weight not in unsharded]
+            yield from update_rule_of(step.cfg).messages(step, of_shards)
 
 
 class Fsdp2Holding(ShardedHolding):
@@ -221,22 +222,6 @@ class StageHolding(Fsdp2Holding):
             left -= self.gradients[place] - self.whole_gradients[place]
             yield Held("reduction", left + part, gathered + sent + copy, runs=False)
             left += self.kept[place] if self.has_shards else 0
-
-
-def _gathered_updates(step: DataStep, weights: Iterable[Weight]) -> Iterator[Messages]:
-    """Yield an all-gather of each matrix's momentum, in the dtype in which Muon multiplies.
-
-    A stack that is cut between its experts is not gathered.
-    """
-    from shardwise.models.matrices import muon_dtype
-
-    itemsize = muon_dtype(step.cfg.training.precision).itemsize
-    for weight in weights:
-        dim = weight.shard_dim
-        is_cut = dim is not None and dim >= len(weight.shape) - 2
-        if weight.is_selected and weight.is_trained and is_cut:
-            num_bytes = weight.padded_numel * itemsize
-            yield Messages("all-gather", step.data_axis(weight), 1, num_bytes)
 
 
 def _is_divided(weight: Weight) -> bool:

@@ -1,0 +1,80 @@
+"""What is found as a file: who branches on its name, and a copy of the library with one more."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config.presets import MODELS
+from tests.distributed import PATIENCE
+
+SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
+RUN: dict[str, Any] = {
+    "model": {
+        "path": str(MODELS / "tiny-llama"),
+        "init": "random",
+        "tokenizer": str(MODELS.parent / "starter"),
+    },
+    "lora": {"r": 4},
+    "data": {"train": "corpus.jsonl", "sequence_length": 32, "packing": "none"},
+    "training": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2, "output_dir": "out"},
+}
+
+
+def decided_by(tree: ast.AST, names: Collection[str]) -> Iterator[str]:
+    """Yield the names that are compared, looked up, or listed."""
+
+    def named_in(part: ast.AST) -> Iterator[str]:
+        for inner in ast.walk(part):
+            if isinstance(inner, ast.Constant) and inner.value in names:
+                yield str(inner.value)
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare() | ast.Tuple() | ast.List() | ast.Set() | ast.MatchValue():
+                yield from named_in(node)
+            case ast.Dict(keys=parts) | ast.Call(func=ast.Attribute(attr="get"), args=parts):
+                yield from (name for part in parts if part for name in named_in(part))
+            case ast.Subscript(slice=part):
+                yield from named_in(part)
+
+
+def branches(names: Collection[str], folder: str) -> set[tuple[str, str]]:
+    """Return (file, name) for each name that decides something outside of its folder."""
+    return {
+        (str(path.relative_to(SOURCE)), name)
+        for path in SOURCE.rglob("*.py")
+        if path.parent != SOURCE / folder
+        for name in decided_by(ast.parse(path.read_text(encoding="utf-8")), names)
+    }
+
+
+def library_with(folder: Path, added: Mapping[str, str], run: Mapping[str, Any]) -> None:
+    """Make a folder with a copy of the library with more files, a run file and its rows."""
+    shutil.copytree(SOURCE, folder / "src" / "shardwise", ignore=lambda *_: ["__pycache__"])
+    for name, text in added.items():
+        (folder / "src" / "shardwise" / name).write_text(text)
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    texts = ({"text": f"row {number} of a small corpus"} for number in range(40))
+    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, texts)))
+
+
+def shardwise(folder: Path, *arguments: str) -> str:
+    """Return what a command of that library prints."""
+    command = [sys.executable, "-m", "shardwise", *arguments]
+    paths = os.pathsep.join([str(folder / "src"), *sys.path])
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
