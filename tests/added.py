@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,30 @@ def branches(names: Collection[str], folder: str) -> set[tuple[str, str]]:
         if path.parent != SOURCE / folder
         for name in decided_by(ast.parse(path.read_text(encoding="utf-8")), names)
     }
+
+
+def files_with(name: str) -> set[str]:
+    """Return the files of src that have this name, import such a file, or have it as a string.
+
+    Docstrings and messages do not count.
+    """
+    return {file for file, names in _names_by_file().items() if name in names}
+
+
+@cache
+def _names_by_file() -> dict[str, set[str]]:
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        names = {*path.relative_to(SOURCE).with_suffix("").parts}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and id(node) not in texts:
+                names.add(str(node.value))
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module.rpartition(".")[2], *(alias.name for alias in node.names)}
+        found["/".join(path.relative_to(SOURCE).parts)] = names
+    return found
 
 
 def library_with(folder: Path, added: Mapping[str, str], run: Mapping[str, Any]) -> None:
