@@ -30,8 +30,8 @@ from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.order import AFTER_LOADING, BEFORE_LOADING, ON_THE_WHOLE
 from shardwise.base.words import seconds, size
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.lab.planner.axes.cp import RankMixer, sent_by_layers
 from shardwise.lab.planner.communication import bytes_leaving
-from shardwise.lab.planner.context import RankMixer, sent_by_layers
 from shardwise.lab.planner.messages import sizes_of
 from shardwise.models.facts import context_facts
 from shardwise.models.patches import PATCHES
@@ -185,14 +185,14 @@ def context() -> Iterator[tuple[str, str, Canvas]]:
     ):
         job = placed(subject, Parallel(cp=4, cp_attention=way), 4)
         taken, cut = context_facts(job.run.hf, job.run.spec).way_and_cut(job.cfg.parallel)
-        attention = next(m for m in job.shares[0].chunks[0].mixers if m.is_attention)
+        attention = next(m for m in job.shares[0].chunks[0].sending["cp"] if m.is_attention)
         sizes = f"sent by each rank, per layer and row: {_sizes(job, attention)}"
         sizes += f" ({subject.name})"
         ways.append(Way(text, cut, taken == "ulysses", taken == "gather", sizes))
     title = f"Attention over ranks with other tokens of a row ({SEQUENCE} tokens)"
     yield "context-attention", title, draw_attention(title, ways)
     job = placed(HYBRID, Parallel(cp=4), 4)
-    mixer = next(m for m in job.shares[0].chunks[0].mixers if not m.is_attention)
+    mixer = next(m for m in job.shares[0].chunks[0].sending["cp"] if not m.is_attention)
     convolution, recurrence = (
         replace(mixer, carried=mixer.carried._replace(**{left_out: 0}))
         for left_out in ("state_numel", "channels")

@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, Recomputation, RunConfig, Training
-from shardwise.lab.planner.blocks import blocks_of
-from shardwise.lab.planner.context import mixers_of
+from shardwise.lab.planner.axes.cp import mixers_of
+from shardwise.lab.planner.axes.tp import blocks_of
 from shardwise.lab.planner.share import share_of
 from shardwise.lab.planner.weights import shapes_of
 from shardwise.models.alike import counts_of, first_alike, same_structure
@@ -33,10 +33,9 @@ def test_blocks_and_mixers_of_like_layers(family):
             weights = chunk.by_layer[layer.name]
             blocks += blocks_of(cfg, run, layer, unit, weights)
             if cfg.parallel.cp > 1:
-                shapes = {weight.name: weight.shape for weight in weights}
-                mixers += mixers_of(cfg, run.hf, layer, unit, shapes)
-        assert [*chunk.blocks] == blocks
-        assert [*chunk.mixers] == mixers
+                mixers += mixers_of(cfg, run, layer, unit, weights)
+        assert [*chunk.sending["tp"]] == blocks
+        assert [*chunk.sending["cp"]] == mixers
         assert {w.name: w.shape for w in chunk.weights} == shapes_of(cfg, run)
         assert [w.name for w in chunk.weights] == [n for n, _ in run.hf.named_parameters()]
         assert len(chunk.weights) == len(set(chunk.weights))

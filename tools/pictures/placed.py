@@ -264,7 +264,7 @@ def _works(placed: Placed) -> tuple[str, list[str]]:
     cfg, sizes, places = placed.cfg, placed.run.sizes, placed.places
     used = {axis for axis in AXES if sizes[axis] > 1}
     if cfg.parallel.ep > 1:
-        (each,) = {mixture.num_experts for mixture in placed.shares[0].chunks[0].mixtures}
+        (each,) = {mixture.num_experts for mixture in placed.shares[0].chunks[0].sending["ep"]}
         each //= cfg.parallel.ep
         return "experts", [f"{rank * each}–{(rank + 1) * each - 1}" for rank in range(len(places))]
     if used == {"pp"}:

@@ -22,17 +22,14 @@ from torch import nn
 
 from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_microbatches
-from shardwise.base.schedule.context import MessageKind
 from shardwise.config import RunConfig
-from shardwise.lab.planner.context import sent_by_layers, sent_by_router_loss
+from shardwise.lab.planner.axes import AXES
 from shardwise.lab.planner.messages import Step, Total, add_up, sizes_of
-from shardwise.lab.planner.share import ChunkShare, Share
-from shardwise.models.dtypes import hidden_dtype
+from shardwise.lab.planner.share import Share
 from shardwise.models.expert_plan import experts_by_layer
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.sent import Messages, ranks_along, sums_over_copies
+from shardwise.parallel.sent import Messages, ranks_along
 from shardwise.parallel.strategies import strategy_of
-from shardwise.parallel.weights import Weight
 
 
 def messages_of_step(
@@ -80,7 +77,7 @@ def step_of(
     if num_targets is None:
         num_targets = [num_tokens] * m
     if num_received is None:
-        mixtures = [mixture for chunk in share.chunks for mixture in chunk.mixtures]
+        mixtures = [mixture for chunk in share.chunks for mixture in chunk.sending["ep"]]
         num_received = {mixture.path: m * num_tokens * mixture.top_k for mixture in mixtures}
     sizes = sizes_of(cfg, run)
     data = cfg, share.chunks, share.trained, sizes, m
@@ -89,7 +86,8 @@ def step_of(
 
 def within_layers(step: Step) -> Iterator[Messages]:
     """Yield the messages of all axes but those of data: a rank waits for each of them."""
-    for formula in (_numbers, _pipeline, _tensor, _context, _experts):
+    used = [axis.messages for axis in AXES if step.sizes[axis.name] > 1]
+    for formula in (_numbers, *used):
         yield from _along_ranks(step, formula)
 
 
@@ -174,118 +172,3 @@ def _numbers(step: Step) -> Iterator[Messages]:
 @lru_cache(maxsize=1)
 def _experts_by_layer(hf: nn.Module, spec: ModelSpec) -> Mapping[str, int]:
     return experts_by_layer(hf, spec)
-
-
-def _tensor(step: Step) -> Iterator[Messages]:
-    """Yield what tensor parallelism sends per micro-batch, and its gradients once a step.
-
-    Besides `_moves`, some blocks sum a few numbers per token within, DoRA sums the squares of rows
-    of which each rank has a part, and the loss sums three numbers per target: the largest logit,
-    then the sum of exponentials with the target's logit.
-    Once a step gradients are summed of which each rank has a partial sum, and those of rows that
-    several ranks hold, segment by segment.
-    """
-    m = step.num_microbatches
-    for chunk in step.share.chunks:
-        moves = _moves_with_tokens if step.cfg.parallel.sequence_parallel else _moves
-        for kind, number, itemsize in moves(chunk, hidden_dtype(step.cfg).itemsize):
-            yield Messages(kind, "tp", m * number, m * number * step.hidden_numel * itemsize)
-        for block in chunk.blocks:
-            times = m * (1 + block.has_backward + block.is_rerun)
-            for num_bytes in block.bytes_within:
-                yield Messages("all-reduce", "tp", times, times * step.num_tokens * num_bytes)
-            times = m * (1 + block.is_rerun)
-            for num_rows in block.cut_rows:
-                yield Messages("all-reduce", "tp", times, times * 4 * num_rows)
-        if chunk.spec.last:
-            calls = 2 * sum(map(bool, step.num_targets))  # without a target there is no logit
-            yield Messages("all-reduce", "tp", calls, sum(step.num_targets) * 3 * 4)
-    if partial := [weight for weight in step.share.trained if weight.has_partial_gradient]:
-        numels = [weight.padded_numel // _num_pieces(step.cfg, weight) for weight in partial]
-        yield Messages("all-reduce", "tp", 1, 4 * sum(numels))
-    for weight in step.share.trained:
-        for numel in weight.shared_numels:
-            yield Messages("all-reduce", "tp", 1, 4 * numel // _num_pieces(step.cfg, weight))
-
-
-Moves = Iterator[tuple[MessageKind, int, int]]
-"""Kind and number of a micro-batch's messages [B, T, D], and bytes of an element."""
-
-
-def _moves(chunk: ChunkShare, itemsize: int) -> Moves:
-    """Yield the sums of the embedding's rows, of each block's output and, in the backward, of its
-    input's gradient, and of the gradient of the head's input.
-    """
-    yield "all-reduce", int(chunk.spec.first), itemsize
-    for block in chunk.blocks:
-        if block.is_sharded:
-            yield "all-reduce", 1 + block.reruns_output, block.output_itemsize
-            yield "all-reduce", int(block.needs_input_gradient), itemsize
-    yield "all-reduce", int(chunk.needs_head_gradient), itemsize
-
-
-def _moves_with_tokens(chunk: ChunkShare, itemsize: int) -> Moves:
-    """Yield the moves of sequence parallelism, where ranks have their tokens between blocks.
-
-    The sums of `_moves` around blocks and head are reduce-scatters. An all-gather comes before each
-    block and, in the backward, before what follows it. One more comes at the end of a stage, or
-    before the head, and one in the backward of a stage's start.
-    """
-    yield "all-reduce", int(chunk.spec.first), itemsize
-    for block in chunk.blocks:
-        yield "all-gather", 1 + block.is_rerun, itemsize
-        yield "all-gather", int(block.has_backward), block.output_itemsize
-        if block.is_sharded:
-            yield "reduce-scatter", 1 + block.reruns_output, block.output_itemsize
-            yield "reduce-scatter", int(block.needs_input_gradient), itemsize
-    yield "reduce-scatter", int(chunk.needs_head_gradient), itemsize
-    if chunk.spec.layers or chunk.spec.last:
-        yield "all-gather", 1 + chunk.needs_input_gradient, itemsize
-
-
-def _pipeline(step: Step) -> Iterator[Messages]:
-    """Yield BTD per micro-batch and cut between ranks: hidden states up, and their gradient down.
-
-    Once a step the first and the last stage exchange their gradients of a tied weight.
-    """
-    m = step.num_microbatches
-    for chunk in step.share.chunks:
-        downwards = chunk.receives_from if chunk.needs_input_gradient else None
-        for receiver in (chunk.sends_to, downwards):
-            if receiver is not None:
-                yield Messages("send", "pp", m, m * step.hidden_bytes, receiver)
-    if (tied := step.share.tied) is not None:
-        num_bytes = tied.itemsize * tied.padded_numel // _num_pieces(step.cfg, tied)
-        is_first = any(chunk.spec.first for chunk in step.share.chunks)
-        yield Messages("send", "pp", 1, num_bytes, step.sizes["pp"] - 1 if is_first else 0)
-
-
-def _context(step: Step) -> Iterator[Messages]:
-    """Yield what layers and the router loss send along `cp` per micro-batch and, without a
-    data-parallel strategy, the sum of all trained gradients once a step.
-    """
-    if step.sizes["cp"] == 1:
-        return
-    cfg, run, m = step.cfg, step.run, step.num_microbatches
-    for chunk in step.share.chunks:
-        layers = sent_by_layers(cfg, run.hf, run.spec, chunk.mixers, step.share.context_rank)
-        for sent in (*layers, *sent_by_router_loss(cfg, chunk.router_experts)):
-            for kind, (calls, num_bytes) in sent.items():
-                yield Messages(kind, "cp", m * calls, m * num_bytes)
-    if strategy_of(cfg).axis is None:
-        yield from sums_over_copies(step, step.share.trained)
-
-
-def _experts(step: Step) -> Iterator[Messages]:
-    """Yield the all-to-alls of tokens that go to their experts' ranks and back."""
-    for chunk in step.share.chunks:
-        for mixture in chunk.mixtures:
-            received = step.num_received[mixture.path]
-            calls, num_bytes = mixture.sent(step.num_tokens, received, step.num_microbatches)
-            yield Messages("all-to-all", "ep", calls, num_bytes)
-
-
-def _num_pieces(cfg: RunConfig, weight: Weight) -> int:
-    """Return into how many shards data parallelism has cut a weight and its gradient."""
-    is_cut = "weights" in strategy_of(cfg).sharded and weight.shard_dim is not None
-    return weight.num_shards if is_cut else 1

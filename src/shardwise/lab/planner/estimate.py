@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.base.layouts import axis_sizes
 from shardwise.config import Parallel
+from shardwise.lab.planner.axes import AXES
 from shardwise.lab.planner.candidates import Candidate, Question, Subject, recomputations
 from shardwise.lab.planner.choices import Recomputed, as_checkpointing, is_budget
 from shardwise.lab.planner.cluster import Link, efficiency
@@ -263,49 +264,10 @@ class Estimates:
             head = max(0.0, head - layers / self.num_layers)
         seconds = (layers / division.pp + head) / division.tp / division.cp
         is_again = recomputation == "full"
-        within = self._tensor(division, is_again) + self._context(division)
-        within += self._experts(division, is_again)
+        axes = (axis for axis in AXES if getattr(division, axis.name) > 1)
+        within = sum(axis.seconds(self, division, is_again) for axis in axes)
         rows = self.rows / division.num_data
         return rows * seconds, rows * within
-
-    def _tensor(self, division: Division, is_again: bool) -> float:
-        """Return the seconds of the messages of `tp` for a row."""
-        if division.tp == 1:
-            return 0.0
-        # Summed are the outputs of two blocks, and the gradients of their inputs. A forward that
-        # runs again ends before the last sum. With sequence parallelism a sum is two messages, and
-        # inputs are gathered again, too.
-        num_sums, summed = 4 + is_again, 2 * (self.output_bytes + self.hidden_bytes)
-        if is_again:
-            summed += (
-                self.hidden_bytes + self.output_bytes / 2
-                if division.is_sequence
-                else self.output_bytes
-            )
-        num_messages = 2 * num_sums if division.is_sequence else num_sums
-        sent = 2 * (division.tp - 1) / division.tp * summed / division.cp
-        kind = "all-gather" if division.is_sequence else "all-reduce"
-        latency = self.question.cluster.latency(kind, division.tp, division.tp)
-        each = sent / self.ring(division.tp).bandwidth + num_messages * latency
-        return self.num_layers / division.pp * each
-
-    def _context(self, division: Division) -> float:
-        """Return the seconds of the messages of `cp` for a row."""
-        if division.cp == 1:
-            return 0.0
-        sent = 2 * (division.cp - 1) / division.cp * self.hidden_bytes / division.tp
-        cluster, span = self.question.cluster, division.tp * division.cp
-        seconds = sent / cluster.link_of(span).bandwidth
-        seconds += 4 * cluster.latency("send", division.cp, span)
-        return self.num_layers / division.pp * seconds
-
-    def _experts(self, division: Division, is_again: bool) -> float:
-        """Return the seconds of the messages of `ep` for a row: forward, backward, and again."""
-        if division.ep == 1:
-            return 0.0
-        sent = (2 + is_again) * self.routed_bytes / division.cp * (division.ep - 1) / division.ep
-        link = self.question.cluster.link_of(division.ep * division.tp)
-        return sent / link.bandwidth / division.pp
 
     def _data(self, candidate: Candidate, num_micro: int) -> float:
         """Return the seconds of what data parallelism sends."""

@@ -12,6 +12,8 @@ from shardwise.config import RunConfig
 from shardwise.lab.planner.share import Share
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.sent import DataStep, Messages
+from shardwise.parallel.strategies import strategy_of
+from shardwise.parallel.weights import Weight
 
 Total = dict[tuple[str, str], tuple[int, int]]
 """(kind, mesh axis) -> calls, and bytes of their whole tensors together."""
@@ -39,6 +41,11 @@ class Step(DataStep):
     def hidden_bytes(self) -> int:
         """The bytes of hidden states between blocks."""
         return self.hidden_numel * hidden_dtype(self.cfg).itemsize
+
+    def num_pieces(self, weight: Weight) -> int:
+        """Return into how many shards data parallelism has cut a weight and its gradient."""
+        is_cut = "weights" in strategy_of(self.cfg).sharded and weight.shard_dim is not None
+        return weight.num_shards if is_cut else 1
 
 
 def sizes_of(cfg: RunConfig, run: Description) -> dict[str, int]:

@@ -17,9 +17,7 @@ from shardwise.assembly.costs import choose_split, costs_of, with_gradients
 from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_strategy_ranks
 from shardwise.config import RunConfig
-from shardwise.lab.planner.blocks import BlockMessages, blocks_of
-from shardwise.lab.planner.context import RankMixer, experts_of_routers, mixers_of
-from shardwise.lab.planner.experts import Mixture, mixtures_of
+from shardwise.lab.planner.axes import AXES
 from shardwise.lab.planner.weights import cut_weights, sharded
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
@@ -31,19 +29,14 @@ from shardwise.parallel.weights import ChunkWeights, Weight
 class ChunkShare(ChunkWeights):
     """A pipeline stage, or the whole model, with all that its layers send."""
 
-    blocks: tuple[BlockMessages, ...]
     needs_head_gradient: bool
     """Whether the backward needs the gradient of the head's input."""
+    sending: Mapping[str, tuple[Any, ...]]
+    """The parts of its layers that make a rank send, by the axis."""
     receives_from: int | None = None
     """The place along `pp` of the other rank that its input comes from; None: from none."""
     sends_to: int | None = None
     """The place along `pp` of the other rank that its output goes to; None: to none."""
-    mixers: tuple[RankMixer, ...] = ()
-    """Messages of context parallelism."""
-    mixtures: tuple[Mixture, ...] = ()
-    """Messages of expert parallelism."""
-    router_experts: tuple[int, ...] = ()
-    """The experts of each of its routers that has a load-balancing loss."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +133,8 @@ def _chunk(
         if name in ("start", "end"):
             cut = tuple(w for w in cut if w.name not in taken and not w.name.startswith(foreign))
         kept[name] = sharded(cut, num_shards, cfg.parallel.ep)
-    blocks: list[BlockMessages] = []
-    mixers: list[RankMixer] = []
-    mixtures: list[Mixture] = []
+    used = [axis for axis in AXES if getattr(cfg.parallel, axis.name) > 1]
+    sending: dict[str, list[Any]] = {axis.name: [] for axis in AXES}
     places = first_alike(run.hf, model, cfg.training.checkpointing)
     alike: dict[str, str] = {}
     firsts: dict[int, str] = {}
@@ -154,31 +146,20 @@ def _chunk(
     for number, layer in enumerate(layers, first):
         place = places[layer.name]
         alike[layer.name] = firsts.setdefault(place, layer.name)
-        first_layer, unit = model.layers[place], counts.units[1 + place]
-        weights = by_layer[first_layer.name]
-        if parallel.tp > 1:
-            if (key := ("blocks", layout, place)) not in parts:
-                parts[key] = [*blocks_of(cfg, run, first_layer, unit, weights)]
-            blocks += parts[key]
-        if parallel.cp > 1:
-            if (key := ("mixers", layout, place)) not in parts:
-                shapes = {weight.name: weight.shape for weight in weights}
-                parts[key] = [*mixers_of(cfg, run.hf, first_layer, unit, shapes)]
-            mixers += parts[key]
-        if parallel.ep > 1:  # these have a name
-            if (key := ("mixtures", layout, number)) not in parts:
-                parts[key] = [*mixtures_of(cfg, run, layer, counts.units[1 + number])]
-            mixtures += parts[key]
+        for axis in used:
+            chosen = number if axis.has_names else place
+            if (key := (axis.name, layout, chosen)) not in parts:
+                first_layer = model.layers[chosen]
+                given = first_layer, counts.units[1 + chosen], by_layer[first_layer.name]
+                parts[key] = [*axis.parts(cfg, run, *given)]
+            sending[axis.name] += parts[key]
     return ChunkShare(
         spec=spec,
         by_layer=kept,
         alike=alike,
-        blocks=tuple(blocks),
         needs_input_gradient=counts.units[max(low - 1, 0)].backward,
         needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
-        mixers=tuple(mixers),
-        mixtures=tuple(mixtures),
-        router_experts=experts_of_routers(cfg, run.hf, layers) if cfg.parallel.cp > 1 else (),
+        sending={name: tuple(found) for name, found in sending.items()},
     )
 
 

@@ -6,11 +6,13 @@ of their experts, and R rows arrive from all ranks. R depends on the routing; al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
+from shardwise.lab.planner.axes.axis import AxisMessages
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
 from shardwise.models.dtypes import hidden_dtype, product_dtype
@@ -19,6 +21,13 @@ from shardwise.models.names import hf_name
 from shardwise.models.patches.experts import widths_of
 from shardwise.models.spec import LayerSpec
 from shardwise.models.tensor_cuts import unwrapped
+from shardwise.parallel.sent import Messages
+from shardwise.parallel.weights import Weight
+
+if TYPE_CHECKING:
+    from shardwise.lab.planner.divisions import Division
+    from shardwise.lab.planner.estimate import Estimates
+    from shardwise.lab.planner.messages import Step
 
 COUNT_BYTES = 8
 """Bytes of the number of rows for an expert, an int64."""
@@ -65,7 +74,7 @@ class Mixture:
 
 
 def mixtures_of(
-    cfg: RunConfig, run: Description, layer: LayerSpec, unit: Unit
+    cfg: RunConfig, run: Description, layer: LayerSpec, unit: Unit, weights: Sequence[Weight]
 ) -> Iterator[Mixture]:
     """Yield the routed experts of a layer."""
     # `operators` saves what comes out of products, but nothing of a collective.
@@ -89,3 +98,26 @@ def mixtures_of(
             needs_input_gradient=needs_input_gradient,
             is_rerun=is_rerun,
         )
+
+
+class ExpertMessages(AxisMessages):
+    """Ranks with other experts, to which tokens go."""
+
+    name = "ep"
+    parts = staticmethod(mixtures_of)
+    has_names = True
+
+    def messages(self, step: Step) -> Iterator[Messages]:
+        """Yield the all-to-alls of tokens that go to their experts' ranks and back."""
+        for chunk in step.share.chunks:
+            for mixture in chunk.sending["ep"]:
+                received = step.num_received[mixture.path]
+                calls, num_bytes = mixture.sent(step.num_tokens, received, step.num_microbatches)
+                yield Messages("all-to-all", "ep", calls, num_bytes)
+
+    def seconds(self, estimates: Estimates, division: Division, is_again: bool) -> float:
+        """See AxisMessages."""
+        routed = (2 + is_again) * estimates.routed_bytes
+        sent = routed / division.cp * (division.ep - 1) / division.ep
+        link = estimates.question.cluster.link_of(division.ep * division.tp)
+        return sent / link.bandwidth / division.pp

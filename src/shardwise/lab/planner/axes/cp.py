@@ -7,10 +7,11 @@ mixer; a kind of block says what it passes on (`Kind.carries`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shardwise.assembly.describe import Description
 from shardwise.base.schedule.context import (
     Sent,
     sent_by_attention,
@@ -18,6 +19,7 @@ from shardwise.base.schedule.context import (
     sent_by_recurrence,
 )
 from shardwise.config import RunConfig
+from shardwise.lab.planner.axes.axis import AxisMessages
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
 from shardwise.models.dtypes import product_dtype
@@ -28,6 +30,14 @@ from shardwise.models.kinds.base import Carried
 from shardwise.models.names import in_use
 from shardwise.models.patches.router_loss import routers_of
 from shardwise.models.spec import LayerSpec, ModelSpec
+from shardwise.parallel.sent import Messages, sums_over_copies
+from shardwise.parallel.strategies import strategy_of
+from shardwise.parallel.weights import Weight
+
+if TYPE_CHECKING:
+    from shardwise.lab.planner.divisions import Division
+    from shardwise.lab.planner.estimate import Estimates
+    from shardwise.lab.planner.messages import Step
 
 STATE_ITEMSIZE = 4
 """Bytes of an element of a recurrence's transition and state, whatever the precision."""
@@ -49,9 +59,10 @@ class RankMixer:
 
 
 def mixers_of(
-    cfg: RunConfig, hf: Any, layer: LayerSpec, unit: Unit, shapes: Mapping[str, tuple[int, ...]]
+    cfg: RunConfig, run: Description, layer: LayerSpec, unit: Unit, weights: Sequence[Weight]
 ) -> Iterator[RankMixer]:
-    """Yield the mixers of a layer; `shapes` are those of its weights on this rank, by name."""
+    """Yield the mixers of a layer; `weights` are those of the layer on this rank."""
+    hf, shapes = run.hf, {weight.name: weight.shape for weight in weights}
     # `operators` saves what comes out of products, but nothing of a collective.
     is_rerun = rerun_of(unit, cfg.training.checkpointing) != "none"
     for block in layer.mixers:
@@ -73,11 +84,11 @@ def mixers_of(
         )
 
 
-def experts_of_routers(cfg: RunConfig, hf: Any, layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
-    """Return the experts of each router of these layers that has a load-balancing loss."""
+def experts_of_routers(cfg: RunConfig, hf: Any, spec: ModelSpec) -> tuple[int, ...]:
+    """Return the experts of each router of a part that has a load-balancing loss."""
     if not cfg.model.router_aux_loss_coef:
         return ()
-    prefixes = tuple(f"{layer.name}." for layer in layers)
+    prefixes = tuple(f"{layer.name}." for layer in spec.layers)
     routers = {id(router) for router in routers_of(hf, family_of(hf))}
     return tuple(
         module.weight.shape[0]
@@ -121,3 +132,32 @@ def sent_by_router_loss(cfg: RunConfig, num_experts: Iterable[int]) -> Iterator[
     if cfg.model.router_aux_loss_coef:
         for numbers_per_row in (1, *num_experts):
             yield {"all-reduce": (1, 4 * cfg.training.micro_batch_size * numbers_per_row)}
+
+
+class ContextMessages(AxisMessages):
+    """Ranks with some tokens of each row."""
+
+    name = "cp"
+    parts = staticmethod(mixers_of)
+
+    def messages(self, step: Step) -> Iterator[Messages]:
+        """Yield what layers and the router loss send along `cp` per micro-batch and, without a
+        data-parallel strategy, the sum of all trained gradients once a step.
+        """
+        cfg, run, m = step.cfg, step.run, step.num_microbatches
+        for chunk in step.share.chunks:
+            mixers, num_experts = chunk.sending["cp"], experts_of_routers(cfg, run.hf, chunk.spec)
+            layers = sent_by_layers(cfg, run.hf, run.spec, mixers, step.share.context_rank)
+            for sent in (*layers, *sent_by_router_loss(cfg, num_experts)):
+                for kind, (calls, num_bytes) in sent.items():
+                    yield Messages(kind, "cp", m * calls, m * num_bytes)
+        if strategy_of(cfg).axis is None:
+            yield from sums_over_copies(step, step.share.trained)
+
+    def seconds(self, estimates: Estimates, division: Division, is_again: bool) -> float:
+        """See AxisMessages."""
+        sent = 2 * (division.cp - 1) / division.cp * estimates.hidden_bytes / division.tp
+        cluster, span = estimates.question.cluster, division.tp * division.cp
+        seconds = sent / cluster.link_of(span).bandwidth
+        seconds += 4 * cluster.latency("send", division.cp, span)
+        return estimates.num_layers / division.pp * seconds
