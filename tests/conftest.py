@@ -34,6 +34,10 @@ MOST_OBJECTS = 30_000
 """So many are looked through in ten milliseconds."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-seconds", metavar="FILE", help="write CPU seconds by folder (JSON)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(), "durations")
     config.pluginmanager.register(LeftOut(), "left_out")

@@ -1,5 +1,5 @@
 """Print what the tests cost, by folder and of the most expensive files: CPU seconds, which no other
-process changes.
+process changes. With `--cpu-seconds FILE`, also write the sums of each folder into a JSON file.
 
 The CPU time of a test is that of its process and of all processes that it has started and waited
 for.
@@ -7,9 +7,10 @@ for.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -60,13 +61,32 @@ class Durations:
         self.cpu[file] += getattr(report, "cpu_seconds", 0.0)  # a worker that died measured none
         self.wall[file] += report.duration
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if sum(self.wall.values()) < 10:
-            return
-        folders = {
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        path = session.config.getoption("cpu_seconds")
+        if path is not None and not hasattr(session.config, "workerinput"):
+            self.write(Path(path))
+
+    def write(self, path: Path) -> None:
+        """Write items and CPU seconds of the folders that ran; the others keep their numbers."""
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        folders = self._folders()
+        for folder in set(folders.values()):
+            items, cpu = (self._sum(of, folders, folder) for of in (self.items, self.cpu))
+            kept[folder] = {"items": int(items), "cpu_seconds": round(cpu, 1)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+
+    def _folders(self) -> dict[str, str]:
+        """Return the folder of each file that ran, as the table names it."""
+        return {
             file: "/".join(PurePath(file).parts[:2]) if file.count("/") > 1 else "tests"
             for file in self.cpu
         }
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if sum(self.wall.values()) < 10:
+            return
+        folders = self._folders()
         terminalreporter.section("durations by folder")
         write = terminalreporter.write_line
         write(f"{'items':>6} {'CPU s':>8} {'wall s':>8}")

@@ -31,7 +31,7 @@ from tests.models.tiny import (
     on_meta,
     relative_error,
 )
-from tests.parity.bases import FAMILIES as WIDE
+from tests.parity.features.bases import FAMILIES as WIDE
 from tests.parity.harness import BASES, Cell, run_config
 
 TARGETS = ("auto", "attention", "all-linear", "layer", "stacks")

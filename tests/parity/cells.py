@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections import Counter
+from importlib import import_module
 from itertools import combinations, product
 
 from shardwise.base.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.models.kinds import KINDS
-from tests.parity.activations import CELLS as ACTIVATIONS
-from tests.parity.activations import FIXED as FIXED_ACTIVATIONS
-from tests.parity.bases import CELLS as BASES
-from tests.parity.bases import FIXED as FIXED_BASES
-from tests.parity.contexts import CONTEXTS
-from tests.parity.contexts import FIXED as FIXED_CONTEXTS
-from tests.parity.disk import CELLS as DISK
-from tests.parity.disk import FIXED as FIXED_DISK
-from tests.parity.dora import CELLS as DORA
-from tests.parity.dora import FIXED as FIXED_DORA
-from tests.parity.eight_bit import CELLS as EIGHT_BIT
-from tests.parity.eight_bit import FIXED as FIXED_EIGHT_BIT
+from tests.parity import features
+from tests.parity.features.pipelines import WITH_DATA
+from tests.parity.features.pipelines import cell as pipeline
 from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
-from tests.parity.muon import CELLS as MUON
-from tests.parity.muon import FIXED as FIXED_MUON
-from tests.parity.offload import CELLS as OFFLOAD
-from tests.parity.offload import FIXED as FIXED_OFFLOAD
-from tests.parity.pipelines import FIXED as FIXED_PIPELINES
-from tests.parity.pipelines import PIPELINES, WITH_DATA
-from tests.parity.pipelines import cell as pipeline
-from tests.parity.products import CELLS as PRODUCTS
-from tests.parity.products import FIXED as FIXED_PRODUCTS
-from tests.parity.rates import CELLS as RATES
-from tests.parity.rates import FIXED as FIXED_RATES
-from tests.parity.recomputed import CELLS as RECOMPUTED
-from tests.parity.recomputed import FIXED as FIXED_RECOMPUTED
-from tests.parity.spread_experts import EXPERTS as SPREAD_EXPERTS
-from tests.parity.spread_experts import FIXED as FIXED_EXPERTS
-from tests.parity.tensors import FIXED as FIXED_TENSORS
-from tests.parity.tensors import TENSORS
 
+FEATURES = [
+    import_module(f"{features.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(features.__path__)
+]
 LAYOUTS = tuple(
     layout
     for layout in PROVEN
@@ -115,20 +95,7 @@ ALL = (
     *(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))),
     *VARIANTS,
     *EXPERTS,
-    *PIPELINES,
-    *TENSORS,
-    *CONTEXTS,
-    *SPREAD_EXPERTS,
-    *BASES,
-    *PRODUCTS,
-    *RATES,
-    *DORA,
-    *MUON,
-    *EIGHT_BIT,
-    *OFFLOAD,
-    *DISK,
-    *ACTIVATIONS,
-    *RECOMPUTED,
+    *(cell for feature in FEATURES for cell in feature.CELLS),
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -150,20 +117,7 @@ _FIXED = (
     Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
-    *FIXED_PIPELINES,
-    *FIXED_TENSORS,
-    *FIXED_CONTEXTS,
-    *FIXED_EXPERTS,
-    *FIXED_BASES,
-    *FIXED_PRODUCTS,
-    *FIXED_RATES,
-    *FIXED_DORA,
-    *FIXED_MUON,
-    *FIXED_EIGHT_BIT,
-    *FIXED_OFFLOAD,
-    *FIXED_DISK,
-    *FIXED_ACTIVATIONS,
-    *FIXED_RECOMPUTED,
+    *(cell for feature in FEATURES for cell in feature.FIXED),
 )
 
 
@@ -225,7 +179,7 @@ FAST = _covering(_FIXED)
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "tp", "tp-sp", "pp")
 QUICK = tuple(
-    min((c for c in FAST if c.layout == name), key=lambda c: (c.nproc, c.variant))
+    min((c for c in FAST if c.layout == name), key=lambda c: (c.nproc, c.variant, not pairs(c)))
     for name in _STRATEGIES
 )
 """One cell of each strategy alone, for `make test-quick`."""

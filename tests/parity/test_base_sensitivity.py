@@ -15,7 +15,7 @@ from shardwise.kernels.lora_linear import fused
 from shardwise.models import quantise
 from shardwise.models.stored import Stored
 from shardwise.models.tensor_cuts import DimCut, even
-from tests.parity.bases import FIXED
+from tests.parity.features.bases import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
 CUT, SPREAD, SHARDED, STAGES = FIXED

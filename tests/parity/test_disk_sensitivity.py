@@ -14,7 +14,7 @@ import torch
 from shardwise.parallel import disk, disk_update, disk_window
 from shardwise.parallel.disk_units import Pages
 from shardwise.parallel.disk_window import Window
-from tests.parity.disk import FIXED
+from tests.parity.features.disk import FIXED
 from tests.parity.harness import Cell
 from tests.parity.test_sensitivity import check_caught, planted
 

@@ -11,7 +11,7 @@ from shardwise.models.names import is_magnitude
 from shardwise.models.patches import lora_kernel
 from shardwise.models.tensor_cuts import DimCut, Rows, Segment
 from shardwise.parallel import tensor_parallel
-from tests.parity.dora import FIXED
+from tests.parity.features.dora import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
 TENSOR, SHARED_TOKENS, MAMBA, HALVED, STORED, FLAT = FIXED

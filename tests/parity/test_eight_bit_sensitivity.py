@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwise.assembly import build
 from shardwise.kernels import eight_bit
 from shardwise.parallel.optimizers.adamw8bit import AdamW8bitUpdate
-from tests.parity.eight_bit import FIXED
+from tests.parity.features.eight_bit import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
 SHARDED, ADAPTERS, SHARED, EXPERTS, CUT, HALVED, TOKENS, *_ = FIXED

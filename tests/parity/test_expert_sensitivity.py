@@ -17,7 +17,7 @@ from shardwise.models.tensor_cuts import DimCut, even
 from shardwise.parallel import clip, ddp, expert_axis, expert_parallel, fsdp2
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
-from tests.parity.spread_experts import FIXED
+from tests.parity.features.spread_experts import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
 FULL, ADAPTERS, LIMITED, SHARED, BALANCED = FIXED

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parallel import muon
 from shardwise.parallel.optimizers.muon import MuonUpdate
-from tests.parity.muon import FIXED
+from tests.parity.features.muon import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
 REPLICATED, SHARDED, EXPERTS = FIXED

@@ -14,8 +14,8 @@ from shardwise.models.patches import embedding
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.parallel import activation_checkpoint, clip, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
+from tests.parity.features.pipelines import cell
 from tests.parity.harness import Cell
-from tests.parity.pipelines import cell
 from tests.parity.test_sensitivity import check_caught, fsdp_mean_instead_of_sum, planted
 
 

@@ -13,7 +13,7 @@ from shardwise.kernels import float8 as kernel
 from shardwise.kernels.float8 import Float8
 from shardwise.models.patches import lora_kernel
 from shardwise.parallel import float8_scales
-from tests.parity.products import FIXED
+from tests.parity.features.products import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
 CUT, SHARED, REPLICATED, TOKENS, SHARDED, HALVED, *_ = FIXED

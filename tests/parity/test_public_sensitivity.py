@@ -26,10 +26,10 @@ from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
 from shardwise.training import step
 from tests.models import test_lora
-from tests.parity.dora import FIXED as DORA
+from tests.parity.features.dora import FIXED as DORA
+from tests.parity.features.spread_experts import FIXED as EXPERTS
+from tests.parity.features.tensors import cell as tensor
 from tests.parity.harness import Cell
-from tests.parity.spread_experts import FIXED as EXPERTS
-from tests.parity.tensors import cell as tensor
 from tests.parity.test_sensitivity import check_caught, in_place_of, planted
 
 

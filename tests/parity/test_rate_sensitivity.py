@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from shardwise.assembly import build, optimizer
-from tests.parity.rates import FIXED
+from tests.parity.features.rates import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
 NAIVE, CUT, STAGES, EXPERTS = FIXED

@@ -12,8 +12,8 @@ from shardwise.models.kinds import attention, jet_block
 from shardwise.models.patches import experts, router_loss
 from shardwise.parallel import clip, ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_over, sum_over_copies
+from tests.parity.features.tensors import cell
 from tests.parity.harness import Cell
-from tests.parity.tensors import cell
 from tests.parity.test_sensitivity import check_caught, planted
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from tests.parity.features.pipelines import FEW_LAYERS
 from tests.parity.harness import Cell
-from tests.parity.pipelines import FEW_LAYERS
 
 _cell = partial(Cell, mode="lora", dora=True)
 

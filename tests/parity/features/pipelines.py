@@ -154,7 +154,7 @@ def _variants() -> Iterator[Cell]:
         )
 
 
-PIPELINES = (*_plain(), *_uneven(), *_few(), *_partly_trained(), *_variants())
+CELLS = (*_plain(), *_uneven(), *_few(), *_partly_trained(), *_variants())
 # Where tests/parity/test_pipeline_sensitivity.py plants bugs, and the other shapes and variants.
 FIXED = (
     cell("llama", "1f1b", "lora"),

@@ -69,7 +69,7 @@ def _all() -> Iterator[Cell]:
                 yield Cell("qwen3_moe", "pp-ddp-ep", mode, 4, variant, schedule=schedule)
 
 
-EXPERTS = tuple(_all())
+CELLS = tuple(_all())
 FIXED = (
     Cell("qwen3_moe", "ddp-ep", "full", 4),
     Cell("qwen3_moe", "fsdp2-ep", "lora", 4, "experts"),

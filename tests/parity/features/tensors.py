@@ -76,7 +76,7 @@ def _variants() -> Iterator[Cell]:
     yield cell("qwen3_5_text", "zero1-tp", "full", "tied")
 
 
-TENSORS = (*_plain(), *_variants())
+CELLS = (*_plain(), *_variants())
 # Where tests/parity/test_tensor_sensitivity.py plants bugs, and the variants.
 FIXED = (
     cell("llama", "tp", "lora"),

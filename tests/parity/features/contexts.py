@@ -53,7 +53,7 @@ def _all() -> Iterator[Cell]:
         yield Cell("llama", "fsdp2-cp", "full", 4, variant)
 
 
-CONTEXTS = tuple(_all())
+CELLS = tuple(_all())
 FIXED = (
     Cell("qwen3_5_text", "cp", "full", 4, "isolated"),
     Cell("llama", "cp", "lora", 4, "isolated-ring"),
