@@ -118,8 +118,8 @@ class Fsdp2(Strategy):
                         yield Messages("reduce-scatter", axis, times, num_bytes, when=when)
                         yield Messages("all-reduce", step.replica_axis, 1, shard, when=at_last)
             yield from sums_over_copies(step, unsharded)
-            of_shards = [weight for weight in chunk.weights if weight not in unsharded]
-            yield from update_rule_of(step.cfg).messages(step, of_shards)
+            sharded = [weight for weight in chunk.weights if weight not in unsharded]
+            yield from update_rule_of(step.cfg).messages(step, sharded)
 
 
 class Fsdp2Holding(ShardedHolding):
