@@ -6,19 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing import assert_close
 
 from shardwise.assembly.build import build
+from shardwise.assembly.state import portable_tensors
 from shardwise.config import Recomputation
 from shardwise.lab.planner.collectives import Collectives, predicted_bytes, targets_on_rank
 from shardwise.lab.planner.communication import unknown
 from shardwise.lab.planner.recompute import as_way, chosen_of
 from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
 from shardwise.training.measure import MeasuredMemory, measure_memory
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models.tiny import on_meta, tiny
-from tests.parity.harness import Cell, microbatches, run_config
+from tests.parity.harness import BALANCED, Cell, microbatches, run_config
 
 
 def _measure(cell: Cell, on_disk: bool = False) -> MeasuredMemory:
@@ -58,6 +61,58 @@ def test_parts_of_the_peak(layout, nproc):
             assert parts["weights"] == state["weights"]
             assert parts["optimizer"] == state["optimizer"]
             assert parts["gradients"] == GRADIENTS.get(layout, 1) * state["gradients"]
+
+
+def _twice(cell: Cell, is_measured: bool) -> dict[str, torch.Tensor]:
+    """All that a run changes in two steps, of which the second one may be measured."""
+    cfg = run_config(cell, optimizer="adamw")
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    training_step(job, microbatches(cfg, mesh, 1), mesh, cfg.optimizer.max_grad_norm)
+    if is_measured:
+        measure_memory(job, microbatches(cfg, mesh, 2), mesh, cfg)
+    else:
+        training_step(job, microbatches(cfg, mesh, 2), mesh, cfg.optimizer.max_grad_norm)
+    assert all(p.grad is None for p in job.trainable())
+    named = {"lr": torch.tensor(job.optimizer.param_groups[0]["lr"])}
+    named |= {
+        key: full_tensor(t).clone() for key, t in portable_tensors(job.pm, job.optimizer, False)
+    }
+    if job.routing is not None:
+        named |= {"given": job.routing.given, "total": job.routing.total}
+    return named
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("nemotron_h", "single", "full", variant=BALANCED),
+        Cell("nemotron_h", "fsdp2-ep", "full", 2, variant=BALANCED),
+        Cell("llama", "pp", "lora", 2, schedule="1f1b"),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_measured_is_the_same_step(cell):
+    measured, plain = (run_ranks(cell.nproc, _twice, cell, is_measured) for is_measured in (1, 0))
+    assert_close(measured, plain, rtol=0, atol=0)
+    assert all(any(name.startswith("optimizer/") for name in rank) for rank in plain)
+
+
+def _with_weights_that_are_not_finite() -> tuple[bool, bool]:
+    cfg = run_config(Cell("llama", "single", "lora"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    weights = [p.detach().clone() for p in job.trainable()]
+    with torch.no_grad():
+        for part in job.pm.parts:
+            part.hf.get_parameter("model.norm.weight").fill_(torch.inf)
+    memory = measure_memory(job, microbatches(cfg, mesh, 1), mesh, cfg)
+    is_whole = sum(memory.parts[0].values()) == memory.peak_bytes[0]
+    return is_whole, all(map(torch.equal, weights, job.trainable()))
+
+
+def test_a_measured_step_may_have_a_loss_that_is_not_finite():
+    assert run_ranks(1, _with_weights_that_are_not_finite) == [(True, True)]
 
 
 def test_checkpointing_lowers_the_activations():

@@ -97,8 +97,6 @@ class Job:
     """How many positions the model has learned; None: it takes any number."""
     cut: StageSplit | None
     """Where a pipeline is cut into stages; None without one."""
-    router_bias_rate: float
-    """`model.router_bias_rate`."""
     routing: Routing | None
     """Counters of tokens by expert; None in a model without routed experts."""
     kernels: Mapping[str, str]
@@ -167,7 +165,7 @@ def build(
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}
 
     # By the model on meta: what the strategies make of its weights has other sizes.
-    routing = None if own else Routing.of(hf, spec, mesh.device)
+    routing = None if own else Routing.of(hf, spec, mesh.device, cfg.model.router_bias_rate)
 
     def load(pm: ParallelModel) -> None:
         materialise(nn.ModuleList(pm.parts), mesh.device)
@@ -208,7 +206,6 @@ def build(
         loss_scale=loss_scale,
         positions=facts.positions,
         cut=cut,
-        router_bias_rate=cfg.model.router_bias_rate,
         routing=routing,
         kernels=facts.kernels,
         checkpointing=cfg.training.checkpointing,

@@ -43,16 +43,21 @@ class Routing:
     total: torch.Tensor
     """The sums of `given` and, behind it, `dropped` over the steps since the start or a resume,
     [L, E + 1]."""
+    bias_rate: float
+    """`model.router_bias_rate`."""
 
     @classmethod
-    def of(cls, hf: nn.Module, spec: ModelSpec, device: torch.device) -> Routing | None:
+    def of(
+        cls, hf: nn.Module, spec: ModelSpec, device: torch.device, bias_rate: float
+    ) -> Routing | None:
         """Return the routing of a whole model on meta; None where it has no experts."""
         sizes = experts_by_layer(hf, spec)
         if not sizes:
             return None
         given = torch.zeros(len(sizes), max(sizes.values()), device=device)
         numbers = torch.tensor([*sizes.values()], device=device)
-        return cls((*sizes,), numbers, given, given.new_zeros(len(sizes)), F.pad(given, (0, 1)))
+        dropped, total = given.new_zeros(len(sizes)), F.pad(given, (0, 1))
+        return cls((*sizes,), numbers, given, dropped, total, bias_rate)
 
     def take(self, pm: ParallelModel, mesh: Mesh) -> None:
         """Set the shares of the step just done, of all ranks: 4 L (E + 1) bytes are summed."""
@@ -84,13 +89,13 @@ class Routing:
         dropped = self.dropped.mean(), self.dropped.amax()
         return torch.stack([largest.amax(), entropy.mean(), *dropped])
 
-    def balance(self, pm: ParallelModel, rate: float) -> None:
+    def balance(self, pm: ParallelModel) -> None:
         """Change the biases of this rank's routers by the shares of the step just done."""
-        for part in pm.parts:
+        for part in pm.parts if self.bias_rate else ():
             assert isinstance(part, CausalLM)
             for path, bias in biases_of(part.hf, part.spec):
                 share = self.given[self.paths.index(hf_name(path)), : len(bias)]
-                bias.add_(rate * (1 / len(bias) - share).sign())
+                bias.add_(self.bias_rate * (1 / len(bias) - share).sign())
 
     def shares(self) -> list[list[float]]:
         """Return the share that each expert was given in the step just done, by layer, rounded.

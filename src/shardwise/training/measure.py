@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,9 @@ from shardwise.metrics.memory import PeakMemory, StateTensors, state_bytes, stat
 from shardwise.metrics.meter import Meter
 from shardwise.models.counts import ModelCounts
 from shardwise.models.part import ModelPart
-from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.reporter import Reporter
-from shardwise.training.step import forward_backward
+from shardwise.training.step import NonFiniteLossError, Phase, training_step
 
 
 @dataclass(frozen=True)
@@ -88,19 +87,28 @@ def measure_memory(
     def state() -> StateTensors:
         return state_tensors(job.pm.stored(), job.optimizer)
 
-    with PeakMemory(mesh.device, state, recorder) as peak, dispatches if is_seen else nullcontext():
-        hooks = [hook for part in job.pm.parts for hook in _mark_forwards(part, peak)]
-        pm = replace(job.pm, reduce_grads=(peak.mark, *job.pm.reduce_grads))
-        forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
-        peak.mark()
-        facts, max_norm = job.pm.parameter_facts, cfg.optimizer.max_grad_norm
-        scale, storage = job.loss_scale.scale, job.pm.storage
-        clip_by_global_norm(job.trainable(), mesh, facts, max_norm, scale, storage)
-        job.optimizer.step()
-        for hook in hooks:
-            hook.remove()
+    peak, bytes_of_state = PeakMemory(mesh.device, state, recorder), dict[str, int]()
+    measuring = ExitStack()
+
+    def after(phase: Phase) -> None:
+        if phase == "update":  # ends before gradients are dropped: see PeakMemory
+            measuring.close()
+            bytes_of_state.update(state_bytes(job.pm.stored(), job.optimizer))
+        else:
+            peak.mark()
+
+    with measuring:
+        measuring.enter_context(peak)
+        if is_seen:
+            measuring.enter_context(dispatches)
+        for part in job.pm.parts:
+            for hook in _mark_forwards(part, peak):
+                measuring.callback(hook.remove)
+        try:
+            training_step(job, microbatches, mesh, cfg.optimizer.max_grad_norm, after)
+        except NonFiniteLossError:  # by what the last update left; the run's work is done
+            after("update")
     read, written = (a - b for a, b in zip(job.pm.storage.moved_bytes(), on_disk, strict=True))
-    bytes_of_state = state_bytes(job.pm.stored(), job.optimizer)
     assert peak.peak_bytes is not None
     assert peak.parts is not None
     weights_bytes = peak.parts["weights"] + window_bytes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -35,6 +36,15 @@ class StepResult:
     """How even the loads of experts were: see STATISTICS; empty in a model without experts."""
 
 
+Phase = Literal["backward", "reduction", "update"]
+After = Callable[[Phase], object]
+"""Function that a step calls after each of its phases. After `update` gradients are there still."""
+
+
+def nothing(phase: Phase) -> None:
+    """Do nothing after a phase."""
+
+
 def count_targets(microbatches: Sequence[AnyBatch], mesh: Mesh) -> int:
     """Return the target tokens of the global batch, of which this rank reads some complete rows.
 
@@ -53,7 +63,11 @@ def sum_loss(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def forward_backward(
-    pm: ParallelModel, microbatches: Sequence[AnyBatch], mesh: Mesh, scale: float = 1.0
+    pm: ParallelModel,
+    microbatches: Sequence[AnyBatch],
+    mesh: Mesh,
+    scale: float = 1.0,
+    after: After = nothing,
 ) -> tuple[torch.Tensor, int]:
     """Leave `scale` times the gradient of the global batch's mean loss in every `.grad`.
 
@@ -62,13 +76,19 @@ def forward_backward(
     tokens = count_targets(microbatches, mesh)
     require(tokens > 0, "a global batch has no target; give rows of which one has a label")
     loss = pm.run(pm, microbatches, scale / tokens, True)
+    after("backward")
     for reduce in pm.reduce_grads:
         reduce()
+    after("reduction")
     return sum_loss(loss, mesh) / tokens, tokens
 
 
 def training_step(
-    job: Job, microbatches: Sequence[AnyBatch], mesh: Mesh, max_grad_norm: float | None
+    job: Job,
+    microbatches: Sequence[AnyBatch],
+    mesh: Mesh,
+    max_grad_norm: float | None,
+    after: After = nothing,
 ) -> StepResult:
     """Run forward and backward, clip the gradients, and update the weights.
 
@@ -76,7 +96,7 @@ def training_step(
     a norm that is not finite skips the update instead and lowers the loss scale. Such a step
     counts, so that a step's learning rate and rows are functions of its number alone.
     """
-    loss, tokens = forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
+    loss, tokens = forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale, after)
     norm = clip_by_global_norm(
         job.trainable(),
         mesh,
@@ -103,8 +123,9 @@ def training_step(
         raise NonFiniteLossError(result, look_through(job.pm, job.optimizer))
     if finite:
         job.optimizer.step()
-        if routing is not None and job.router_bias_rate:
-            routing.balance(job.pm, job.router_bias_rate)
+        if routing is not None:
+            routing.balance(job.pm)
+    after("update")
     with warnings.catch_warnings():
         # torch warns where the first step was skipped.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

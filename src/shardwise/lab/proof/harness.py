@@ -10,7 +10,7 @@ import hashlib
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from shardwise.models.quantise import Format, stored_paths
 from shardwise.parallel.clip import PLAIN, sharded_axes
 from shardwise.parallel.place import full_tensor
 from shardwise.training.evaluate import evaluate
-from shardwise.training.step import forward_backward, training_step
+from shardwise.training.step import Phase, forward_backward, nothing, training_step
 
 TOLERANCE = {"loss": 1e-6, "grad": 1e-5, "norm": 1e-5, "param": 1e-5, "saved": 1e-5}
 """The largest relative difference of each kind of number that rounding may make in float32."""
@@ -162,22 +162,22 @@ def run(
         *(pair for g in job.optimizer.param_groups for pair in _pairs(g)),
     ]
 
-    def look() -> None:
-        for name, parameter in named:
+    def look(phase: Phase) -> None:
+        for name, parameter in named if phase == "reduction" else ():
             if parameter.grad is not None:
                 grads[name] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
 
-    # The first step's gradients are looked at within the step, when all are reduced.
-    first = replace(job, pm=replace(job.pm, reduce_grads=(*job.pm.reduce_grads, look)))
+    after = look  # in the first step
     if cfg.training.precision == "float16":
         # Times the loss scale they overflow, so they are looked at without it.
-        forward_backward(first.pm, batches_of(mesh, 1), mesh)
+        forward_backward(job.pm, batches_of(mesh, 1), mesh, after=look)
         for _, parameter in named:
             parameter.grad = None
-        first = job
+        after = nothing
     for step in range(1, job.num_steps + 1):
-        step_job = first if step == 1 else job
-        result = training_step(step_job, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
+        batches, max_norm = batches_of(mesh, step), cfg.optimizer.max_grad_norm
+        result = training_step(job, batches, mesh, max_norm, after)
+        after = nothing
         losses.append(result.loss)
         # What is infinite on one rank may be NaN on another.
         norms.append(math.inf if result.skipped else result.grad_norm)
