@@ -109,7 +109,7 @@ def model(cfg: RunConfig, mesh: Mesh, start: Start) -> Job:
     show("; ".join(entry.name for entry in order.ORDER if entry.is_requested(cfg)))
     job = build(cfg, mesh, start.state(), cfg.training.steps)
     show(", ".join(f"{number:,} parameters {name}" for name, number in job.parameters.items()))
-    show("kernels: " + ", ".join(f"{what} by {which}" for what, which in job.kernels.items()))
+    show("kernels: " + ", ".join(f"{what} by {which}" for what, which in job.run.kernels.items()))
     show(f"this rank holds {size(sum(p.nbytes for p in job.pm.stored()))} of weights")
     return job
 

@@ -642,7 +642,7 @@ def test_a_rule_forbids_an_own_module(name):
     cfg = run_of(CALLERS, {**sections, **usual})
     cfg = replace(cfg, model=Model(CALLERS))
     with pytest.raises(UserError) as caught:
-        describe_own(cfg, num_ranks, OwnModel.of(module()))
+        describe_own(OwnModel.of(module()), cfg, num_ranks)
     (rule,) = (rule for rule in rules.RULES["model"] if rule.name == name)
     facts = Facts(num_ranks, own_facts(OwnModel.of(module())))
     assert str(caught.value) == rule.message(Case(cfg, facts))
@@ -667,7 +667,7 @@ def test_a_rule_forbids_an_own_module(name):
 def test_keys_that_no_own_module_has(sections):
     cfg = run_of(CALLERS, {**sections, "model": {"init": "weights", **sections.get("model", {})}})
     with pytest.raises(UserError, match=r"(model|training|parallel)\.\w+.* is for transformers"):
-        describe_own(cfg, 2, OwnModel.of(Classifier()))
+        describe_own(OwnModel.of(Classifier()), cfg, 2)
 
 
 def facts_of_run(cfg: RunConfig, num_ranks: int) -> Facts:

@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.assembly import order
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
-from shardwise.assembly.own import own_parts, own_state
+from shardwise.assembly.own import describe_own, own_state
 from shardwise.base.interfaces import Part
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.lab.planner.profile import make_bench
@@ -164,9 +164,10 @@ def of_own_module_and_stages(left_out: str = "") -> tuple[Replaced, Replaced]:
     cfg = read_config(own_module.CONFIG, ["--training.checkpointing=full"], CALLERS_KEYS)
     mesh = build_mesh(cfg, torch.device("cpu"))
     complete, own = (OwnModel.of(own_module.Classifier()) for _ in range(2))
-    pm = build(cfg, mesh, own_state(cfg, complete), own=complete).pm
+    describing = partial(describe_own, complete)
+    pm = build(cfg, mesh, own_state(cfg, complete), describe=describing).pm
     boundaries = [0, 1 + own_module.DEPTH // 2, own_module.DEPTH + 2]
-    stages = replace(pm, parts=own_parts(cfg, own, boundaries, range(2)))
+    stages = replace(pm, parts=describe_own(own, cfg, 1).parts(cfg, boundaries, range(2)))
     for row in order.BEFORE_LOADING:
         if row.is_requested(cfg) and row.name != left_out:
             stages = row.apply(stages, mesh, cfg, own.spec)

@@ -129,8 +129,8 @@ def loads(cfg: RunConfig) -> tuple[torch.Tensor, torch.Tensor]:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     assert job.routing is not None
-    plain = type(job.hf)(job.hf.config)
-    plain.load_state_dict(job.hf.state_dict())
+    plain = type(job.run.hf)(job.run.hf.config)
+    plain.load_state_dict(job.run.hf.state_dict())
     batches = microbatches(cfg, mesh, 1, padded)
     training_step(job, batches, mesh, None)
     return job.routing.given, counted(plain, batches, cfg.data.keeps_documents_apart)

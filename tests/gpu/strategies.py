@@ -132,9 +132,9 @@ def first_step(job: Job, mesh: Mesh) -> FirstStep:
 def run_cell(cell: Cell, start: MemoryState) -> Outcome:
     """Take STEPS steps and record everything on the way."""
     job, mesh = set_up(cell, start)
-    if GDN is not None and "gated delta rule" in job.kernels:
+    if GDN is not None and "gated delta rule" in job.run.kernels:
         takes_packages = cell.device == "cuda" and cell.dtype == "bfloat16"
-        assert job.kernels["gated delta rule"] == (GDN if takes_packages else "torch")
+        assert job.run.kernels["gated delta rule"] == (GDN if takes_packages else "torch")
     first = first_step(job, mesh)
     parameters = list(job.pm.named_parameters())
     frozen = [n for n, p in parameters if not p.requires_grad and p.grad is not None]

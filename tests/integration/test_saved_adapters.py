@@ -86,7 +86,7 @@ def save(cell: Cell, targets: str, out: Path) -> torch.Tensor | None:
     cfg = config_of(cell, targets)
     job = trained_job(cfg)
     save_result(job, cfg, build_mesh(cfg, torch.device("cpu")), out)
-    return logits(job.hf) if cell.layout == "single" else None
+    return logits(job.run.hf) if cell.layout == "single" else None
 
 
 def plain_base(model: Model, base: str, out: Path) -> None:
@@ -180,7 +180,7 @@ def save_sized(family: str, target: str, size: list[float], out: Path) -> torch.
     cfg = replace(cfg, lora=replace(cfg.lora, r=4, alpha=8.0, targets=sized | others))
     job = trained_job(cfg)
     save_result(job, cfg, build_mesh(cfg, torch.device("cpu")), out)
-    return logits(job.hf)
+    return logits(job.run.hf)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

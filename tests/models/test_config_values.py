@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from shardwise.assembly import order
 from shardwise.assembly.describe import describe
 from shardwise.base.batches import Batch
 from shardwise.config import Data, Model, RunConfig, Training, UserError
@@ -58,7 +57,7 @@ def outcome(folder: Path, name: str, key: str, value: Any) -> str | None:
         described = describe(run, 1)
         if described.hf.num_parameters() > 2**24 or described.spec.vocab_size < 256:
             return None  # a model that is what its config says: large, or of few tokens
-        part = order.into_parts(described, run, (), ())[0]
+        part = described.parts(run)[0]
         load.fill(part.hf, load.weights(part.hf, model, 0))
         ids = torch.arange(32).view(2, 16)
         rows = Batch(ids, ids, torch.zeros_like(ids), (0, 1), 0)

@@ -49,7 +49,7 @@ def config(family: str) -> RunConfig:
 
 def of_peft(cfg: RunConfig, job: Any) -> PreTrainedModel:
     """The model of transformers with PEFT's own DoRA, with the factors of a run."""
-    model = AutoModelForCausalLM.from_config(job.hf.config)
+    model = AutoModelForCausalLM.from_config(job.run.hf.config)
     model.load_state_dict(entries(cfg.model, cfg.training.seed), strict=False)
     model.requires_grad_(False)
     ours = dict(job.pm.named_parameters())
@@ -59,8 +59,8 @@ def of_peft(cfg: RunConfig, job: Any) -> PreTrainedModel:
         r=cfg.lora.r,
         lora_alpha=int(cfg.lora.alpha),
         use_dora=True,
-        fan_in_fan_out=job.spec.family == "gpt2",
-        target_modules=[f"model.{path}" for path in adapter_layers(job.hf)],
+        fan_in_fan_out=job.run.spec.family == "gpt2",
+        target_modules=[f"model.{path}" for path in adapter_layers(job.run.hf)],
     )
     inject_adapter_in_model(config, holder)
     for name, parameter in model.named_parameters():

@@ -180,7 +180,7 @@ def full_batches(cfg: RunConfig, mesh: Mesh, job: Job) -> list[Batch]:
     """Return a step's micro-batches on this rank: each row is one document, and all are targets."""
     shape = cfg.training.micro_batch_size, cfg.data.sequence_length
     slots = mesh.slots(cfg.training.global_batch_size)
-    ids = torch.arange(shape[0] * shape[1]).remainder_(job.hf.config.vocab_size).view(shape)
+    ids = torch.arange(shape[0] * shape[1]).remainder_(job.run.hf.config.vocab_size).view(shape)
     return [
         Batch(ids, ids, torch.zeros_like(ids), tuple(slots[first : first + shape[0]]), step=2)
         for first in range(0, len(slots), shape[0])

@@ -111,12 +111,12 @@ def _peak(mode: str, checkpointing: Checkpointing) -> tuple[int, list[int]]:
     cfg = replace(cfg, training=replace(cfg.training, checkpointing=checkpointing))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
-    runs = [0] * len(job.spec.layers)
+    runs = [0] * len(job.run.spec.layers)
 
     def count(index: int) -> None:
         runs[index] += 1
 
-    for i, layer in enumerate(job.spec.layers):
+    for i, layer in enumerate(job.run.spec.layers):
         # A module inside the layer: the layer's own hooks lie outside what is recomputed.
         module = job.pm.parts[0].hf.get_submodule(f"{layer.name}.input_layernorm")
         module.register_forward_hook(lambda *_, i=i: count(i))

@@ -36,7 +36,7 @@ def step(cfg: RunConfig) -> tuple[dict, dict, int, int]:
         dict(result.routing),
         job.routing.summary(),
         sum(num_bytes),
-        4 * job.hf.config.hidden_size,
+        4 * job.run.hf.config.hidden_size,
     )
 
 

@@ -86,7 +86,7 @@ def _sample(prompt: str) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "beat", lambda: beats.append(1))
         text = greedy_sample(
-            job.pm, Letters(), encode_prompt(cfg, Letters(), job.positions) or [], mesh
+            job.pm, Letters(), encode_prompt(cfg, Letters(), job.run.positions) or [], mesh
         )
     return text, len(beats)
 

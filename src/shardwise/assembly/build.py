@@ -9,14 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.assembly import order
-from shardwise.assembly.costs import choose_split, costs_of
-from shardwise.assembly.describe import Description, describe
+from shardwise.assembly.costs import Costs, choose_split
+from shardwise.assembly.describe import Describe, Description, describe
 from shardwise.assembly.loss_scale import LossScale
 from shardwise.assembly.optimizer import (
     is_decayed,
@@ -25,7 +24,6 @@ from shardwise.assembly.optimizer import (
     make_optimizer,
     optimized_parameters,
 )
-from shardwise.assembly.own import describe_own, own_costs, own_parts
 from shardwise.assembly.recomputation import Chosen
 from shardwise.assembly.routing import Routing
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
@@ -36,13 +34,9 @@ from shardwise.base.layouts import strategy_facts
 from shardwise.base.schedule.costs import Cost, CostSource
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.split import Split
-from shardwise.config import Checkpointing, Lora, Optimizer, RunConfig
-from shardwise.models import adapter_start, lora, tensor_plan
-from shardwise.models.counts import ModelCounts, count_model
-from shardwise.models.families import FAMILIES, unproven_note
-from shardwise.models.multimodal import Multimodal
-from shardwise.models.own import OwnModel
-from shardwise.models.spec import ModelSpec
+from shardwise.config import Optimizer, RunConfig
+from shardwise.models import adapter_start, tensor_plan
+from shardwise.models.counts import ModelCounts
 from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import from_every_rank
@@ -75,34 +69,23 @@ class Job:
     """A run that is ready to train."""
 
     pm: ParallelModel
-    hf: Any
-    """The whole model, by names and config; on meta where it is cut into stages. It is a model of
-    transformers or, where `spec.is_own`, a module of the caller."""
-    multimodal: Multimodal | None
-    """The class that is saved, where `architectures` names another one than that of `hf`."""
+    cfg: RunConfig
+    """The run as it was built, with the layers that a budget of memory has chosen."""
+    run: Description
+    """The whole model and the facts of the run; weights are on meta where it is cut into stages."""
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     num_steps: int
     """How many optimizer steps the run has."""
-    spec: ModelSpec
     parameters: Mapping[str, int]
     """Number of parameters of the whole model: `trainable`, `frozen` and in `total`."""
     counts: ModelCounts | None
     """The counts of the whole model; None where FLOPs cannot be counted, as a note explains."""
-    coverage: lora.Coverage | None
-    lora: Lora | None
-    """The section `lora`, with what the folder of `lora.path` gave."""
     loss_scale: LossScale
-    positions: int | None
-    """How many positions the model has learned; None: it takes any number."""
     cut: StageSplit | None
     """Where a pipeline is cut into stages; None without one."""
     routing: Routing | None
     """Counters of tokens by expert; None in a model without routed experts."""
-    kernels: Mapping[str, str]
-    """Backends of the loss, LoRA and each recurrent core."""
-    checkpointing: Checkpointing
-    """`training.checkpointing`, with the layers that a budget has chosen."""
     chosen: Chosen | None
     """Choice of what is computed again, where the run has a budget of memory."""
     notes: tuple[str, ...]
@@ -123,16 +106,16 @@ def build(
     mesh: Mesh,
     state: State = FRESH,
     num_steps: int | None = None,
-    own: OwnModel | None = None,
     chosen: Chosen | None = None,
+    describe: Describe = describe,
 ) -> Job:
     """Build this rank's part of the run that `cfg` describes, as it is after `state.step` steps.
 
     The run has `num_steps` steps; without this number, which comes from the data if
     `training.epochs` is set, `training.steps`, or the one step that a check or a measure takes.
-    `own`: a module of the caller, which is trained in place of the model that `cfg` names.
-    `chosen`: what a budget of memory has chosen, where the run has one. Memory is taken after all
-    checks; UserError, the same on every rank, if one fails.
+    `chosen`: what a budget of memory has chosen, where the run has one. `describe`: what describes
+    the run of a module of the caller, in place of the model that `cfg` names. Memory is taken after
+    all checks; UserError, the same on every rank, if one fails.
     """
     begin = time.perf_counter()
 
@@ -144,28 +127,27 @@ def build(
         cfg = chosen.applied(cfg)
     num_steps = num_steps or cfg.training.num_steps or 1
     num_ranks = mesh.dense.size()
-    facts = describe_own(cfg, num_ranks, own) if own else describe(cfg, num_ranks, mesh.device)
+    run = describe(cfg, num_ranks, mesh.device)
     assert cfg.training.budget_bytes is None, "a budget chooses before a run is built"
-    hf, spec = facts.hf, facts.spec
-    selected = update_rule_of(cfg).selected(hf, spec, facts.family.gating)
+    hf, spec = run.hf, run.spec
+    selected = update_rule_of(cfg).selected(hf, spec, run.family.gating)
     state.check(hf, cfg, selected)
     parameters = _sizes(hf)
-    counts = count_model(hf, spec) if spec.family in FAMILIES and not own else None
+    counts = run.counts()
     if counts is not None:
         check_step_time(cfg, counts, num_ranks, mesh.device)
     if cfg.data.keeps_documents_apart:  # attention's FLOPs depend on where documents end
         counts = None
     cut = None
-    if facts.pipeline is not None:
-        costs = own_costs(cfg, own) if own else _costs(cfg, mesh, facts, counts)
-        cut = _cut(cfg, facts.pipeline, costs)
-    notes = (*_notes(cfg, mesh, facts, cut), *_short_warmup(cfg.optimizer, num_steps))
+    if run.pipeline is not None:
+        cut = _cut(cfg, run.pipeline, run.costs(cfg, counts, num_ranks))
+    notes = (*_notes(cfg, mesh, run, cut), *_short_warmup(cfg.optimizer, num_steps))
     # By the shapes of full parameters.
-    family = None if own else facts.family
+    family = None if spec.is_own else run.family
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}
 
     # By the model on meta: what the strategies make of its weights has other sizes.
-    routing = None if own else Routing.of(hf, spec, mesh.device, cfg.model.router_bias_rate)
+    routing = run.routing(cfg, mesh.device)
 
     def load(pm: ParallelModel) -> None:
         materialise(nn.ModuleList(pm.parts), mesh.device)
@@ -173,12 +155,8 @@ def build(
 
     boundaries = () if cut is None else cut.split.boundaries
     chunks = () if cut is None else cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
-    if own:
-        parts = own_parts(cfg, own, boundaries, chunks)
-    else:
-        parts = order.into_parts(facts, cfg, boundaries, chunks)
     pm = ParallelModel(
-        parts=parts,
+        parts=run.parts(cfg, boundaries, chunks),
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(
             cfg.optimizer, named, decayed, selected, cfg.training.precision
@@ -193,34 +171,21 @@ def build(
         loss_scale.load_state_dict(state.loss_scale)
     return Job(
         pm=pm,
-        hf=hf,
-        multimodal=facts.multimodal,
+        cfg=cfg,
+        run=run,
         optimizer=optimizer,
         lr_schedule=make_lr_schedule(cfg.optimizer, optimizer, num_steps, state.step),
         num_steps=num_steps,
-        spec=spec,
         parameters=parameters,
         counts=counts,
-        coverage=facts.coverage,
-        lora=facts.lora,
         loss_scale=loss_scale,
-        positions=facts.positions,
         cut=cut,
         routing=routing,
-        kernels=facts.kernels,
-        checkpointing=cfg.training.checkpointing,
         chosen=chosen,
         notes=notes,
         build_seconds=time.perf_counter() - begin,
         rebuild=rebuild,
     )
-
-
-Costs = tuple[tuple[Cost, ...], CostSource]
-
-
-def _costs(cfg: RunConfig, mesh: Mesh, facts: Description, counts: ModelCounts | None) -> Costs:
-    return costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size())
 
 
 def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> StageSplit:
@@ -229,37 +194,23 @@ def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> StageSplit:
     return StageSplit(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 
-def _notes(
-    cfg: RunConfig, mesh: Mesh, facts: Description, cut: StageSplit | None
-) -> tuple[str, ...]:
-    notes = []
-    if facts.spec.family not in FAMILIES and not facts.spec.is_own:
-        notes.append(unproven_note(facts.spec.family))
-        if not facts.facts.has_fused_attention:
-            notes.append(
-                f"{facts.spec.family}'s attention keeps whole scores [B, N, T, T], the only form "
-                "that transformers has of it"
-            )
-    if cfg.data.keeps_documents_apart and not facts.spec.is_own:
-        notes.append(
-            f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), since "
-            "attention's depend on where the documents end"
-        )
+def _notes(cfg: RunConfig, mesh: Mesh, run: Description, cut: StageSplit | None) -> tuple[str, ...]:
+    notes = [*run.uncounted(cfg)]
     if cfg.model.expert_capacity is not None:
         notes.append(
             "model.expert_capacity: FLOPs (mfu and hfu) are counted as if no token were dropped; "
             "routing.dropped is the share that was"
         )
-    if facts.lora is not None and facts.lora.dora:
+    if run.lora is not None and run.lora.dora:
         notes.append(
             "lora.dora: FLOPs (mfu and hfu) are counted without the product B A of each matrix, "
             "which a forward makes to take the lengths of rows"
         )
     if cfg.parallel.tp > 1:
-        units = tensor_plan.replicated_weights(facts.hf, facts.spec, cfg.parallel.tp)
+        units = tensor_plan.replicated_weights(run.hf, run.spec, cfg.parallel.tp)
         if any(units):
             notes.append(_replicated_note(units, cut, cfg, mesh))
-    return (*notes, *facts.notes)
+    return (*notes, *run.notes)
 
 
 def _short_warmup(cfg: Optimizer, num_steps: int) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ from shardwise.models.spec import ModelSpec
 from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.weights import gradient_bytes
 
+Costs = tuple[tuple[Cost, ...], CostSource]
+
 
 def costs_of(
     cfg: RunConfig,
@@ -37,7 +39,7 @@ def costs_of(
     counts: ModelCounts | None,
     num_processes: int,
     flops_per_second: float = 1.0,
-) -> tuple[tuple[Cost, ...], CostSource]:
+) -> Costs:
     """Return what one micro-batch costs in each unit of a model, bottom up, and the source of that.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: its counts, where

@@ -7,21 +7,24 @@ rank knows (its free memory, its files) is checked where it is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from shardwise.assembly.costs import Costs, costs_of
 from shardwise.assembly.order import WholeModel, prepare
+from shardwise.assembly.routing import Routing
 from shardwise.base.layouts import Facts, ModelFacts, axis_sizes, strategy_facts
 from shardwise.base.process.world import device_type
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.config import RunConfig, rules
 from shardwise.models import adapter_start, load, lora, published
+from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
-from shardwise.models.families import family_of, spec_of
+from shardwise.models.families import family_of, spec_of, unproven_note
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.patches import cores, experts, float8, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
@@ -48,6 +51,37 @@ class Description(WholeModel):
     """Facts of the model that the rules have asked for."""
     notes: tuple[str, ...]
     """Notes for a reader of the run's figures."""
+
+    def counts(self) -> ModelCounts | None:
+        """Return the counts of the whole model; None where its family is not listed."""
+        return count_model(self.hf, self.spec) if self.facts.is_listed else None
+
+    def costs(self, cfg: RunConfig, counts: ModelCounts | None, num_ranks: int) -> Costs:
+        """Return the costs of the units that a pipeline distributes; see `costs_of`."""
+        return costs_of(cfg, self.hf, self.spec, counts, num_ranks)
+
+    def routing(self, cfg: RunConfig, device: torch.device) -> Routing | None:
+        """Return the counters of tokens by expert, on meta; None without routed experts."""
+        return Routing.of(self.hf, self.spec, device, cfg.model.router_bias_rate)
+
+    def uncounted(self, cfg: RunConfig) -> Iterator[str]:
+        """Yield notes on a family that is not listed, and on why no FLOPs are counted."""
+        if not self.facts.is_listed:
+            yield unproven_note(self.spec.family)
+            if not self.facts.has_fused_attention:
+                yield (
+                    f"{self.spec.family}'s attention keeps whole scores [B, N, T, T], the only "
+                    "form that transformers has of it"
+                )
+        if cfg.data.keeps_documents_apart:
+            yield (
+                f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), "
+                "since attention's depend on where the documents end"
+            )
+
+
+Describe = Callable[[RunConfig, int, torch.device], Description]
+"""Function that describes a run on a device, as `describe` does."""
 
 
 def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None) -> Description:

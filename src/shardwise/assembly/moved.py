@@ -40,7 +40,7 @@ class MovedState:
         has_folder = cfg.lora is not None and cfg.lora.path is not None
         self.step = step
         self.loss_scale = job.loss_scale.state_dict()
-        self.lora: Lora | None = job.lora if has_folder else None
+        self.lora: Lora | None = job.run.lora if has_folder else None
         self.moved_bytes = 0
         """The bytes that have moved between the ranks of this pipeline."""
         portable = portable_tensors(job.pm, job.optimizer, trained_only=False)
@@ -73,7 +73,7 @@ class MovedState:
         pipeline, group, here = job.cut.pipeline, mesh.group("pp"), mesh.rank("pp")
         before, after = (_owners(b, pipeline) for b in (job.cut.split.boundaries, boundaries))
         leaving: dict[int, list[str]] = {}
-        for number, layer in enumerate(job.spec.layers):
+        for number, layer in enumerate(job.run.spec.layers):
             if before[number] == here != after[number]:
                 prefix = f"{layer.name}."
                 names = ((key, key.partition("/")[2]) for key in self._tensors)

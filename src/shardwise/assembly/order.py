@@ -13,6 +13,7 @@ from shardwise.config import Lora, RunConfig
 from shardwise.models import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
+from shardwise.models.part import ModelPart
 from shardwise.models.patches import FOR_ANY_MODULE, PATCHES, Patch
 from shardwise.models.quantise import quantise_frozen
 from shardwise.models.spec import ModelSpec
@@ -49,6 +50,14 @@ class WholeModel:
     """The modules that LoRA adapts; None without LoRA."""
     lora: Lora | None
     """The section `lora`, with what the folder of `lora.path` gave."""
+
+    def parts(
+        self, cfg: RunConfig, boundaries: Sequence[int] = (), chunks: Sequence[int] = ()
+    ) -> tuple[ModelPart, ...]:
+        """Return it as one part or, with boundaries, the stages of these chunks (see `stages`)."""
+        if not boundaries:
+            return (CausalLM(self.hf, self.spec, self.family, cfg),)
+        return stages(self.hf, self.spec, boundaries, chunks, cfg, self.family)
 
 
 Function = TypeVar("Function")
@@ -142,7 +151,7 @@ AFTER_LOADING: tuple[OrderEntry[Apply], ...] = (
     OrderEntry("offload", lambda cfg: cfg.parallel.offload in ("optimizer", "all"), offload.apply),
 )
 ORDER = (*ON_THE_WHOLE, *BEFORE_LOADING, *AFTER_LOADING)
-"""After the first section the model becomes parts (`into_parts`). Between the other two weights are
+"""After the first section the model becomes `WholeModel.parts`. Between the other two weights are
 loaded, into what each rank holds."""
 
 
@@ -152,15 +161,6 @@ def prepare(model: WholeModel, cfg: RunConfig) -> WholeModel:
         if entry.is_requested(cfg):
             model = entry.apply(model, cfg)
     return model
-
-
-def into_parts(
-    model: WholeModel, cfg: RunConfig, boundaries: Sequence[int] = (), chunks: Sequence[int] = ()
-) -> tuple[CausalLM, ...]:
-    """Return a model as one part or, with boundaries, the stages of these chunks (see `stages`)."""
-    if not boundaries:
-        return (CausalLM(model.hf, model.spec, model.family, cfg),)
-    return stages(model.hf, model.spec, boundaries, chunks, cfg, model.family)
 
 
 def apply(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
+
+from shardwise.assembly.costs import Costs
 from shardwise.assembly.describe import Description
 from shardwise.assembly.state import MemoryState
-from shardwise.base.interfaces import Part
 from shardwise.base.layouts import Facts, ModelFacts, axis_sizes
 from shardwise.base.schedule.costs import Cost, CostSource
 from shardwise.config import RunConfig, require, rules
 from shardwise.models import eight_bit
+from shardwise.models.counts import ModelCounts
 from shardwise.models.families import Family
 from shardwise.models.initialise import nudged
 from shardwise.models.own import OWN, GivesCuts, GivesStages, OwnModel, OwnPart, own_stages
+from shardwise.models.part import ModelPart
 from shardwise.models.tensor_cuts import Indivisible
 from shardwise.models.tensor_plan import split_blocks
 from shardwise.parallel.optimizers import update_rule_of
@@ -26,11 +30,69 @@ OWN_FAMILY = Family(OWN, mixers={}, feed_forward={})
 """Family of every module of a caller."""
 
 
-def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
+class OwnDescription(Description):
+    """A run of a module of the caller."""
+
+    def counts(self) -> None:
+        """Return no counts."""
+
+    def costs(self, cfg: RunConfig, counts: ModelCounts | None, num_ranks: int) -> Costs:
+        """Return costs of the units before, in and after the layers, by parameters.
+
+        What lies outside of the layers is not counted: which end holds it is known to `cut` alone.
+        """
+        layers = [layer.name for layer in self.spec.layers]
+        rule = update_rule_of(cfg)
+        chosen = rule.selected(self.hf, self.spec, OWN_FAMILY.gating)
+        selected = {self.hf.get_parameter(name) for name in chosen}
+        costs = []
+        for name in ("before the layers", *layers, "after the layers"):
+            is_layer = name in layers
+            parameters = list(self.hf.get_submodule(name).parameters()) if is_layer else []
+            trained = [p for p in parameters if p.requires_grad]
+            num_weights, num_trained = (sum(p.numel() for p in ps) for ps in (parameters, trained))
+            trained_bytes = sum(p.nbytes for p in trained)
+            cost = Cost(
+                name=name,
+                forward_seconds=num_weights,
+                input_seconds=num_weights,
+                weight_seconds=num_trained,
+                activation_bytes=0,
+                output_bytes=0,
+                weight_bytes=sum(p.nbytes for p in parameters),
+                gradient_bytes=trained_bytes,
+                optimizer_bytes=sum(
+                    rule.state_bytes(p.numel(), p.itemsize, p in selected) for p in trained
+                ),
+                parameters=num_weights,
+                trainable=bool(trained) or not is_layer,
+            )
+            costs.append(cost)
+        return tuple(costs), BY_PARAMETERS
+
+    def routing(self, cfg: RunConfig, device: torch.device) -> None:
+        """Return no counters."""
+
+    def uncounted(self, cfg: RunConfig) -> Iterator[str]:
+        """Yield nothing."""
+        yield from ()
+
+    def parts(
+        self, cfg: RunConfig, boundaries: Sequence[int] = (), chunks: Sequence[int] = ()
+    ) -> tuple[ModelPart, ...]:
+        """Return the module as one part or, with boundaries, the stages of these chunks."""
+        if not boundaries:
+            return (OwnPart(self.hf, self.spec, cfg),)
+        return own_stages(self.hf, self.spec, boundaries, chunks, cfg)
+
+
+def describe_own(
+    own: OwnModel, cfg: RunConfig, num_ranks: int, device: torch.device | None = None
+) -> OwnDescription:
     """Describe a run of a module, as `describe` does; UserError with the first rule against it."""
     facts = own_facts(own)
     rules.check(cfg, Facts(num_ranks, facts))
-    return Description(
+    return OwnDescription(
         hf=own.module,
         multimodal=None,
         spec=own.spec,
@@ -80,50 +142,6 @@ def own_facts(own: OwnModel) -> ModelFacts:
         gives_cuts=isinstance(own.module, GivesCuts),
         **eight_bit.facts_of(own.module, own.spec),
     )
-
-
-def own_costs(cfg: RunConfig, own: OwnModel) -> tuple[tuple[Cost, ...], CostSource]:
-    """Return costs of the units before the layers, of each layer, and after them, by parameters.
-
-    What lies outside of the layers is not counted: which end holds it is known to `cut` alone.
-    """
-    names = ("before the layers", *(layer.name for layer in own.spec.layers), "after the layers")
-    rule = update_rule_of(cfg)
-    chosen = rule.selected(own.module, own.spec, OWN_FAMILY.gating)
-    selected = {own.module.get_parameter(name) for name in chosen}
-    costs = []
-    for name in names:
-        is_layer = name in names[1:-1]
-        parameters = list(own.module.get_submodule(name).parameters()) if is_layer else []
-        trained = [p for p in parameters if p.requires_grad]
-        num_weights, num_trained = (sum(p.numel() for p in ps) for ps in (parameters, trained))
-        trained_bytes = sum(p.nbytes for p in trained)
-        cost = Cost(
-            name=name,
-            forward_seconds=num_weights,
-            input_seconds=num_weights,
-            weight_seconds=num_trained,
-            activation_bytes=0,
-            output_bytes=0,
-            weight_bytes=sum(p.nbytes for p in parameters),
-            gradient_bytes=trained_bytes,
-            optimizer_bytes=sum(
-                rule.state_bytes(p.numel(), p.itemsize, p in selected) for p in trained
-            ),
-            parameters=num_weights,
-            trainable=bool(trained) or not is_layer,
-        )
-        costs.append(cost)
-    return tuple(costs), BY_PARAMETERS
-
-
-def own_parts(
-    cfg: RunConfig, own: OwnModel, boundaries: Sequence[int], chunks: Sequence[int]
-) -> tuple[Part, ...]:
-    """Return the module as one part or, with boundaries, the stages of these chunks."""
-    if not boundaries:
-        return (OwnPart(own.module, own.spec, cfg),)
-    return own_stages(own, boundaries, chunks, cfg)
 
 
 def own_state(cfg: RunConfig, own: OwnModel) -> MemoryState:

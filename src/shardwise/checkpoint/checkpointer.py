@@ -207,7 +207,7 @@ class Checkpointer:
             best=self._best,
             files={},
             format=folders.FORMAT,
-            lora=None if lora is None or lora.path is None else keys_of_folder(job.lora),
+            lora=None if lora is None or lora.path is None else keys_of_folder(job.run.lora),
         )
 
     def _tensors(self) -> Tensors:

@@ -54,20 +54,20 @@ def save_result(
     begun_in = output_dir.stat()
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    if job.spec.is_own:
+    if job.run.spec.is_own:
         write_shards(tensors, unfinished)
     elif cfg.lora is None:
         # Random weights have no files, and so nothing beside the language model.
-        whole = job.multimodal if cfg.model.init == "weights" else None
+        whole = job.run.multimodal if cfg.model.init == "weights" else None
         size = DISK_SHARD_BYTES if cfg.parallel.offload == "disk" else SHARD_BYTES
         others = _others(job, cfg.model, note)
-        if carried := save_model(job.hf, tensors, unfinished, size, whole, others):
+        if carried := save_model(job.run.hf, tensors, unfinished, size, whole, others):
             note(f"model/: {carried}, untrained")
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
-        path, multimodal = cfg.model.path, job.multimodal
-        section = section_of_layers(cfg.lora, job.hf)
-        save_adapter(job.hf, section, dict(tensors), unfinished, path, multimodal)
+        path, multimodal = cfg.model.path, job.run.multimodal
+        section = section_of_layers(cfg.lora, job.run.hf)
+        save_adapter(job.run.hf, section, dict(tensors), unfinished, path, multimodal)
         save_for_generation(unfinished, tokenizer)
     if not os.path.samestat(begun_in, output_dir.stat()):
         # Removed or moved on the way; the new one holds nothing but this result.
@@ -81,11 +81,11 @@ def _others(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what the base's files have beside the model; a base that is gone costs no result."""
     try:
-        for entry in other_weights(job.hf, model):
+        for entry in other_weights(job.run.hf, model):
             yield entry
             beat()
     except (UserError, OSError) as error:
-        note(f"model/ lacks what the base has beside {type(job.hf).__name__}: {error}")
+        note(f"model/ lacks what the base has beside {type(job.run.hf).__name__}: {error}")
 
 
 def _full_tensors(job: Job, mesh: Mesh, trained_only: bool) -> Iterator[tuple[str, torch.Tensor]]:

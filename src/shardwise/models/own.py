@@ -177,13 +177,16 @@ class OwnStage(StagePart):
 
 
 def own_stages(
-    own: OwnModel, boundaries: Sequence[int], chunks: Sequence[int], cfg: RunConfig
+    complete: nn.Module,
+    spec: ModelSpec,
+    boundaries: Sequence[int],
+    chunks: Sequence[int],
+    cfg: RunConfig,
 ) -> tuple[OwnStage, ...]:
     """Return the stages of a rank, one for each chunk in `chunks`; see `stage.stages`.
 
     UserError, the same on every rank, unless all chunks together have each parameter once.
     """
-    complete, spec = own.module, own.spec
     assert isinstance(complete, GivesStages), "a rule refuses it in a pipeline"
     last = len(spec.layers) + 1
     made: list[OwnStage] = []

@@ -37,7 +37,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     steps = count_steps(cfg, loaders, start)
     state = start.state()
     job = build(cfg, mesh, state, steps, chosen=chosen_of(cfg, mesh, state.lora))
-    prompt = encode_prompt(cfg, tokenizer, job.positions, num_rows)
+    prompt = encode_prompt(cfg, tokenizer, job.run.positions, num_rows)
     training, validation = cfg.training, loaders.validation
     with closing(loaders.train), Session(cfg, mesh, job, start, loaders, meter) as session:
         del job  # the session's alone, which makes another one when layers move

@@ -174,7 +174,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         environment=environment(mesh.device),
         mesh={axis: mesh.size(axis) for axis in mesh.AXES},
         parameters=dict(job.parameters),
-        lora=job.coverage.to_dict() if job.coverage else None,
+        lora=job.run.coverage.to_dict() if job.run.coverage else None,
         losses=history.losses.tolist(),
         grad_norms=history.grad_norms.tolist(),
         skipped_steps=history.skipped_steps,
@@ -183,7 +183,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
         first_step_seconds=meter.first_step_seconds,
-        kernels=dict(job.kernels),
+        kernels=dict(job.run.kernels),
         recomputation=job.chosen.to_dict() if job.chosen else None,
         routing=job.routing.summary() | {"steps": routing} if job.routing else None,
         resplits=history.resplits,
@@ -204,7 +204,7 @@ def _flops(
     """
     length = cfg.data.sequence_length
     model = model_flops_per_token(counts, length)
-    hardware = hardware_flops_per_token(counts, length, job.checkpointing)
+    hardware = hardware_flops_per_token(counts, length, job.cfg.training.checkpointing)
     peak = peak_of(cfg, mesh.device)
     # All positions of a row count, not only targets: the device computes padding too.
     positions = cfg.training.global_batch_size * length

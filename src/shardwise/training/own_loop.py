@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
@@ -12,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.assembly.build import Job, build
-from shardwise.assembly.own import own_state
+from shardwise.assembly.describe import describe
+from shardwise.assembly.own import describe_own, own_state
 from shardwise.base.batches import IGNORED, AnyBatch, Batch, TensorBatch
 from shardwise.base.interfaces import Evaluation, Mesh
 from shardwise.base.process.watchdog import paused
@@ -67,12 +69,14 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
     meter = Meter(cfg.measure.warmup_steps)
     with paused():  # reads a whole checkpoint for its checksums
         start = find_start(cfg)
-    own = None if model is None else OwnModel.of(model)
-    state = start.state()
-    if own is not None and start.folder is None:
-        state = own_state(cfg, own)
-    chosen = None if own else chosen_of(cfg, mesh, state.lora)
-    loop = OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own, chosen=chosen), start, meter)
+    state, describing = start.state(), describe
+    if model is not None:
+        own = OwnModel.of(model)
+        describing = partial(describe_own, own)
+        state = own_state(cfg, own) if start.folder is None else state
+    chosen = chosen_of(cfg, mesh, state.lora, describing)
+    job = build(cfg, mesh, state, chosen=chosen, describe=describing)
+    loop = OwnLoop(cfg, mesh, job, start, meter)
     _prepared[id(mesh)] = mesh
     return loop
 
@@ -153,7 +157,7 @@ class OwnLoop(Session):
             f"step {step}: `targets` has {num_targets} numbers, but this rank reads "
             f"{len(slots)} rows, {slots[0]} to {slots[-1]}; give one for each",
         )
-        is_own = self.job.spec.is_own
+        is_own = self.job.run.spec.is_own
         microbatches: list[AnyBatch] = []
         for first in range(0, len(slots), size):
             part = {name: tensor[first : first + size] for name, tensor in rows.items()}
@@ -179,7 +183,7 @@ class OwnLoop(Session):
             require(
                 tensor.dtype == torch.int64, f"step {step}: {name} is of {tensor.dtype}; give int64"
             )
-        vocab_size, labels = self.job.spec.vocab_size, rows["labels"]
+        vocab_size, labels = self.job.run.spec.vocab_size, rows["labels"]
         for name, tokens in (
             ("input_ids", rows["input_ids"]),
             ("labels", labels[labels != IGNORED]),

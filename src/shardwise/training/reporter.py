@@ -81,15 +81,15 @@ class Reporter:
         self._stack = contextlib.ExitStack()
         trainable, total = job.parameters["trainable"], job.parameters["total"]
         self._progress.message(
-            f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
+            f"{job.run.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
         )
         rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
-        tokens = "" if job.spec.is_own else f" of {length:,} tokens"
+        tokens = "" if job.run.spec.is_own else f" of {length:,} tokens"
         self._progress.message(f"a step reads {rows:,} rows{tokens}")
-        for report in (job.coverage, job.cut, job.chosen):
+        for report in (job.run.coverage, job.cut, job.chosen):
             if report:
                 self._progress.message(str(report))
-        kernels = ", ".join(f"{name} {kernel}" for name, kernel in job.kernels.items())
+        kernels = ", ".join(f"{name} {kernel}" for name, kernel in job.run.kernels.items())
         if kernels:
             self._progress.message(f"kernels: {kernels}")
         for note in job.notes:

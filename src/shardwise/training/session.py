@@ -97,7 +97,7 @@ class Session:
     def __exit__(self, *error: Any) -> bool | None:
         self._is_open = False
         is_handled = self._stack.__exit__(*error)
-        is_own = isinstance(error[1], UserError | RunError | Stopped) or self.job.spec.is_own
+        is_own = isinstance(error[1], UserError | RunError | Stopped) or self.job.run.spec.is_own
         if isinstance(error[1], Exception) and not is_own and self.done == self._began:
             check_computes(self.cfg.model)  # whose fault a first step's error is
         return is_handled

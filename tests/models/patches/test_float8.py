@@ -52,15 +52,15 @@ def check_forwards(cell: Cell) -> None:
     (part,) = job.pm.parts
     replaced = {
         hf_name(f"{path}.").removesuffix(".")
-        for path, module in job.hf.named_modules()
+        for path, module in job.run.hf.named_modules()
         if isinstance(module, nn.Linear) and "forward" in vars(module) and ".lora_" not in path
     }
-    spec = job.spec
+    spec = job.run.spec
     assert replaced - {spec.head} == {
-        hf_name(f"{path}.").removesuffix(".") for path in linears_of(job.hf, spec, part.family)
+        hf_name(f"{path}.").removesuffix(".") for path in linears_of(job.run.hf, spec, part.family)
     }
     assert len(part.float8) == 25
-    assert job.kernels["matmul"] == "fp8_tensorwise (emulated)"
+    assert job.run.kernels["matmul"] == "fp8_tensorwise (emulated)"
 
 
 def test_lora_kernels_agree():

@@ -24,7 +24,6 @@ from shardwise.lab.planner.communication import bytes_leaving, messages_of_step,
 from shardwise.lab.planner.messages import Total, add_up, sizes_of
 from shardwise.lab.planner.share import share_of
 from shardwise.models.adapter_start import resumed
-from shardwise.models.families import FAMILIES
 from shardwise.parallel.sent import Messages
 
 # Operator: (what it does, which argument is the whole that is reduced, gathered or sent).
@@ -120,11 +119,11 @@ def predicted_bytes(
     are taken to give each rank's experts equally many rows. `num_targets`: see `targets_on_rank`;
     by default all tokens are targets.
     """
-    if job.spec.is_own or job.spec.family not in FAMILIES or unknown(cfg) is not None:
+    if not job.run.facts.is_listed or unknown(cfg) is not None:
         return None
     if job.chosen is not None:
         cfg = job.chosen.applied(cfg)
-    run = describe(resumed(cfg, job.lora), mesh.dense.size())
+    run = describe(resumed(cfg, job.run.lora), mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries
     coordinates = {axis: mesh.dense.get_local_rank(axis) for axis in mesh.AXES}
     share = share_of(cfg, run, coordinates, boundaries)

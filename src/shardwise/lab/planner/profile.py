@@ -249,7 +249,7 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
     parts: list[Stage] = []
     for place in places:
         boundaries = sorted({0, place, place + 1, num_units})
-        for part in order.into_parts(facts, cfg, boundaries, [boundaries.index(place)]):
+        for part in facts.parts(cfg, boundaries, [boundaries.index(place)]):
             assert isinstance(part, Stage)
             parts.append(part)
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from shardwise.assembly.costs import costs_of, with_gradients
-from shardwise.assembly.describe import Description, describe
+from shardwise.assembly.describe import Describe, Description, describe
 from shardwise.assembly.recomputation import Chosen
 from shardwise.base.interfaces import Mesh
 from shardwise.base.layouts import Facts
@@ -45,10 +45,13 @@ Prices = Mapping[Way, Sequence[int]]
 """Cost of computing each unit again, by way."""
 
 
-def chosen_of(cfg: RunConfig, mesh: Mesh, adapter: Any = None) -> Chosen | None:
+def chosen_of(
+    cfg: RunConfig, mesh: Mesh, adapter: Any = None, describe: Describe = describe
+) -> Chosen | None:
     """Return what a run's budget chooses, the same on every rank; None where it has no budget.
 
-    `adapter`: the section `lora` of the checkpoint that the run resumes. A collective of all ranks.
+    `adapter`: the section `lora` of the checkpoint that the run resumes. `describe`: see `build`. A
+    collective of all ranks.
     UserError where nothing is within the budget, or a CPU's memory is far too small.
     """
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
