@@ -11,6 +11,7 @@ import torch
 from examples import anatomy
 from safetensors.torch import load_file
 
+from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.loop import train
 from tests.distributed import run_ranks
@@ -23,7 +24,7 @@ def both(folder: Path) -> tuple[str, list[float], list[float]]:
         losses = anatomy.main(folder / "anatomy")
     cfg = anatomy.config(folder / "train")
     (folder / "train").mkdir()
-    record = train(cfg, build_mesh(cfg, torch.device("cpu")))
+    record = train(cfg, build_mesh(cfg, torch.device("cpu")), INSTRUMENTS)
     assert record is not None
     return printed.getvalue(), losses, list(record.losses)
 

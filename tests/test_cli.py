@@ -16,6 +16,7 @@ from shardwise import __version__
 from shardwise.commands import cli
 from shardwise.config import Model, RunConfig
 from shardwise.launch import local
+from shardwise.launch.library import LOOP
 from shardwise.models import adapter
 from tests.command import run_command
 from tests.distributed import PATIENCE
@@ -202,7 +203,8 @@ def test_torch_is_not_imported_before_it_is_needed(folder):
 def launched(monkeypatch) -> list[tuple[RunConfig, int | None]]:
     calls: list[tuple[RunConfig, int | None]] = []
 
-    def launch(cfg: RunConfig, nproc: int | None) -> int:
+    def launch(cfg: RunConfig, nproc: int | None, train: object) -> int:
+        assert train is LOOP
         calls.append((cfg, nproc))
         return 3
 

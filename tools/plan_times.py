@@ -47,6 +47,7 @@ from shardwise.lab.planner.cluster import cluster_of
 from shardwise.lab.planner.measure_machine import calibrate
 from shardwise.lab.planner.search import search
 from shardwise.lab.planner.step_time import StepTime, time_of_step
+from shardwise.launch.library import LOOP
 from shardwise.launch.local import launch, start_processes
 from shardwise.metrics.hardware import environment
 
@@ -167,7 +168,7 @@ def seconds_of(case: Case) -> float:
     """Train a case and return the seconds of its median step."""
     folder = Path(case.cfg.training.output_dir)
     shutil.rmtree(folder, ignore_errors=True)
-    assert launch(case.cfg, case.num_processes) == 0, case.name
+    assert launch(case.cfg, case.num_processes, LOOP) == 0, case.name
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     seconds = [step["seconds"] for step in steps if "seconds" in step]
     return round(statistics.median(seconds[WARM_UP:]), 5)

@@ -33,6 +33,7 @@ from shardwise.assembly import build
 from shardwise.base.interfaces import Mesh
 from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.launch.local import launch
 from shardwise.metrics.hardware import environment
 from shardwise.training.loop import train
@@ -130,7 +131,7 @@ def train_case(case: str, cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     if case == "slow" and dist.get_rank() == 1:
         for name in ("forward_one_chunk", "backward_one_chunk"):
             setattr(PipelineStage, name, twice_as_long(getattr(PipelineStage, name)))
-    return train(cfg, mesh)
+    return train(cfg, mesh, INSTRUMENTS)
 
 
 def twice_as_long(work: Callable[..., Any]) -> Callable[..., Any]:

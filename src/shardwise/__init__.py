@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from shardwise.config import UserError as UserError
     from shardwise.config.run_file import load_config as load_config
     from shardwise.launch.library import RunFailed as RunFailed
+    from shardwise.launch.library import prepare as prepare
     from shardwise.launch.library import run as run
     from shardwise.launch.library import train as train
     from shardwise.models.own import TensorCut as TensorCut
     from shardwise.training.own_loop import OwnLoop as OwnLoop
-    from shardwise.training.own_loop import prepare as prepare
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _MODULES = {
     "TensorCut": "models.own",
     "UserError": "config",
     "load_config": "config.run_file",
-    "prepare": "training.own_loop",
+    "prepare": "launch.library",
     "run": "launch.library",
     "train": "launch.library",
 }

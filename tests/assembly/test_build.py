@@ -79,7 +79,7 @@ def test_a_loss_that_cannot_run_is_refused_before_memory_is_taken():
 def experts_alone(**asked: Any) -> dict[str, str]:
     cfg = run_config(Cell("qwen3_moe", "single", "lora"))
     cfg = replace(cfg, lora=Lora(r=4, targets=["experts"], **asked))
-    return dict(build(cfg, build_mesh(cfg, torch.device("cpu"))).kernels)
+    return dict(build(cfg, build_mesh(cfg, torch.device("cpu"))).run.kernels)
 
 
 def test_adapters_on_experts_alone_have_the_kernel_of_experts():

@@ -30,6 +30,7 @@ from shardwise.checkpoint.resume import find_start, may_have_steps
 from shardwise.config import Launch, Optimizer, RunConfig, UserError
 from shardwise.launch import local as launch
 from shardwise.launch.group import Group
+from shardwise.launch.library import LOOP
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
 from tests.checkpoint.test_checkpointer import config, make_checkpoints, save_steps
@@ -253,7 +254,7 @@ def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypat
 
     monkeypatch.setattr(Group, "run", run)
     cfg = config(tmp_path, resume=resume)
-    assert launch.start_processes(restarting(cfg), 2) == 0
+    assert launch.start_processes(restarting(cfg), 2, LOOP) == 0
     assert given == [resume, resume, "auto", "auto"]
 
 
@@ -273,7 +274,7 @@ def test_a_restart_with_copies_in_memory_loses_no_checkpoint_that_was_named(
     monkeypatch.setattr(Group, "run", run)
     cfg = config(tmp_path / "run", resume=resume, memory_checkpoint_every=1)
     Path(cfg.training.output_dir).mkdir()
-    assert launch.start_processes(restarting(cfg), 2) == 0
+    assert launch.start_processes(restarting(cfg), 2, LOOP) == 0
     assert given == [resume, resume if is_named else "auto"]
 
 
@@ -293,7 +294,7 @@ def test_what_fails_after_the_results_are_saved_is_not_started_again(
 
     monkeypatch.setattr(Group, "run", run)
     cfg = config(tmp_path, save_every=save_every)
-    assert launch.start_processes(restarting(cfg), 2) == 1
+    assert launch.start_processes(restarting(cfg), 2, LOOP) == 1
     assert starts == ([None, "auto"] if save_every else [None])
     assert (tmp_path / "model").is_dir()
     told = capsys.readouterr().err.splitlines()[-1]
@@ -308,4 +309,4 @@ def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(
     endings = iter([Ending(1, "died", "error: died"), None])
     monkeypatch.setattr(Group, "run", lambda *_: next(endings))
     cfg = config(tmp_path, resume="latest")
-    assert launch.start_processes(restarting(cfg), 2) == 0
+    assert launch.start_processes(restarting(cfg), 2, LOOP) == 0

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any
 
+from shardwise.lab.preloaded import MODULES
 from tests.faults.cases import cases
 from tests.faults.table import is_right, read_table, write_table
 
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case after them")
     options = parser.parse_args()
     # What forks then need not import.
-    for module in ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.commands.cli"):
+    for module in MODULES:
         importlib.import_module(module)
     import torch
 

@@ -33,6 +33,7 @@ from shardwise.base.interfaces import Mesh
 from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig
 from shardwise.config.run_file import load_config
+from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.launch.local import launch
 from tests.distributed import PATIENCE
 from tests.integration.soak_outcome import KEPT, MOST_BYTES_PER_STEP, SAVE_EVERY, SIDES, outcome
@@ -78,7 +79,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 file.write(f"{json.dumps(sample(cfg, dist.get_rank(), step))}\n")
 
     with mock.patch.object(Checkpointer, "after_step", and_sample):
-        return loop.train(cfg, mesh)
+        return loop.train(cfg, mesh, INSTRUMENTS)
 
 
 def sample(cfg: RunConfig, rank: int, step: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_a_mistake_of_the_formulas_is_a_note_of_a_run_that_is_done(folder, monke
     def mistaken(*_: object) -> int:
         raise AssertionError("the layers have not been chosen")
 
-    monkeypatch.setattr("shardwise.training.session.predicted_bytes", mistaken)
+    monkeypatch.setattr("shardwise.lab.instruments.predicted_bytes", mistaken)
     record = run_on(1, sized(folder, "mistaken", None))
     assert record.status == "ok"
     assert record.peak_memory_bytes

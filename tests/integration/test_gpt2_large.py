@@ -22,6 +22,7 @@ from shardwise.base.layouts import axis_sizes
 from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig
 from shardwise.config.run_file import load_config
+from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.loop import train
@@ -65,7 +66,7 @@ def shrunk(name: str, folder: Path, out: Path, sizes: dict[str, int] = SMALL) ->
 
 
 def run(cfg: RunConfig) -> RunRecord | None:
-    return train(cfg, build_mesh(cfg, torch.device("cpu")))
+    return train(cfg, build_mesh(cfg, torch.device("cpu")), INSTRUMENTS)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import evaluate, loop
@@ -62,7 +63,7 @@ def config(
 
 def run(cfg: RunConfig) -> RunRecord | None:
     Path(cfg.training.output_dir).mkdir(parents=True, exist_ok=True)
-    return train(cfg, build_mesh(cfg, torch.device("cpu")))
+    return train(cfg, build_mesh(cfg, torch.device("cpu")), INSTRUMENTS)
 
 
 def run_on(nproc: int, cfg: RunConfig) -> RunRecord:

@@ -18,6 +18,7 @@ from shardwise.base.process.world import World, find_world
 from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training, UserError
 from shardwise.launch import elastic, local
+from shardwise.launch.library import LOOP
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_the_only_task_that_is_left_under_slurm_is_fitted(tmp_path, monkeypatch,
         monkeypatch.setenv(name, "0")
     seen: list[tuple[RunConfig, World]] = []
     monkeypatch.setattr(local, "run_rank", lambda cfg, world, *_: seen.append((cfg, world)))
-    assert local.launch(cfg) == 0
+    assert local.launch(cfg, None, LOOP) == 0
     ((fitted, world),) = seen
     assert (fitted.parallel.dp_replicate, world.size) == (1, 1)
     assert "note: 1 of 4 processes: " in capsys.readouterr().err

@@ -14,6 +14,7 @@ from shardwise.commands.command import overrides_of
 from shardwise.commands.launch import LAUNCHERS, UNUSED
 from shardwise.config.run_file import load_config
 from shardwise.launch import local
+from shardwise.launch.library import LOOP
 
 LAUNCH = {
     "nodes": 2,
@@ -148,7 +149,7 @@ def test_a_launch_on_this_machine_goes_on_until_it_is_finished(
     monkeypatch.setattr(local, "launch", lambda *args: started.append(args) or 0)
     assert cli.main(["launch", "run.yaml", *options]) == 0
     args = cli.parse(shlex.split(printed)[1:])
-    assert started == [(load_config("run.yaml", overrides_of(args)), 1)]
+    assert started == [(load_config("run.yaml", overrides_of(args)), 1, LOOP)]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

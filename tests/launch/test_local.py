@@ -33,6 +33,7 @@ from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Launch, Measure, Model, Parallel, RunConfig, Training, UserError
 from shardwise.launch import group
 from shardwise.launch.group import Group, can_fork
+from shardwise.launch.library import LOOP
 from shardwise.launch.local import launch
 from tests.command import Forked
 from tests.distributed import PATIENCE
@@ -200,7 +201,7 @@ def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
 ):
     monkeypatch.setattr(Group, "run", None)
     cfg = replace(config(tmp_path), model=Model(str(TINY_LLAMA), "random"), parallel=parallel)
-    assert launch(cfg, nproc) == 2
+    assert launch(cfg, nproc, LOOP) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert fragment in line
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "unsupported"
@@ -298,7 +299,7 @@ def be_a_task(cfg: RunConfig, port: int, rank: int) -> None:
     place = {"JOB_ID": "5", "PROCID": str(rank), "LOCALID": str(rank)}
     os.environ.update({f"SLURM_{name}": value for name, value in (step | place).items()})
     os.environ["MASTER_PORT"] = str(port)
-    sys.exit(launch(cfg, train=report_sockets))
+    sys.exit(launch(cfg, None, report_sockets))
 
 
 @pytest.mark.parametrize("asked", [None, "127.0.0.2"])

@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.base.records.record import RunRecord
 from shardwise.launch import local
+from shardwise.launch.library import LOOP
 from tests.command import Forked
 from tests.distributed import PATIENCE
 from tests.launch.test_local import config
@@ -86,7 +87,7 @@ def test_a_signal_before_the_ranks_is_acted_on_before_they_start(
 
     monkeypatch.setattr(local, "import_all", interrupted)
     monkeypatch.setattr("shardwise.assembly.describe.describe", described)
-    process = Forked(partial(local.launch, config(tmp_path), 2), {"TMPDIR": str(tmp_path)})
+    process = Forked(partial(local.launch, config(tmp_path), 2, LOOP), {"TMPDIR": str(tmp_path)})
     _, printed = process.communicate()
     assert (process.returncode, (tmp_path / "imported").exists()) == (code, True)
     assert printed == (f"error: {UNTIMELY}\n" if code == 1 else "")
@@ -101,7 +102,7 @@ def test_a_second_signal_ends_the_imports_at_once(tmp_path, monkeypatch):
         raise AssertionError("the imports went on")
 
     monkeypatch.setattr(local, "import_all", interrupted)
-    process = Forked(partial(local.launch, config(tmp_path), 2), {"TMPDIR": str(tmp_path)})
+    process = Forked(partial(local.launch, config(tmp_path), 2, LOOP), {"TMPDIR": str(tmp_path)})
     assert (*process.communicate(), process.returncode) == ("", "", 143)
 
 

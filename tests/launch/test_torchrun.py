@@ -33,6 +33,7 @@ from shardwise.base.process.world import ALONE, STORE
 from shardwise.commands import cli
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
 from shardwise.launch import torchrun
+from shardwise.launch.library import LOOP
 from shardwise.launch.local import launch
 from shardwise.launch.rank import run_rank
 from tests.command import run_command
@@ -342,7 +343,7 @@ def test_ranks_that_cannot_go_on_say_how_to_resume(tmp_path, monkeypatch, capsys
         parallel=Parallel("ddp", tp=4),
         launch=Launch(nodes=4, min_nodes=1),
     )
-    assert launch(cfg) == 2
+    assert launch(cfg, None, LOOP) == 2
     err = capsys.readouterr().err
     assert "3 of 4 processes are left" in err
     assert "parallel.tp is 4" in err

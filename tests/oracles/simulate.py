@@ -33,7 +33,7 @@ from shardwise.training.measure import measure_memory
 from shardwise.training.step import forward_backward
 from tests.oracles.allocations import StorageRecorder
 from tests.oracles.moments import Moments
-from tests.oracles.tensors import WAY_OUT, SimulatedTensors
+from tests.oracles.tensors import WAY_OUT, NumbersAreOne, SimulatedTensors
 
 UNLIKE = 3
 """Micro-batches whose memory differs: the first finds no gradients, the last sums them over ranks,
@@ -125,6 +125,7 @@ def _simulate(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
     with ExitStack() as stack:
         stack.enter_context(recorder.watching_resizes())
         stack.enter_context(SimulatedTensors(recorder, copies_whole=uses_gloo))
+        stack.enter_context(NumbersAreOne())
         mesh = build_mesh(cfg, torch.device("cpu"))
         job = build(cfg, mesh, AfterOneStep())
         batches = full_batches(whole, mesh, job)

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from shardwise.assembly import build
 from shardwise.assembly.costs import costs_of
 from shardwise.base.records.record import PipelineRecord, RunRecord
 from shardwise.base.schedule.costs import COUNTED, CostSource
@@ -166,9 +165,8 @@ def test_the_measured_step_is_small_in_a_record():
     [pytest.param(COUNTED, marks=pytest.mark.slow), CostSource("of this machine", num_processes=2)],
 )
 def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
-    monkeypatch.setattr(
-        build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs)
-    )
+    given = lambda *args, **more: (costs_of(*args, **more)[0], costs)  # noqa: E731
+    monkeypatch.setattr("shardwise.assembly.describe.costs_of", given)
     make_corpus(tmp_path)
     cfg = config(
         tmp_path, "run", lora=False, steps=3, global_batch_size=4, micro_batch_size=1, eval_every=0

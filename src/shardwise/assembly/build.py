@@ -118,10 +118,6 @@ def build(
     all checks; UserError, the same on every rank, if one fails.
     """
     begin = time.perf_counter()
-
-    def rebuild(cfg: RunConfig, state: State) -> Job:
-        return build(cfg, mesh, state, num_steps, chosen=chosen)
-
     cfg = adapter_start.resumed(cfg, state.lora)
     if chosen is not None:
         cfg = chosen.applied(cfg)
@@ -184,7 +180,7 @@ def build(
         chosen=chosen,
         notes=notes,
         build_seconds=time.perf_counter() - begin,
-        rebuild=rebuild,
+        rebuild=lambda cfg, state: build(cfg, mesh, state, num_steps, chosen, describe),
     )
 
 

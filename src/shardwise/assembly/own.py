@@ -33,9 +33,6 @@ OWN_FAMILY = Family(OWN, mixers={}, feed_forward={})
 class OwnDescription(Description):
     """A run of a module of the caller."""
 
-    def counts(self) -> None:
-        """Return no counts."""
-
     def costs(self, cfg: RunConfig, counts: ModelCounts | None, num_ranks: int) -> Costs:
         """Return costs of the units before, in and after the layers, by parameters.
 
@@ -69,9 +66,6 @@ class OwnDescription(Description):
             )
             costs.append(cost)
         return tuple(costs), BY_PARAMETERS
-
-    def routing(self, cfg: RunConfig, device: torch.device) -> None:
-        """Return no counters."""
 
     def uncounted(self, cfg: RunConfig) -> Iterator[str]:
         """Yield nothing."""

@@ -17,6 +17,7 @@ from shardwise.config.keys import input_paths
 from shardwise.config.rules import check
 from shardwise.config.run_file import load_config
 from shardwise.data.files import SUFFIXES, expanded, parts_of
+from shardwise.launch.library import LOOP
 
 LAUNCHERS = {
     "local": "this machine (the default)",
@@ -31,6 +32,8 @@ LAUNCHERS = {
 The module has `script`, what `--dry-run` prints, and `run`, which starts the run or prints how to,
 and returns the exit code. Both take the run, the name of its file, and the overrides.
 """
+IN_THIS_PROCESS = ("local", "ray")
+"""Launchers whose `run` starts ranks itself, and takes the run and what ranks run."""
 _OF_SLURM = ("time", "ahead_seconds")
 _OF_GPUS = ("gres", "tres-per-task", "accelerators", "any_of", "ordered")
 """Options that ask for GPUs, beside those that have `gpu` in their names."""
@@ -96,6 +99,8 @@ def run(args: Namespace) -> int:
     if args.dry_run:
         print(script, end="")
         return 0
+    if args.on in IN_THIS_PROCESS:
+        return launcher.run(cfg, LOOP)
     return launcher.run(cfg, args.run, overrides)
 
 

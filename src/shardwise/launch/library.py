@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base.process.ending import USER_ERROR, Ending, report_ending
 from shardwise.base.records.record import RunRecord
@@ -14,13 +14,30 @@ from shardwise.config import CALLERS, RunConfig, UserError, require
 from shardwise.config.ranges import shown
 from shardwise.config.run_file import apply_override, parse_config, read_yaml
 from shardwise.launch.local import launch
-from shardwise.launch.rank import Train
+from shardwise.launch.rank import Function, Loop, Train
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shardwise.base.interfaces import Mesh
+    from shardwise.training.instruments import Instruments
+    from shardwise.training.own_loop import OwnLoop
 
 Source = RunConfig | str | Path | Mapping[str, Any]
 """A run: a RunConfig, the path of a run file, or its sections as plain data."""
 
 CALLERS_KEYS = {"model": {"path": CALLERS}, "data": {"train": CALLERS}}
 """The required keys that a loop of the caller may leave out."""
+
+
+def _instruments() -> Instruments:
+    from shardwise.lab.instruments import INSTRUMENTS
+
+    return INSTRUMENTS
+
+
+LOOP = Loop(_instruments)
+"""The training loop of a run."""
 
 
 class RunFailed(RuntimeError):
@@ -44,12 +61,12 @@ def train(config: Source, nproc: int | None = None, overrides: Sequence[str] = (
     mistake, RunFailed for anything else.
     """
     cfg = read_config(config, overrides, {})
-    _start(cfg, nproc, None)
+    _start(cfg, nproc, LOOP)
     return RunRecord.read(Path(cfg.training.output_dir, "record.json"))
 
 
 def run(
-    function: Train, config: Source, nproc: int | None = None, overrides: Sequence[str] = ()
+    function: Function, config: Source, nproc: int | None = None, overrides: Sequence[str] = ()
 ) -> None:
     """Call `function(cfg, mesh)` on each rank of a run, as `train` does with its own loop.
 
@@ -63,6 +80,20 @@ def run(
     """
     require(callable(function), f"the first argument is {function!r}; give function(cfg, mesh)")
     _start(read_config(config, overrides, CALLERS_KEYS), nproc, function)
+
+
+def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLoop:
+    """Return the run of a caller's loop on this rank, as a context manager.
+
+    Without `model` it trains the transformers model that `cfg` names. A module of the caller is
+    only read: the run trains a copy, and saves it as `model/model.safetensors`. With
+    `training.resume` the run begins after the checkpoint's step, `OwnLoop.done`.
+
+    UserError, the same on every rank, for a run that may not begin.
+    """
+    from shardwise.training import own_loop
+
+    return own_loop.prepare(cfg, mesh, model, _instruments())
 
 
 def read_config(
@@ -93,7 +124,7 @@ def read_config(
     return parse_config(sections, source)
 
 
-def _start(cfg: RunConfig, nproc: int | None, function: Train | None) -> None:
+def _start(cfg: RunConfig, nproc: int | None, function: Train) -> None:
     # Before torch is imported: its CPU allocator else warns when the memory of a run is measured.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     endings: list[Ending] = []

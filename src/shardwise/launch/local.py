@@ -26,7 +26,7 @@ from shardwise.config import RunConfig, UserError, require
 from shardwise.config.ranges import shown
 from shardwise.launch import elastic
 from shardwise.launch.group import Group, can_fork
-from shardwise.launch.rank import Report, Train, import_all, rank_process, record, run_rank
+from shardwise.launch.rank import Loop, Report, Train, import_all, rank_process, record, run_rank
 from shardwise.training import way_on
 from shardwise.training.trackers import check_installed
 
@@ -48,11 +48,11 @@ def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
     return " ".join([*variables, shlex.join(words)]) + "\n"
 
 
-def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
+def run(cfg: RunConfig, train: Train) -> int:
     """Run on as many processes as the section `launch` says; see `launch`."""
     _check_one_node(cfg)
     os.environ.update(cfg.launch.environment)
-    return launch(_until_finished(cfg), cfg.launch.processes)
+    return launch(_until_finished(cfg), cfg.launch.processes, train)
 
 
 def _until_finished(cfg: RunConfig) -> RunConfig:
@@ -72,19 +72,13 @@ def _check_one_node(cfg: RunConfig) -> None:
     )
 
 
-def launch(
-    cfg: RunConfig,
-    nproc: int | None = None,
-    train: Train | None = None,
-    report: Report = report_ending,
-) -> int:
-    """Run `cfg` on `nproc` (default 1) processes of this machine, or as one rank of a launcher's.
+def launch(cfg: RunConfig, nproc: int | None, train: Train, report: Report = report_ending) -> int:
+    """Run `cfg` on `nproc` (None: 1) processes of this machine, or as one rank of a launcher's.
 
     Returns the exit code: 0 success, 2 the user's mistake, 3 out of memory, 128 + the number of a
     signal that asked the run to stop (Ctrl-C: 130), 1 anything else. `report` gets every ending
     that is no success, at last the one of that code; by default it prints the reason on stderr.
-    `train` (default: `shardwise.training.loop.train`) has to be importable, since new processes
-    may have to look it up.
+    `train` has to be importable, since new processes may have to look it up.
     """
     try:
         world = find_world(os.environ)
@@ -148,7 +142,7 @@ def _check_nproc(nproc: int | None, world: World | None) -> None:
 def start_processes(
     cfg: RunConfig,
     nproc: int,
-    train: Train | None = None,
+    train: Train,
     lock: Lock | None = None,
     report: Report = report_ending,
 ) -> int:
@@ -201,9 +195,7 @@ def start_processes(
             cfg = _for_restart(cfg, has_checkpoint=bool(published) or has_copy)
 
 
-def _prepare(
-    cfg: RunConfig, nproc: int, train: Train | None, check_signals: Callable[[], None]
-) -> str:
+def _prepare(cfg: RunConfig, nproc: int, train: Train, check_signals: Callable[[], None]) -> str:
     """Import and check all that needs no ranks, and return how to start them: fork or spawn.
 
     Signals meanwhile are noted; `check_signals` acts on them where nothing is half imported.
@@ -222,7 +214,7 @@ def _prepare(
     forks = can_fork(device, torch_was_imported)
     if forks:
         torch.set_num_threads(1)  # a pool of threads, once started here, would be missing in forks
-    if train is None:
+    if isinstance(train, Loop):
         from shardwise.assembly.describe import describe
         from shardwise.checkpoint.resume import with_saved_adapter
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,17 +49,35 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from shardwise.base.interfaces import Mesh
+    from shardwise.training.instruments import Instruments
 
-Train = Callable[[RunConfig, "Mesh"], object]
+Function = Callable[[RunConfig, "Mesh"], object]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The training loop, in a process that has still to import it."""
+
+    instruments: Callable[[], Instruments]
+    """Imports what the loop is given."""
+
+    def imported(self) -> Function:
+        """Import the loop and what it is given."""
+        from shardwise.training.loop import train
+
+        return partial(train, instruments=self.instruments())
+
+
+Train = Function | Loop
 """Function that each rank runs while its process group is up."""
 Report = Callable[[Ending], object]
 """Function that a rank calls with its ending."""
 
 
 def run_rank(
-    cfg: RunConfig, world: World, train: Train | None = None, report: Report = report_ending
+    cfg: RunConfig, world: World, train: Train, report: Report = report_ending
 ) -> Ending | None:
-    """Run `train` (default: the training loop) as one rank; return its ending, None for success.
+    """Run `train` as one rank; return its ending, None for success.
 
     The ending is recorded in the output folder and reported. Requests to exit (KeyboardInterrupt,
     SystemExit) are raised again. A rank that hangs cannot return: its process ends with exit
@@ -71,7 +90,7 @@ def run_rank(
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, _nothing_to_save)  # until the run takes signals itself
-    train = import_all(train)
+    function = import_all(train)
     import torch.distributed as dist
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # ty: ignore[import-not-found]
 
@@ -90,7 +109,7 @@ def run_rank(
             watchdog.beat()
             from shardwise.parallel.mesh import build_mesh
 
-            train(cfg, build_mesh(cfg, device))
+            function(cfg, build_mesh(cfg, device))
     except (KeyboardInterrupt, SystemExit) as error:
         record(cfg, explain(error))
         raise
@@ -131,7 +150,7 @@ def _without_denormals() -> Generator[None]:
 
 
 def rank_process(
-    cfg: RunConfig, nproc: int, train: Train | None, lock: Lock | None, rank: int, folder: str
+    cfg: RunConfig, nproc: int, train: Train, lock: Lock | None, rank: int, folder: str
 ) -> None:
     """Be the process of one of `nproc` ranks of this machine; see `Group.run` for `folder`.
 
@@ -153,8 +172,8 @@ def rank_process(
         os._exit(ending.exit_code)
 
 
-def import_all(train: Train | None) -> Train:
-    """Import what a rank needs and return `train`, or the training loop where it is None.
+def import_all(train: Train) -> Function:
+    """Import what a rank needs and return what it runs.
 
     The garbage collector is off meanwhile, and later ignores what was imported: it would look
     through all modules again and again, which takes a quarter of the time.
@@ -163,13 +182,12 @@ def import_all(train: Train | None) -> Train:
     gc.disable()
     try:
         importlib.import_module("shardwise.parallel.mesh")
-        if train is None:
-            from shardwise.training.loop import train
+        function = train.imported() if isinstance(train, Loop) else train
     finally:
         if was_enabled:
             gc.enable()
     gc.freeze()
-    return train
+    return function
 
 
 def record(cfg: RunConfig, ending: Ending) -> None:

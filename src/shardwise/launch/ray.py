@@ -16,11 +16,15 @@ import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
 from shardwise.base.process.ending import FAILED, Ending, report_ending
 from shardwise.config import RunConfig, UserError
+
+if TYPE_CHECKING:
+    from shardwise.launch.rank import Train
 
 
 @dataclass(frozen=True)
@@ -166,19 +170,19 @@ def connected(address: str) -> Generator[None]:
         ray.shutdown()
 
 
-def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
+def run(cfg: RunConfig, train: Train) -> int:
     """Run `cfg` on a Ray cluster from start to end; return the exit code, as `launch` does."""
     wanted = request(cfg)
     check_installed()
     from shardwise.checkpoint import output_dir
+    from shardwise.launch import ray_train
     from shardwise.launch.rank import record
-    from shardwise.launch.ray_train import train
 
     cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
     output_dir.claim(cfg, clear=False)
     folder = Path(cfg.training.output_dir).absolute()
     with tempfile.TemporaryDirectory(prefix=".ray-", dir=folder) as storage:
-        ending = train(cfg, wanted, storage)
+        ending = ray_train.run(cfg, wanted, train, storage)
     if ending is None:
         return 0
     record(cfg, ending)

@@ -24,6 +24,7 @@ from shardwise.base.process.ending import INTERRUPTED, Ending, explain, report_e
 from shardwise.base.process.world import AT_RANK_0
 from shardwise.config import RunConfig, UserError
 from shardwise.launch.local import launch
+from shardwise.launch.rank import Train
 from shardwise.launch.ray import (
     RankError,
     Request,
@@ -38,7 +39,7 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
 """Variables that keep torch from warning where the memory of a run is measured, in a thread."""
 
 
-def train(cfg: RunConfig, wanted: Request, storage: str) -> Ending | None:
+def run(cfg: RunConfig, wanted: Request, train: Train, storage: str) -> Ending | None:
     """Run `cfg` on the workers that are wanted; return how it ended, None for success.
 
     `storage` is a folder on a disk that all nodes see, for Ray's own files. The first signal asks
@@ -56,7 +57,7 @@ def train(cfg: RunConfig, wanted: Request, storage: str) -> Ending | None:
                 sys.exit(128 + number)
             requests.ask.remote(number)
 
-        job = {"cfg": cfg, "folder": os.getcwd(), "requests": requests}
+        job = {"cfg": cfg, "train": train, "folder": os.getcwd(), "requests": requests}
         with stop.on_signals(react):
             return _ending_of(_trainer(cfg, job, wanted, storage), wanted.workers)
 
@@ -201,7 +202,7 @@ def _rank(job: dict[str, Any]) -> dict[str, Any] | None:
             "that every node sees"
         )
         raise RankError(explain(mistake)) from None
-    code = launch(job["cfg"], report=report)
+    code = launch(job["cfg"], None, job["train"], report)
     if code == 0:
         return None
     ending = endings[-1] if endings else INTERRUPTED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from shardwise.assembly.build import build
+from shardwise.assembly.describe import describe
 from shardwise.base.interfaces import Mesh
 from shardwise.base.process.watchdog import paused
 from shardwise.base.records.record import RunRecord
@@ -12,18 +13,18 @@ from shardwise.checkpoint.resume import find_start
 from shardwise.config import RunConfig
 from shardwise.data.loader import build_loaders
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.lab.planner.recompute import chosen_of
 from shardwise.metrics.meter import Meter
 from shardwise.models import load
 from shardwise.models.notices import held_notices
 from shardwise.parallel.compile import uncompiled
 from shardwise.training.epochs import count_steps
 from shardwise.training.evaluate import encode_prompt, greedy_sample
+from shardwise.training.instruments import Instruments
 from shardwise.training.measure import documents_read
 from shardwise.training.session import Session
 
 
-def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
+def train(cfg: RunConfig, mesh: Mesh, instruments: Instruments) -> RunRecord | None:
     """Run `cfg` on this rank, whose process group is up; on rank 0 return the record."""
     meter = Meter(cfg.measure.warmup_steps)
     config = load.read_config(cfg.model)  # first: the tokenizer's folder has it too
@@ -36,10 +37,15 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         loaders = build_loaders(cfg, tokenizer, slots, start.loader, num_rows)
     steps = count_steps(cfg, loaders, start)
     state = start.state()
-    job = build(cfg, mesh, state, steps, chosen=chosen_of(cfg, mesh, state.lora))
+    chosen = instruments.choose(cfg, mesh, state.lora, describe)
+    job = build(cfg, mesh, state, steps, chosen)
+    observer = instruments.observer(cfg, mesh)
     prompt = encode_prompt(cfg, tokenizer, job.run.positions, num_rows)
     training, validation = cfg.training, loaders.validation
-    with closing(loaders.train), Session(cfg, mesh, job, start, loaders, meter) as session:
+    with (
+        closing(loaders.train),
+        Session(cfg, mesh, job, start, loaders, meter, observer) as session,
+    ):
         del job  # the session's alone, which makes another one when layers move
         if validation is not None and session.done == 0:
             session.evaluate(validation)

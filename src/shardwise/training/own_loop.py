@@ -24,9 +24,9 @@ from shardwise.config import RunConfig, require
 from shardwise.config.ranges import shown
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Position, SlotState
-from shardwise.lab.planner.recompute import chosen_of
 from shardwise.metrics.meter import Meter
 from shardwise.models.own import OwnModel
+from shardwise.training.instruments import Instruments, StepObserver
 from shardwise.training.session import Session
 from shardwise.training.step import StepResult
 
@@ -37,15 +37,10 @@ _prepared: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
 """The meshes, of which each run has one, that a loop was prepared on, by their `id`."""
 
 
-def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLoop:
-    """Return the run of a caller's loop on this rank, as a context manager.
-
-    Without `model` it trains the transformers model that `cfg` names. A module of the caller is
-    only read: the run trains a copy, and saves it as `model/model.safetensors`. With
-    `training.resume` the run begins after the checkpoint's step, `OwnLoop.done`.
-
-    UserError, the same on every rank, for a run that may not begin.
-    """
+def prepare(
+    cfg: RunConfig, mesh: Mesh, model: nn.Module | None, instruments: Instruments
+) -> OwnLoop:
+    """Return the run of a caller's loop on this rank: see `launch.library.prepare`."""
     _check("prepare", "cfg", cfg, RunConfig)
     _check("prepare", "mesh", mesh, Mesh)
     _check("prepare", "model", model, nn.Module | None)
@@ -74,9 +69,9 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
         own = OwnModel.of(model)
         describing = partial(describe_own, own)
         state = own_state(cfg, own) if start.folder is None else state
-    chosen = chosen_of(cfg, mesh, state.lora, describing)
+    chosen = instruments.choose(cfg, mesh, state.lora, describing)
     job = build(cfg, mesh, state, chosen=chosen, describe=describing)
-    loop = OwnLoop(cfg, mesh, job, start, meter)
+    loop = OwnLoop(cfg, mesh, job, start, meter, instruments.observer(cfg, mesh))
     _prepared[id(mesh)] = mesh
     return loop
 
@@ -84,7 +79,15 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
 class OwnLoop(Session):
     """A session whose rows are the caller's."""
 
-    def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, meter: Meter) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        mesh: Mesh,
+        job: Job,
+        start: Start,
+        meter: Meter,
+        observer: StepObserver,
+    ) -> None:
         slots = mesh.slots(cfg.training.global_batch_size)
         beginning, filled = dict.fromkeys(slots, SlotState()), dict.fromkeys(slots, 0)
         source, num_steps = {"the rows": "those of a loop of the caller"}, job.num_steps
@@ -95,7 +98,7 @@ class OwnLoop(Session):
             first_step=list,
             num_steps=lambda slots, gather: num_steps,
         )
-        super().__init__(cfg, mesh, job, start, loaders, meter)
+        super().__init__(cfg, mesh, job, start, loaders, meter, observer)
         self._latest: Sequence[AnyBatch] = ()
 
     def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:

@@ -24,14 +24,13 @@ from shardwise.checkpoint.output_dir import writing
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.loader import Loaders
-from shardwise.lab.planner.collectives import Collectives, predicted_bytes, targets_on_rank
-from shardwise.lab.planner.timeline import Recorder, record_timeline
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.spacing import unmoved_note
 from shardwise.models.load import check_computes
 from shardwise.parallel import copies
 from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.evaluate import evaluate
+from shardwise.training.instruments import StepObserver
 from shardwise.training.measure import add_to_record, measure_memory, write_record
 from shardwise.training.reporter import Reporter
 from shardwise.training.resplit import Watch
@@ -49,9 +48,16 @@ class Session:
     """
 
     def __init__(
-        self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, loaders: Loaders, meter: Meter
+        self,
+        cfg: RunConfig,
+        mesh: Mesh,
+        job: Job,
+        start: Start,
+        loaders: Loaders,
+        meter: Meter,
+        observer: StepObserver,
     ) -> None:
-        """Take a job that was built, what says where the data are, and the meter of its steps."""
+        """Take a job that was built, what says where the data are, and what measures its steps."""
         self.cfg, self.mesh, self.job = cfg, mesh, job
         self.done = start.step
         """Optimizer steps done, in this run and the one that it resumes."""
@@ -67,13 +73,9 @@ class Session:
         )
         self._began = start.step
         self._checked = start.step  # the step after which copies were compared last
-        self._meter = meter
-        self._recorder = Recorder(cfg.measure.warmup_steps)
+        self._meter, self._observer = meter, observer
         self._signals: list[int] = []
         self._watch = Watch(cfg, mesh, job) if cfg.parallel.split == "dynamic" else None
-        self._sent: Collectives | None = None  # in the step that `_counting` counts
-        self._counted_cut = job.cut  # in that step
-        self._num_targets: list[int] | None = None  # of its micro-batches, on this rank
         self._number = 0  # of the step that `steps` has given; 0 when it is over
         self._evaluation: Evaluation | None = None  # after it
         self._record: RunRecord | None = None
@@ -149,13 +151,13 @@ class Session:
         lr = self.job.optimizer.param_groups[0]["lr"]
         max_norm = self.cfg.optimizer.max_grad_norm
         try:
-            with self._counting(microbatches):
+            with self._observer.watching(self.job, microbatches, len(self._meter.seconds) + 1):
                 result = training_step(self.job, microbatches, self.mesh, max_norm)
         except NonFiniteLossError as error:
             raise self.reporter.non_finite(number, microbatches, error) from None
         self._meter.stop(result.tokens)
         events = self.job.pm.events()
-        self._recorder.step(events)
+        self._observer.took(events)
         if self._watch is not None:
             self._watch.step(events)
         self.reporter.step(number, result, lr, self._meter)
@@ -181,7 +183,7 @@ class Session:
         parallel = replace(self.cfg.parallel, split=list(proposal.layers))
         rebuilt = rebuild(replace(self.cfg, parallel=parallel), state)
         self.job = self._checkpointer.job = replace(rebuilt, routing=routing)
-        self._recorder = Recorder(self.cfg.measure.warmup_steps)
+        self._observer.moved()
         # A number from every rank to all, who are ready then.
         num_bytes = sum(from_every_rank(state.moved_bytes)) // self.mesh.size("pp")
         seconds = time.perf_counter() - begin
@@ -199,24 +201,6 @@ class Session:
                 "--resume latest, since copies were equal when a checkpoint was saved"
             )
         self._checked = step
-
-    @contextlib.contextmanager
-    def _counting(self, microbatches: Sequence[AnyBatch]) -> Generator[None]:
-        """Count what the next step sends if it is one of the last two of the warm-up (not timed).
-
-        The last one stays, as earlier ones make stages ready, unless it has a message that cannot
-        be counted: in its second step DDP agrees on its buckets.
-        """
-        measure, number = self.cfg.measure, len(self._meter.seconds) + 1
-        is_seen = self.cfg.training.compile == "none"
-        if not (measure.memory and is_seen and measure.warmup_steps - number in (0, 1)):
-            yield
-            return
-        cut, num_targets = self.job.cut, targets_on_rank(self.job, microbatches)
-        with Collectives(self.mesh) as sent:
-            yield
-        if self._sent is None or not sent.uncounted:
-            self._sent, self._counted_cut, self._num_targets = sent, cut, num_targets
 
     def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
         """Evaluate and report the loss on this rank's micro-batches of each global batch.
@@ -262,7 +246,7 @@ class Session:
         self.reporter.result(result)
         self.reporter.check_folder()
         self._record = write_record(self.cfg, self.mesh, self.job, self.reporter, self._meter)
-        fields = record_timeline(self.cfg, self.mesh, self.job, self._recorder)
+        fields = self._observer.fields_of_pipeline(self.job)
         return self.add(**fields) if fields else self._record
 
     def add(self, **fields: Any) -> RunRecord | None:
@@ -278,20 +262,5 @@ class Session:
         self.reporter.measuring_memory()
         memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
         self.add(**memory.fields())
-        counted = from_every_rank(None if self._sent is None else self._sent.sent_bytes)
-        predicted = from_every_rank(self._predicted_bytes())
-        return self.add(
-            sent_bytes_per_step=None if None in counted else counted,
-            sent_bytes_by_formula=None if None in predicted else predicted,
-            notes=[*self.reporter.notes],
-        )
-
-    def _predicted_bytes(self) -> int | None:
-        """Return what a step sends by formula. No mistake in it ends a run whose work is done."""
-        job = replace(self.job, cut=self._counted_cut)
-        try:
-            return predicted_bytes(self.cfg, job, self.mesh, self._num_targets)
-        except Exception as error:
-            kind = type(error).__name__
-            self.reporter.note(f"what a step sends by formula is not known: {kind}: {error}")
-            return None
+        fields = self._observer.fields_of_bytes(self.job, self.reporter.note)
+        return self.add(**fields, notes=[*self.reporter.notes])

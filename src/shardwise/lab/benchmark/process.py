@@ -24,7 +24,7 @@ import psutil
 from shardwise.base.records.cell import LOG
 
 TRAIN = (sys.executable, "-m", "shardwise", "train")
-PRELOADED = (sys.executable, "-m", "shardwise.launch.preloaded")
+PRELOADED = (sys.executable, "-m", "shardwise.lab.preloaded")
 LEASH = 'exec 3<&0 </dev/null; ({ read _ <&3; kill -KILL 0; } >/dev/null 2>&1 &); exec "$@" 3<&-'
 """A shell script that becomes the command "$@" and leaves a watcher in its process group.
 
@@ -134,7 +134,7 @@ def _kill(group: int) -> None:
 
 
 class Preloaded:
-    """Runs in forks of one server, `shardwise.launch.preloaded`, which starts with the first run.
+    """Runs in forks of one server, `shardwise.lab.preloaded`, which starts with the first run.
 
     CUDA does not survive a fork. On a machine with a GPU each run is therefore a new Python
     process.

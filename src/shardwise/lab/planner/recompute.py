@@ -23,7 +23,7 @@ from shardwise.base.interfaces import Mesh
 from shardwise.base.layouts import Facts
 from shardwise.base.schedule.knapsack import Bounds, ChunkOptions, Option, choose
 from shardwise.base.words import size
-from shardwise.config import Checkpointing, RunConfig, UserError, Way, require, rules
+from shardwise.config import Checkpointing, Lora, RunConfig, UserError, Way, require, rules
 from shardwise.lab.planner.memory import USABLE, PeakBytes
 from shardwise.lab.planner.passes import FORWARD, Moment
 from shardwise.lab.planner.peak import Rank, memory_of_run
@@ -33,7 +33,6 @@ from shardwise.lab.planner.unit_work import work_of_units
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models import adapter_start
 from shardwise.models.activations import UnitMemory
-from shardwise.models.families import FAMILIES
 from shardwise.parallel.reduce import from_every_rank
 
 WAYS: tuple[Way, ...] = ("none", "operators", "full")
@@ -46,7 +45,7 @@ Prices = Mapping[Way, Sequence[int]]
 
 
 def chosen_of(
-    cfg: RunConfig, mesh: Mesh, adapter: Any = None, describe: Describe = describe
+    cfg: RunConfig, mesh: Mesh, adapter: Lora | None = None, describe: Describe = describe
 ) -> Chosen | None:
     """Return what a run's budget chooses, the same on every rank; None where it has no budget.
 
@@ -72,7 +71,7 @@ def _check_room(cfg: RunConfig, run: Description) -> None:
 
     Linux ends a process without a word where there is no more memory; a GPU's runtime has an error.
     """
-    if run.spec.family not in FAMILIES or cfg.parallel.offload == "disk":
+    if not run.facts.is_listed or cfg.parallel.offload == "disk":
         return  # no formula is about their memory
     needed = memory_of_run(_on(cfg, "cpu"), run).total
     # A number from every rank to all: nodes may differ.

@@ -1,6 +1,6 @@
 """A server that has imported what runs need and forks a process for each run.
 
-`python -m shardwise.launch.preloaded FD` speaks JSON over the socket FD, whose other end the
+`python -m shardwise.lab.preloaded FD` speaks JSON over the socket FD, whose other end the
 process that started it holds. The first message says whether the server forks at all. A request is
 `{"arguments": ["train", "run.yaml", ...]}` with two file descriptors, a log and the reading end of
 a pipe. The answers are `{"group": G}` as soon as the run has a process group, and `{"code": C}` at
@@ -20,7 +20,10 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-MODULES = ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.commands.cli")
+MODULES = (
+    *("shardwise.training.loop", "shardwise.lab.instruments"),
+    *("shardwise.parallel.mesh", "shardwise.commands.cli"),
+)
 """The modules that every run imports."""
 LONGEST_MESSAGE = 2**16
 """Bytes of a message; longer than any command line of a bench."""
