@@ -77,8 +77,11 @@ def _names_by_file() -> dict[str, set[str]]:
         for node in nodes:
             if isinstance(node, ast.Constant) and id(node) not in texts:
                 names.add(str(node.value))
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names |= {node.module.rpartition(".")[2], *(alias.name for alias in node.names)}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwise"):
+                names |= {
+                    str(node.module).rpartition(".")[2],
+                    *(alias.name for alias in node.names),
+                }
         found["/".join(path.relative_to(SOURCE).parts)] = names
     return found
 

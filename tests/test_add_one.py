@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from shardwise.config.keys import all_keys
 from shardwise.models.families import FAMILIES
 from shardwise.parallel.optimizers import OPTIMIZERS
 from shardwise.parallel.strategies import STRATEGIES
-from tests.added import files_with
+from tests.added import SOURCE, files_with
 
 KEYS = (
     *("training.check_copies_every", "training.offload_activations", "training.async_save"),
@@ -29,7 +31,6 @@ CHOSEN = {
     "fsdp2": {"config/parallel.py"},  # which zero3 is another name of
     "sgd": {"lab/proof/small_run.py"},  # by which every layout is proven
     "single": {"config/parallel.py", "lab/planner/candidates.py", "models/catalogue.py"},
-    "zero1": {"parallel/strategies/zero2.py"},  # whose first stage it is
 }
 """The files that choose one of those that there are: a new one needs none of them."""
 
@@ -59,13 +60,46 @@ def test_a_kind_is_one_file_and_its_kernel(name):
     assert f"models/kinds/{name}.py" in files_with(name)
 
 
+def outside(name: str, folder: str) -> set[str]:
+    """Return the files with a name but for those beside its own, which may build on it."""
+    found = files_with(name)
+    assert f"{folder}/{name}.py" in found
+    return {file for file in found if not file.startswith(f"{folder}/")} - CHOSEN.get(name, set())
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_is_one_file_and_what_it_runs(name):
-    described = f"parallel/strategies/{name}.py"
-    assert files_with(name) - CHOSEN.get(name, set()) - {f"parallel/{name}.py"} == {described}
+    assert outside(name, "parallel/strategies") <= {f"parallel/{name}.py"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_two_files_at_most(name):
-    described = f"parallel/optimizers/{name}.py"
-    assert files_with(name) - CHOSEN.get(name, set()) - {f"parallel/{name}.py"} == {described}
+    assert outside(name, "parallel/optimizers") <= {f"parallel/{name}.py"}
+
+
+SIZES = {"tp", "pp", "cp", "ep", "sequence_parallel"}
+OF_AXES = ("lab/planner/axes/", "parallel/tensor_", "parallel/context_", "parallel/expert_")
+
+
+def is_size(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name in SIZES
+        case ast.Subscript(slice=ast.Constant(value=name)):
+            return name in SIZES
+        case ast.Call(args=[ast.Constant(value=name), *_]):
+            return name in SIZES
+    return False
+
+
+def test_sizes_of_axes_are_compared_in_few_places():
+    """See docs/decisions/036-rooms.md; an axis's own files are free."""
+    found = [
+        f"{file}:{node.lineno}"
+        for path in SOURCE.rglob("*.py")
+        for file in [path.relative_to(SOURCE).as_posix()]
+        if not file.startswith((*OF_AXES, "parallel/pipeline_"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare) and any(map(is_size, (node.left, *node.comparators)))
+    ]
+    assert len(found) <= 108, found

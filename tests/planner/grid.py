@@ -322,7 +322,7 @@ def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], PeakBytes]:
     cfg = config_of(cell, folder)
     variant = cell.variant if cell.variant in OF_MODEL else ""
     alone = _described(cell.family, cell.mode, cell.precision, variant, folder)
-    pipeline = pipeline_of(cfg, cell.num_ranks) if cfg.parallel.pp > 1 else None
+    pipeline = pipeline_of(cfg, cell.num_ranks)
     run = replace(alone, sizes=axis_sizes(cfg, cell.num_ranks), pipeline=pipeline)
     boundaries = boundaries_of(cfg, run)
     states = []

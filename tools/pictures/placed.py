@@ -49,7 +49,7 @@ class Placed:
     def of(cls, cfg: RunConfig, model: Description, num_ranks: int) -> Placed:
         """Place a run of a model that was described for one process; UserError if it may not be."""
         rules.check(cfg, Facts(num_ranks))
-        pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
+        pipeline = pipeline_of(cfg, num_ranks)
         run = replace(model, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
         split = boundaries = None
         if pipeline is not None:  # not by a profile of the machine at hand

@@ -128,7 +128,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         sizes=axis_sizes(cfg, num_ranks),
         positions=facts.num_positions,
         kernels={} if device is None else _kernels(cfg, model, device),
-        pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
+        pipeline=pipeline_of(cfg, num_ranks),
         facts=facts,
         notes=notes,
     )

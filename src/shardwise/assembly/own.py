@@ -96,7 +96,7 @@ def describe_own(
         coverage=None,
         lora=None,
         kernels={},
-        pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
+        pipeline=pipeline_of(cfg, num_ranks),
         facts=facts,
         notes=(),
     )

@@ -45,8 +45,10 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 }
 
 
-def pipeline_of(cfg: RunConfig, num_ranks: int) -> Pipeline:
-    """Return the schedule of a run on so many ranks in all."""
+def pipeline_of(cfg: RunConfig, num_ranks: int) -> Pipeline | None:
+    """Return the schedule of a run on so many ranks in all; None without a pipeline."""
+    if cfg.parallel.pp == 1:
+        return None
     parallel, microbatches = cfg.parallel, num_microbatches(cfg, num_ranks)
     shape = (parallel.schedule, parallel.pp, microbatches, parallel.num_virtual)
     return Pipeline(*shape, speeds=tuple(parallel.speeds or ()))
@@ -55,6 +57,7 @@ def pipeline_of(cfg: RunConfig, num_ranks: int) -> Pipeline:
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Let the parts, which are this rank's stages, work in the order of the run's schedule."""
     pipeline = pipeline_of(cfg, mesh.dense.size())
+    assert pipeline is not None, "the order asks for it where there is one"
     chunks = pipeline.chunks_of(mesh.rank("pp"))
     parts = [part for part in pm.parts if isinstance(part, Part)]
     trained = [

@@ -194,7 +194,7 @@ class Exact:
         question, num_ranks = self.question, self.question.num_ranks
         cluster, subject = question.cluster, self.subject
         priced = replace(cfg, training=replace(cfg.training, device=question.device_type))
-        pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
+        pipeline = pipeline_of(cfg, num_ranks)
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
         boundaries = boundaries_of(cfg, run, question)
         given, words = cfg, ""
