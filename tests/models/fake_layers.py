@@ -1,4 +1,4 @@
-"""Layers of any size on fake tensors: what a forward keeps, and the products with its weights."""
+"""Layers of any size on fake tensors: what a forward keeps and needs, and its products."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class Real(NamedTuple):
     layer: LayerSpec
     kept: int
     """Bytes alive after a forward, beside what was there before and the output."""
+    forward: int
+    """The most bytes alive at once in a forward, beside what was there before."""
     flops: int
     """Of products with weights, in a forward."""
 
@@ -48,7 +50,7 @@ class Watch(TorchDispatchMode):
         self.weights = {p.untyped_storage()._cdata for p in module.parameters()}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.before: dict[int, StorageWeakRef] = {}
-        self.flops = 0
+        self.flops = self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         for x in tree_leaves((args, kwargs)):
@@ -63,6 +65,7 @@ class Watch(TorchDispatchMode):
                 if not _is_alive((self.before.get(storage._cdata), 0)):
                     self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._count(func, args)
+        self.peak = max(self.peak, self.alive())
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -77,6 +80,10 @@ class Watch(TorchDispatchMode):
         """The bytes that are alive, without the output's."""
         self.made.pop(out.untyped_storage()._cdata)
         gc.collect()
+        return self.alive()
+
+    def alive(self) -> int:
+        """The bytes of storages that are there."""
         return sum(num_bytes for ref, num_bytes in self.made.values() if not ref.expired())
 
 
@@ -146,4 +153,4 @@ def _real(part: CausalLM, batch: Batch, place: int, calls: dict[str, Any]) -> Re
     forward()  # what the first call makes for all
     with Watch(module) as watch:
         out = forward()
-    return Real(place, layer, watch.kept(out), watch.flops)
+    return Real(place, layer, watch.kept(out), watch.peak - x.nbytes, watch.flops)

@@ -12,11 +12,14 @@ from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.models.activations import unit_memory
 from shardwise.models.counts import count_model
 from shardwise.models.families import FAMILIES
+from shardwise.models.operations import TapedBlock
 from tests.left_out import some_now
 from tests.models.fake_layers import real_layers
 from tests.models.tiny import CONFIGS
 
 LENGTH = 128
+IN_CHUNKS = 0.05
+"""Relative error of the peak of a recurrence: how much of a chunk is alive is known roughly."""
 PRESETS = sorted(path.name for path in CONFIGS.iterdir())
 DEFAULTS = sorted({*FAMILIES} - {"lfm2_moe", "jet_nemotron"})
 """transformers cannot build Lfm2Moe by its default config, and does not know Jet-Nemotron."""
@@ -24,6 +27,12 @@ MODELS = (*PRESETS, *(f"default {name}" for name in DEFAULTS))
 SETTINGS = ("full", "lora on 16 bits")
 NOT_TINY = [name for name in MODELS if not name.startswith("tiny-")]
 IN_TURN = [(name, SETTINGS[place % 2]) for place, name in enumerate(NOT_TINY)]
+
+
+@pytest.fixture(autouse=True)
+def what_fake_tensors_show(monkeypatch):
+    """What an operator takes within itself has no storage; test_activations measures it."""
+    monkeypatch.setattr(TapedBlock, "promotion_bytes", lambda *operands: 0)
 
 
 @pytest.mark.parametrize(("model", "setting"), some_now(product(MODELS, SETTINGS), IN_TURN))
@@ -45,8 +54,11 @@ def test_a_layer_keeps_and_multiplies_what_formulas_say(model, setting, tmp_path
     hf, spec, layers = real_layers(cfg)
     units = count_model(hf, spec).units
     for real in layers:
-        formula = unit_memory(cfg, hf, spec, real.place + 1).kept
-        assert formula == pytest.approx(real.kept, rel=0.01), real
+        formula = unit_memory(cfg, hf, spec, real.place + 1)
+        assert formula.kept == pytest.approx(real.kept, rel=0.005), real
+        in_chunks = any(block.kind.backends for block in real.layer.mixers)
+        rel = IN_CHUNKS if in_chunks else 0.005
+        assert formula.forward == pytest.approx(real.forward, rel=rel), real
         if lora is None:
             weights = units[real.place + 1].weights
             flops = sum(2 * w.numel * w.active for w in weights if not w.by_elements)

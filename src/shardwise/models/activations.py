@@ -319,16 +319,17 @@ def run_layer(block: TapedBlock, layer: LayerSpec, x: Tensor, num_shares: int) -
     is_after = f"{norms.after}.weight" in block.parameters
     if is_after:
         h = _norm(block, norms.between, h)
-    h = block.sum(residual, h)
-    if not layer.feed_forwards:
-        return h
-    residual = h
-    if not is_after:
-        h = _norm(block, norms.between, h)
-    h = _side_by_side(block, layer.feed_forwards, h, num_shares)
-    if is_after:
-        h = _norm(block, norms.after, h)
-    return block.sum(residual, h)
+    h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
+    if layer.feed_forwards:
+        residual = h
+        if not is_after:
+            h = _norm(block, norms.between, h)
+        h = _side_by_side(block, layer.feed_forwards, h, num_shares)
+        if is_after:
+            h = _norm(block, norms.after, h)
+        h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
+    block.tape.named.clear()
+    return h
 
 
 def _norm(block: TapedBlock, name: str, x: Tensor) -> Tensor:
@@ -348,6 +349,8 @@ def _side_by_side(block: TapedBlock, blocks: Sequence[Any], x: Tensor, num_share
     for one in blocks:
         assert one.kind.activations is not None, f"{one.kind.name} has no formula of its memory"
         out = one.kind.activations(block.within(one.path), x)
+        if len(blocks) > 1 and (one.kind.mixes_tokens or one is not blocks[-1]):
+            block.tape.hold(out)
         total = out if total is None else block.sum(total, out)
     assert total is not None
     if num_shares > 1:

@@ -237,6 +237,8 @@ class TapedBlock:
         rows = x.numel // num_in
         itemsize = self.cast or adapters[0].a.itemsize
         h = self.tape.tensor(rows * rank * len(names), itemsize, product=True)
+        if itemsize != x.itemsize and self.on_cpu:
+            self.tape.touch(rows * num_in * itemsize)  # x in the dtype of the factors
         widths = [self.num_out(name) for name in names]
         factors = [factor for name in names for factor in self.factors(name)]
         # The product with W comes first, then a new one with the adapter's added.
@@ -318,23 +320,25 @@ class TapedBlock:
 
     def rotated(self, x: Tensor, share: float) -> Tensor:
         """Return x with a share of each head's features rotated by positions."""
+        if share == 1:
+            return self.turned(x)
+        first = self.slice(x, int(x.numel * share))
+        rest = self.slice(x, int(x.numel * (1 - share)))
+        return self.beside_turned(self.turned(first), rest)
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Return x rotated by positions."""
         angles = parameter(0, self.hidden, is_trained=False)
-        turned = x
-        if share < 1:
-            turned, rest = (
-                self.slice(x, int(x.numel * share)),
-                self.slice(x, int(x.numel * (1 - share))),
-            )
-        direct = self.product(turned, angles)
-        first, second = (self.slice(turned, turned.numel // 2) for _ in range(2))
+        direct = self.product(x, angles)
+        first, second = (self.slice(x, x.numel // 2) for _ in range(2))
         half = self.joined([self.pointwise(second), first])
         del first, second
-        total = self.sum(direct, self.product(half, angles))
-        del direct, half
-        if share < 1:
-            rest = self.as_dtype(rest, total.itemsize)
-            total = self.joined([total, rest])
-            total.is_head_major = True
+        return self.sum(direct, self.product(half, angles))
+
+    def beside_turned(self, turned: Tensor, rest: Tensor) -> Tensor:
+        """Return rotated features of heads and the rest of them."""
+        total = self.joined([turned, self.as_dtype(rest, turned.itemsize)])
+        total.is_head_major = True
         return total
 
     def fused_attention(

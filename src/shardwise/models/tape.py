@@ -104,6 +104,8 @@ class Tape:
     """Outputs of products that selective checkpointing keeps from the first forward."""
     keeps_products: bool = False
     takes_products: bool = False
+    named: list[Tensor] = field(default_factory=list)
+    """Tensors to which transformers' layer refers by a name until it returns."""
     _nodes: list[_Node] = field(default_factory=list)
     _late: list[_Node] = field(default_factory=list)
     _late_gradients: list[Memory] = field(default_factory=list)
@@ -120,6 +122,11 @@ class Tape:
     def touch(self, scratch_bytes: int = 0) -> None:
         """Count bytes that are alive only at this moment, beside all others."""
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes + scratch_bytes)
+
+    def hold(self, x: Tensor) -> Tensor:
+        """Return x, which lives until the layer returns."""
+        self.named.append(x)
+        return x
 
     def tensor(self, numel: int, itemsize: int, product: bool = False) -> Tensor:
         """Return a new tensor without a gradient."""

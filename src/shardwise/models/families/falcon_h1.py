@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba2 and full attention side by side on the same input, then an MLP."""
+"""Falcon-H1: Mamba2, then full attention, on the same input, then an MLP."""
 
 from shardwise.models.families.base import Family, Mixer, StageFacts
 from shardwise.models.kinds import attention, feed_forward, mamba2
@@ -11,7 +11,7 @@ FALCON_H1 = Family(
     mixers={
         "hybrid": Mixer(
             "attention_and_mamba2",
-            (Block("self_attn", attention.FULL), Block("mamba", mamba2.MAMBA2)),
+            (Block("mamba", mamba2.MAMBA2), Block("self_attn", attention.FULL)),
         )
     },
     feed_forward={"dense": {"feed_forward": feed_forward.MLP}},

@@ -3,4 +3,6 @@
 from shardwise.models.families.base import Family, feed_forwards
 from shardwise.models.kinds import mixture
 
-MIXTRAL = Family("mixtral", feed_forward=feed_forwards(mixture.MIXTURE), router="MixtralTopKRouter")
+MIXTRAL = Family(
+    "mixtral", feed_forward=feed_forwards(mixture.WIDE_WEIGHTS), router="MixtralTopKRouter"
+)

@@ -152,10 +152,10 @@ def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
         latent = block.rms_norm("q_a_layernorm.weight", q, block.num_out(first))
         q = block.linear("q_b_proj", latent)
     num_heads = q.numel // block.tokens // (nope + rope)
-    q = block.viewed(q)
-    unrotated = q  # transformers' code refers to it until it returns
+    q = queries = block.viewed(q)  # transformers' code refers to it until it returns
     if is_rotated:
-        q = block.rotated(unrotated, rope / (nope + rope))
+        turned = block.turned(block.slice(queries, q.numel * rope // (nope + rope)))
+        q = block.beside_turned(turned, block.slice(queries, q.numel * nope // (nope + rope)))
     rank = config.kv_lora_rank
     compressed, k_rot = block.split(joined, (rank, rope))
     compressed = block.rms_norm("kv_a_layernorm.weight", compressed, rank)
@@ -180,8 +180,8 @@ def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: i
     if not block.on_cpu:
         return block.fused_attention(q, k, v, v.numel, v.numel // block.tokens // num_heads)
     itemsize = block.cast or v.itemsize
-    q, k, v = (block.as_dtype(block.as_dtype(x, itemsize), WIDE) for x in (q, k, v))
-    q, k = block.scaled(q), block.scaled(k)
+    wide = [block.as_dtype(block.as_dtype(x, itemsize), WIDE) for x in (q, k, v)]
+    q, k, v = block.scaled(wide[0]), block.scaled(wide[1]), wide[2]
     pairs = block.rows * num_heads * block.length * block.length
     size = [(pairs, q.itemsize)]
     (scores,) = block.tape.run([q, k], size, keeps=[q, k], forward=pairs, product=True)
@@ -189,7 +189,7 @@ def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: i
     del scores
     size = [(v.numel, v.itemsize)]
     (out,) = block.tape.run([shares, v], size, keeps=[shares, v], product=True)
-    return block.as_dtype(block.copied(out), itemsize)
+    return block.copied(block.as_dtype(out, itemsize))
 
 
 def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
         out = _over_ranks(block, block.shares_rows, q, k, v, (size, size))
     else:
         out = block.fused_attention(q, k, v, q.numel, size)
-    return block.dropped(block.linear("c_proj", out), "resid_pdrop")
+    return block.tape.hold(block.dropped(block.linear("c_proj", out), "resid_pdrop"))
 
 
 def _over_ranks(

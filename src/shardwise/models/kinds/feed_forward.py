@@ -41,7 +41,8 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
     down = next(name for name in DOWN if f"{name}.weight" in block.parameters)
     if len(names) == 2:
         gate, up = block.linears(names, x)
-        hidden = block.gated_silu(block.multiplied(gate, "mlp_multipliers"), up)
+        gate = block.multiplied(gate, "mlp_multipliers")
+        hidden = block.gated_silu(gate, up)
         del gate, up
         return block.multiplied(block.linear(down, hidden), "mlp_multipliers")
     out = block.linear(down, block.activation(block.linear(names[0], x)))

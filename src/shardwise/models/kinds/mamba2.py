@@ -150,8 +150,10 @@ def _scanned(
     size = WIDE * block.rows * num_heads
 
     def in_forward(num_tokens: int) -> int:
-        """Return the bytes of values and pairs."""
-        return 4 * size * num_tokens * (core.head_dim + num_tokens)
+        """Return the bytes of values, pairs, some of them in 64 bits, and copies of x, B and C."""
+        of_heads = size * (3 * core.head_dim + 5 * num_tokens)
+        copied = (x.numel + 2 * b.numel) // block.length * (x.itemsize < WIDE)
+        return num_tokens * (of_heads + WIDE * copied)
 
     def in_backward(num_tokens: int) -> int:
         """Return the bytes of values, pairs, B, C and scores."""

@@ -6,6 +6,7 @@ Tensor parallelism shards the feed-forward width of every expert alike; routers 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardwise.models.kinds import feed_forward
@@ -50,22 +51,23 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights | evenly(block, num_ranks, feed_forward.FEATURES, out=up, into=down))
 
 
-def activations(block: TapedBlock, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor, rounds_weights: bool = True) -> Tensor:
     """Keep the input, the router's scores, and for each token and expert of it what an MLP keeps.
 
     Those are the rows sorted by expert, gate and product, their product, and the outputs.
+    `rounds_weights`: what outputs count is rounded to the dtype of hidden states.
     """
     shared = [p for p in ("shared_expert", "shared_experts") if _has(block, p)]
     added = []
     for path in shared:
         if path == "shared_expert":
             added.append(feed_forward.activations(block.within(path), x))
-    weights = _routed(block, x)
+    weights, logits = _routed(block, x, rounds_weights)
     hidden = x
     if _has(block, "fc1_latent_proj"):
         hidden = block.linear("fc1_latent_proj", hidden)
     out = _experts(block.within("experts"), block, hidden, weights)
-    del hidden
+    del hidden, logits
     if _has(block, "fc2_latent_proj"):
         out = block.linear("fc2_latent_proj", out)
     for path in shared:
@@ -83,8 +85,8 @@ def _has(block: TapedBlock, path: str) -> bool:
     return any(name.startswith(f"{path}.") for name in block.parameters)
 
 
-def _routed(block: TapedBlock, x: Tensor) -> Tensor:
-    """Return what the outputs of a token's experts count, [B*T, top_k] in 32 bits."""
+def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor, Tensor]:
+    """Return what the outputs of a token's experts count, [B*T, top_k], and the router's logits."""
     name = next(n for n in ("gate.weight", "router.weight") if n in block.parameters)
     num_experts = block.parameters[name].shape[0]
     is_wide = "gate.e_score_correction_bias" in block.buffers
@@ -100,14 +102,19 @@ def _routed(block: TapedBlock, x: Tensor) -> Tensor:
     numel = block.tokens * num_experts
     logits = block.tape.run([x, weight], [(numel, x.itemsize)], keeps=keeps, product=True)[0]
     is_late = hasattr(block.config, "logits_scaling")  # Granite's softmax is over the chosen ones
-    scores = block.as_dtype(logits, WIDE)
+    # LFM2's sigmoids are in the dtype of the logits.
+    scores = logits if "expert_bias" in block.buffers else block.as_dtype(logits, WIDE)
+    named = scores if is_late else logits
     if not is_late:
         scores = block.pointwise(scores, keeps_outputs=True)
     chosen = block.tape.tensor(block.tokens * block.top_k, 8)
-    top = block.tape.run([scores], [(block.tokens * block.top_k, WIDE)], keeps=[chosen])[0]
+    top = block.tape.run([scores], [(block.tokens * block.top_k, scores.itemsize)], keeps=[chosen])[
+        0
+    ]
     top = block.pointwise(top, [] if is_late else [top], keeps_outputs=is_late)
     # What sigmoids give stays in 32 bits.
-    return top if is_wide else block.as_dtype(top, logits.itemsize)
+    rounded = block.as_dtype(top, logits.itemsize) if rounds_weights and not is_wide else top
+    return rounded, named
 
 
 def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor) -> Tensor:
@@ -118,6 +125,7 @@ def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor)
         up = "gate_up_proj"
     num_out = experts.parameters[up].shape[1]
     order = [block.tape.tensor(rows, 8) for _ in range(2)]
+    named = [block.tape.tensor(num, 8) for num in (rows, block.tokens)]  # experts and documents
     size = [(rows * (x.numel // block.tokens), x.itemsize)]
     (taken,) = block.tape.run([x], size, keeps=[order[0]])
     sent: list[Tensor] = []
@@ -142,7 +150,7 @@ def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor)
     y = block.tape.run([y], [(y.numel, y.itemsize)], keeps=[order[1]])[0]
     weighted = block.product(y, weights)
     out = block.tape.run([weighted], [(y.numel // block.top_k, weighted.itemsize)], passes=True)[0]
-    del weighted
+    del weighted, named
     return block.as_dtype(out, x.itemsize)
 
 
@@ -191,6 +199,8 @@ Some families balance the load by a bias that is added to the routers' scores to
 by a loss. That bias (`e_score_correction_bias`, `expert_bias`) is a buffer: no gradient reaches it.
 Training keeps it as it is in the base model, in LoRA and in full, and a saved model has it.
 """
+WIDE_WEIGHTS = replace(MIXTURE, activations=partial(activations, rounds_weights=False))
+"""The same, whose router gives what an expert counts in 32 bits: Mixtral's."""
 ROUTER = replace(MIXTURE, gating=("router",))
 """With routed experts alone, and `router` for a router."""
 WITH_GATED_EXPERT = replace(
