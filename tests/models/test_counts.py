@@ -101,7 +101,7 @@ def test_cores_of_each_kind():
         "sliding_attention": (SlidingAttention(num_heads=4, head_dim=8, window=24),),
         "short_convolution": (),
         "mamba2": (scan,),
-        "attention_and_mamba2": (attention, scan),
+        "attention_and_mamba2": (scan, attention),
         "jet_block": (
             DynamicConvolution(num_channels=4 * 16, width=4),
             GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16),

@@ -35,10 +35,8 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
     lowest trainable weight it has no backward. The head counts at every position, with a target or
     without.
 
-    In the unit of the lowest trainable weight, a gradient counts where something at an earlier
-    stage of the unit is trainable (`LayerSpec.stage_of`). Parallel branches share a stage there,
-    and a core has one backward for all of its inputs. So an adapter on one branch alone counts too
-    high, by a few products of one layer at most.
+    In the unit of the lowest trainable weight, a gradient counts where the walk of the layer
+    (models/walk.py) needs it. A core has one backward for all of its inputs.
     """
     total = 0.0
     for unit in counts.units:
@@ -58,7 +56,7 @@ def hardware_flops_per_token(
     - Cores count as they are executed (`Kind.cores` in models/kinds).
     - `checkpointing: full` runs the forward of every layer again, and a list of kinds that of these
       layers. The last product does not run again where nothing after it is saved
-      (`Kind.ends`). A layer with nothing trainable at or below it saves nothing for a
+      (models/walk.py). A layer with nothing trainable at or below it saves nothing for a
       backward, so it runs once. Embedding and head are not checkpointed. `operators` runs only B
       of each linear's adapter again.
     - The backward of adapters on a stack of experts multiplies by A again.

@@ -6,13 +6,11 @@ the forwards of models/kinds run on a tape of sizes (tape.py).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -26,16 +24,14 @@ from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.facts import context_facts
 from shardwise.models.families import family_of, spec_of
-from shardwise.models.lora import adapter_layers
-from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.operations import WIDE, SharedRows, TapedBlock
-from shardwise.models.parameters import Adapter, Parameter
 from shardwise.models.published import stored_form
 from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tape import Memory, Slot, Tape, Tensor
 from shardwise.models.tensor_cuts import unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
+from shardwise.models.walk import norm_of, run_layer, weights_of
 
 
 class UnitMemory(NamedTuple):
@@ -185,7 +181,7 @@ class _Unit:
     def head(self, x: Tensor) -> Tensor:
         """Return the loss: the final norm, the head and the cross entropy."""
         norm = self._block(self.spec.norm, None)
-        h = _norm(norm, "", x)
+        h = norm_of(norm, "", x)
         block = self._block(self.spec.head, None)
         if self.cfg.training.loss == "plain":
             logits = block.as_dtype(block.linear("", h), WIDE)
@@ -200,7 +196,7 @@ class _Unit:
         cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
         stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
         within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
-        parameters, adapters = _weights(module, cuts, within)
+        parameters, adapters = weights_of(module, cuts, within)
         is_windowed = layer is not None and "sliding" in layer.kind
         return TapedBlock(
             self.tape,
@@ -274,88 +270,6 @@ def _stored(hf: PreTrainedModel, base: Format) -> dict[str, Format]:
     """Return the form of each matrix that `model.base` stores in few bits, by its name."""
     form = stored_form(hf.config, base)
     return dict.fromkeys(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)), form)
-
-
-def _weights(
-    module: nn.Module, cuts: Iterable[tuple[str, int, int]], stored: Mapping[str, Format]
-) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
-    """Return the parameters of a module by transformers' names, and its adapters by path.
-
-    `cuts`: names of parameters of which a rank has a part, a dim, and its size there.
-    """
-    sizes: dict[str, dict[int, int]] = defaultdict(dict)
-    for name, dim, size in cuts:
-        sizes[name][dim] = size
-    local: dict[nn.Parameter, Parameter] = {}
-    parameters = {}
-    for name, p in module.named_parameters():
-        shape = tuple(sizes[name].get(dim, size) for dim, size in enumerate(p.shape))
-        local[p] = Parameter(shape, p.itemsize, p.requires_grad, stored.get(name))
-        # Under a name of its own, as PEFT may have wrapped the module itself.
-        full = f"module.{name}"
-        if not is_adapter(name) and ".original_module." not in full:
-            parameters[hf_name(full).removeprefix("module.")] = local[p]
-    adapters = {}
-    for path, adapter in adapter_layers(module).items():
-        factors: list[Any] = [*adapter.lora_A.values(), *adapter.lora_B.values()]
-        if factors:
-            a, b = (local[factor.weight] for factor in factors)
-            lengths = [local[p] for p in adapter.lora_magnitude_vector.parameters()]
-            adapters[path] = Adapter(a, b, lengths[0] if lengths else None)
-    return parameters, adapters
-
-
-def run_layer(block: TapedBlock, layer: LayerSpec, x: Tensor, num_shares: int) -> Tensor:
-    """Return the output of a layer: norms, mixers, feed-forward and the residual sums.
-
-    `num_shares`: ranks that share the tokens between blocks.
-    """
-    norms = layer.norms
-    residual, h = x, x
-    del x
-    if f"{norms.before}.weight" in block.parameters:
-        h = _norm(block, norms.before, h)
-    h = _side_by_side(block, layer.mixers, h, num_shares)
-    is_after = f"{norms.after}.weight" in block.parameters
-    if is_after:
-        h = _norm(block, norms.between, h)
-    h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
-    if layer.feed_forwards:
-        residual = h
-        if not is_after:
-            h = _norm(block, norms.between, h)
-        h = _side_by_side(block, layer.feed_forwards, h, num_shares)
-        if is_after:
-            h = _norm(block, norms.after, h)
-        h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
-    block.tape.named.clear()
-    return h
-
-
-def _norm(block: TapedBlock, name: str, x: Tensor) -> Tensor:
-    """Return a layer's or the final norm: a layer norm where it has a bias."""
-    prefix = f"{name}." if name else ""
-    size = block.parameters[f"{prefix}weight"].shape[0]
-    if f"{prefix}bias" in block.parameters:
-        return block.layer_norm(prefix, x, size)
-    return block.rms_norm(f"{prefix}weight", x, size)
-
-
-def _side_by_side(block: TapedBlock, blocks: Sequence[Any], x: Tensor, num_shares: int) -> Tensor:
-    """Return the sum of what blocks give for one input, which all ranks of `tp` have whole."""
-    if num_shares > 1:
-        (x,) = block.tape.run([x], [(x.numel * num_shares, x.itemsize)])
-    total: Tensor | None = None
-    for one in blocks:
-        assert one.kind.activations is not None, f"{one.kind.name} has no formula of its memory"
-        out = one.kind.activations(block.within(one.path), x)
-        if len(blocks) > 1 and (one.kind.mixes_tokens or one is not blocks[-1]):
-            block.tape.hold(out)
-        total = out if total is None else block.sum(total, out)
-    assert total is not None
-    if num_shares > 1:
-        (total,) = block.tape.run([total], [(total.numel // num_shares, total.itemsize)])
-    return total
 
 
 def _chunked_loss(block: TapedBlock, x: Tensor) -> Tensor:

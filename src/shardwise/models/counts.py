@@ -9,7 +9,6 @@ looked up, not multiplied, and counts 0 too.
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise.models.kinds import RATES
 from shardwise.models.kinds.base import Core
 from shardwise.models.lora import num_sharing
-from shardwise.models.spec import CORE_STAGE, LayerSpec, ModelSpec
+from shardwise.models.spec import LayerSpec, ModelSpec
+from shardwise.models.walk import walk_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ProductWeight:
     """Share of the weight that one token meets: top_k / E in a stack of experts, top_k of a factor
     that they share."""
     rerun: bool = True
-    """Full activation checkpointing runs the product again; see `Kind.ends`."""
+    """Full activation checkpointing runs the product again; see models/walk.py."""
     on_stack: bool = False
     """This is a factor of adapters on a stack of experts; the backward multiplies by A again."""
     by_elements: bool = False
@@ -92,8 +92,6 @@ class ModelCounts:
         return sum(unit.trainable_parameters for unit in self.units)
 
 
-_BEYOND = (sys.maxsize, 0, 0, 0)
-"""A stage after all others."""
 _WRAPPING = re.compile(
     r"\.(base_layer|lora_(?:[AB]|magnitude_vector)\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)"
 )
@@ -137,22 +135,24 @@ def _count_unit(
     counted.update(id(p) for p in new)
     # PEFT keeps the module that a `modules_to_save` copy stands for, but runs the copy only.
     used = [(name, p) for name, p in owned if ".original_module." not in name]
-    stages = {name: _stage(model, name, names, layer) for name, _ in used}
-    lowest = min((stages[name] for name, p in used if p.requires_grad), default=_BEYOND)
+    trained = {name for name, p in used if p.requires_grad}
+    below_or_norm = below or any(name.startswith(f"{names[0]}.") for name in trained)
+    walk = _Walk(model, layer, below) if layer else None
     if kind == "embed":  # a lookup multiplies nothing
         used = []
     experts = {f"{layer.name}.{name}" for name in layer.experts} if layer else set()
     stacks = [name for name, _ in used if _site(model, name) in experts]
     active = _active_share([p for name, p in used if name in stacks], model.config)
-    last = _last_product(layer, [name for name, _ in used]) if layer else None
     weights = tuple(
         ProductWeight(
             name=name,
             numel=p.numel(),
             trainable=p.requires_grad,
-            input_gradient=below or lowest < stages[name],
+            # A's output is B's input: with A trained, B's input gradient is needed.
+            input_gradient=(walk.needs_input(name) if walk else below_or_norm)
+            or (".lora_B." in name and name.replace(".lora_B.", ".lora_A.") in trained),
             active=active * num_sharing(_adapter_of(model, name)) if name in stacks else 1.0,
-            rerun=name != last,
+            rerun=walk is None or walk.is_rerun(name),
             on_stack=".lora_" in name and name in stacks,
             by_elements=isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d),
         )
@@ -166,10 +166,33 @@ def _count_unit(
         trainable_parameters=sum(p.numel() for p in new if p.requires_grad),
         weights=weights,
         cores=_cores(layer, model.config) if layer else (),
-        core_gradient=below or lowest < (*CORE_STAGE, 0),
-        backward=below or lowest < _BEYOND,
+        core_gradient=walk is not None and walk.tape.mixes_backward,
+        backward=below or bool(trained),
         layer=None if layer is None else layer.number,
     )
+
+
+class _Walk:
+    """What the walk of a layer says of the products with its weights."""
+
+    def __init__(self, model: PreTrainedModel, layer: LayerSpec, below: bool) -> None:
+        self.tape = walk_of(model.get_submodule(layer.name), layer, model.config, below)
+        self.prefix = f"{layer.name}."
+        # A product keeps its operands before it runs: the one after which nothing is kept does not
+        # run again. Of a linear and its adapter that is B's.
+        last = self.tape.last_saving
+        ends = {name for name, use in self.tape.uses.items() if 0 < last <= use.number}
+        self.last = {name for name in ends if ".lora_B." in name} or ends
+
+    def needs_input(self, name: str) -> bool:
+        """Return whether the backward gives the gradient of what a weight multiplies."""
+        use = self.tape.uses.get(name.removeprefix(self.prefix))
+        assert use, f"{name}: say in models/kinds what the layer does with it"
+        return use.needs_input
+
+    def is_rerun(self, name: str) -> bool:
+        """Return whether full checkpointing runs the product with a weight again."""
+        return name.removeprefix(self.prefix) not in self.last
 
 
 def _cores(layer: LayerSpec, config: PretrainedConfig) -> tuple[Core, ...]:
@@ -190,41 +213,7 @@ def _site(model: nn.Module, name: str) -> str:
     return _WRAPPING.sub("", name)
 
 
-def _stage(
-    model: nn.Module, name: str, modules: tuple[str, ...], layer: LayerSpec | None
-) -> tuple[int, int, int, int]:
-    """Return where in the dataflow of its unit a parameter acts.
-
-    A product needs the gradient of its input if something in an earlier unit or at an earlier stage
-    is trainable. Branches that run side by side share stages; one that joins late (such as the
-    output gate) is taken to act where it starts.
-    """
-    site = _site(model, name)
-    if layer is None:  # the head after the final norm
-        places = [i for i, module in enumerate(modules) if f"{site}.".startswith(f"{module}.")]
-        stage = (places[0], 0, 0)
-    else:
-        within = site.removeprefix(f"{layer.name}.")
-        stage = layer.stage_of(within)
-        assert stage is not None, (
-            f"{name}: say in models/kinds, or in the family's norms, where {within} acts"
-        )
-    # A's output is B's input: with A trainable, B's input gradient is needed.
-    return (*stage, int(".lora_B." in name))
-
-
 def _active_share(stacks: list[nn.Parameter], config: PretrainedConfig) -> float:
     """Return the share of the routed experts that a token is sent to."""
     stacks = [p for p in stacks if p.ndim == 3]
     return config.num_experts_per_tok / stacks[0].shape[0] if stacks else 1.0
-
-
-def _last_product(layer: LayerSpec, names: list[str]) -> str | None:
-    """Return the weight of a layer's last product if nothing later is saved (`Kind.ends`)."""
-    after = f"{layer.name}.{layer.norms.after}."
-    block = layer.blocks[-1]
-    ends = tuple(f"{layer.name}.{block.path}.{end}." for end in block.kind.ends)
-    products = [name for name in names if name.startswith(ends) and name.endswith(".weight")]
-    if not products or any(name.startswith(after) for name in names):
-        return None
-    return next((name for name in products if ".lora_B." in name), products[0])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
@@ -86,15 +85,13 @@ class TapedBlock:
 
     def weight(self, name: str) -> Tensor:
         """Return a parameter by its name."""
-        numel = prod(self.parameters[name].shape)
-        return parameter(numel, self.parameters[name].itemsize, self.parameters[name].is_trained)
+        return self.parameters[name].on_tape
 
     def factors(self, name: str) -> list[Tensor]:
         """Return the factors of the adapter at a path; none without one."""
         if name not in self.adapters:
             return []
-        pair = self.adapters[name]
-        return [parameter(prod(p.shape), p.itemsize, p.is_trained) for p in (pair.a, pair.b)]
+        return [self.adapters[name].a.on_tape, self.adapters[name].b.on_tape]
 
     @property
     def top_k(self) -> int:
@@ -105,7 +102,9 @@ class TapedBlock:
         """Return x in a dtype: x itself where it has that one."""
         if x.itemsize == itemsize:
             return x
-        return self.tape.run([x], [(x.numel, itemsize)])[0]
+        cast = self.tape.run([x], [(x.numel, itemsize)])[0]
+        cast.parameter = x.parameter
+        return cast
 
     def pointwise(self, x: Tensor, keeps: Sequence[Tensor] = (), **options: Any) -> Tensor:
         """Return a function of each number of x."""
@@ -148,6 +147,7 @@ class TapedBlock:
         if x.itemsize == itemsize:
             return x
         wide = self.tape.run([x], [(x.numel, x.itemsize)], view=True)[0]
+        wide.parameter = x.parameter
         if wide.slot is not None:
             wide.slot.num_bytes = x.numel * itemsize
         return wide
@@ -222,7 +222,9 @@ class TapedBlock:
             self.tape.touch(most)
             back = max(values, most - x.num_bytes)
             sizes = [(size, x.itemsize)]
-            return self.tape.run([x], sizes, forward=values, backward=back, product=True)[0]
+            return self.tape.run(
+                [x], sizes, forward=values, backward=back, read=[weight], product=True
+            )[0]
         weight = self.as_dtype(weight, self.cast or weight.itemsize)
         keeps = [x] if weight.slot is not None else []
         if x.slot is not None:
@@ -261,6 +263,7 @@ class TapedBlock:
             keeps=[x, h],
             forward=forward,
             backward=backward,
+            read=[self.weight(_weight_of(name)) for name in names],
         )
         pairs = zip(names, [adapter.magnitude for adapter in adapters], outputs)
         return [y if m is None else self._with_magnitude(n, m, num_in, y) for n, m, y in pairs]
@@ -361,6 +364,7 @@ class TapedBlock:
             keeps_outputs=True,
             backward=scratch,
             product=True,
+            mixes=True,
         )[0]
         # On a CPU the output may lie as the queries do; projections want tokens before heads.
         return self.copied(out) if is_copied else out

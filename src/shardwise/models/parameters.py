@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from shardwise.kernels.quantised import Format, read_bytes
-from shardwise.models.tape import Tensor
+from shardwise.models.tape import Tensor, parameter
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,13 @@ class Parameter:
     is_trained: bool
     form: Format | None = None
     """Format in which it is stored in few bits, if it is."""
+    name: str = field(default="", compare=False)
+    """Its name in the layer, as torch gives it."""
+
+    @property
+    def on_tape(self) -> Tensor:
+        """The weight on a tape."""
+        return parameter(prod(self.shape), self.itemsize, self.is_trained, self.name)
 
     def reading(self, itemsize: int) -> tuple[int, int]:
         """Return the bytes of the values that a product reads, and the most while they are read.

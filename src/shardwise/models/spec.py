@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shardwise.models.kinds.base import CORE_STEP, Kind
-
-Stage = tuple[int, int, int]
-"""A place in the dataflow of a layer; what data meets later is greater."""
+from shardwise.models.kinds.base import Kind
 
 
 @dataclass(frozen=True)
@@ -70,27 +66,6 @@ class LayerSpec:
     def experts(self) -> tuple[str, ...]:
         """Paths of its stacks of experts."""
         return tuple(f"{block.path}.{name}" for block in self.blocks for name in block.kind.experts)
-
-    def stage_of(self, name: str) -> Stage | None:
-        """Return where a module or parameter of the layer acts; None where no kind says so."""
-        return next(self._stages_of(name), None)
-
-    def _stages_of(self, name: str) -> Iterator[Stage]:
-        """Yield the places of a module in the layer: norms have even numbers, blocks odd ones."""
-        norms, blocks = self.norms, (self.mixers, self.feed_forwards)
-        for place, norm in enumerate((norms.before, norms.between, norms.after)):
-            if name == norm:
-                yield 2 * place, 0, 0
-        for place, side_by_side in enumerate(blocks):
-            for block in side_by_side:
-                if name.startswith(f"{block.path}."):
-                    step = block.kind.step_of(name.removeprefix(f"{block.path}."))
-                    if step is not None:
-                        yield 2 * place + 1, *step
-
-
-CORE_STAGE: Stage = (1, *CORE_STEP)
-"""The stage at which the mixer's core acts."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class Memory:
@@ -63,11 +64,11 @@ class Tensor:
     `numel` of a view is less than what its memory has.
     """
 
-    __slots__ = ("is_head_major", "itemsize", "memory", "numel", "slot")
+    __slots__ = ("is_head_major", "itemsize", "memory", "numel", "parameter", "slot")
 
     def __init__(self, memory: Memory | None, numel: int, itemsize: int, slot: Slot | None) -> None:
         self.memory, self.numel, self.itemsize, self.slot = memory, numel, itemsize, slot
-        self.is_head_major = False
+        self.is_head_major, self.parameter = False, ""
 
     @property
     def num_bytes(self) -> int:
@@ -75,10 +76,21 @@ class Tensor:
         return self.numel * self.itemsize
 
 
-def parameter(numel: int, itemsize: int, is_trained: bool) -> Tensor:
-    """Return a weight, whose own bytes do not count here."""
+def parameter(numel: int, itemsize: int, is_trained: bool, name: str = "") -> Tensor:
+    """Return a weight, whose own bytes do not count here, and the name of the parameter."""
     slot = Slot(numel * itemsize, is_leaf=True) if is_trained else None
-    return Tensor(None, numel, itemsize, slot)
+    weight = Tensor(None, numel, itemsize, slot)
+    weight.parameter = name
+    return weight
+
+
+class Use(NamedTuple):
+    """An operation on a parameter and on what is computed."""
+
+    needs_input: bool
+    """The backward gives the gradient of what is computed."""
+    number: int
+    """Its place among the operations."""
 
 
 @dataclass
@@ -106,6 +118,12 @@ class Tape:
     takes_products: bool = False
     named: list[Tensor] = field(default_factory=list)
     """Tensors to which transformers' layer refers by a name until it returns."""
+    uses: dict[str, Use] = field(default_factory=dict)
+    """What the parameters that were met do, by their names."""
+    mixes_backward: bool = False
+    """The backward goes through an operation in which tokens meet."""
+    last_saving: int = 0
+    """Number of the last operation that keeps something for the backward."""
     _nodes: list[_Node] = field(default_factory=list)
     _late: list[_Node] = field(default_factory=list)
     _late_gradients: list[Memory] = field(default_factory=list)
@@ -144,15 +162,19 @@ class Tape:
         passes: bool = False,
         keeps_outputs: bool = False,
         product: bool = False,
+        mixes: bool = False,
+        read: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """Run an operation and return its outputs, given as (elements, bytes of each).
 
         `keeps`: what its backward reads. `forward` and `backward`: bytes that are alive only while
         it runs, beside inputs and outputs and their gradients. `view`: outputs lie in the memory of
         the first input. `passes`: the gradient of the output is that of every input.
-        `product`: selective checkpointing keeps the outputs.
+        `product`: selective checkpointing keeps the outputs. `mixes`: tokens meet. `read`: frozen
+        weights that it reads, beside the inputs.
         """
         self._num_run += 1
+        self._note([*inputs, *read])
         self.touch(forward)
         if view:
             results = [Tensor(inputs[0].memory, *size, None) for size in outputs]
@@ -166,6 +188,9 @@ class Tape:
             from_weights = all(slot.from_weights for slot in slots)
             for y in results:
                 y.slot = Slot(y.num_bytes, from_weights=from_weights)
+            self.mixes_backward |= mixes
+            if keeps or keeps_outputs:
+                self.last_saving = self._num_run
             if keeps and self.keeps_products:
                 self._last_needed = self._num_run
             kept = [x.memory for x in keeps] if self.keeps else []
@@ -174,6 +199,13 @@ class Tape:
             made = [y.slot for y in results if y.slot is not None]
             self._nodes.append(_Node(made, slots, passes, kept, backward))
         return results
+
+    def _note(self, inputs: Sequence[Tensor]) -> None:
+        """Note which parameters meet what is computed."""
+        computed = [x for x in inputs if not x.parameter]
+        if computed:
+            use = Use(any(x.slot is not None for x in computed), self._num_run)
+            self.uses |= {x.parameter: use for x in inputs if x.parameter}
 
     def products_within(
         self, num_bytes: int, output_bytes: int = 0, scratch_bytes: int = 0, at_once: int = 0

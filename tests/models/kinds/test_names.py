@@ -7,14 +7,15 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from shardwise.models import kinds
-from shardwise.models.families import FAMILIES
-from shardwise.models.kinds import KINDS, attention
-from shardwise.models.kinds.base import CORE_STEP, Kind, no_cores
+from shardwise.models.families import FAMILIES, spec_of
+from shardwise.models.kinds import KINDS
+from shardwise.models.kinds.base import Kind, no_cores
 from tests.models.tiny import PLAIN, on_meta, tiny
 
 SOURCE = Path(kinds.__file__).parents[2]
@@ -51,9 +52,25 @@ def plain(name: str) -> bool:
     return re.search(r"[_\d]", name) is None
 
 
+@cache
+def names_of_kinds() -> dict[int, set[str]]:
+    """The modules and parameters of the blocks of each kind in small models, by its identity."""
+    found: dict[int, set[str]] = {id(kind): set() for kind in KINDS}
+    for name in PLAIN:
+        hf = on_meta(tiny(name))
+        for layer in spec_of(hf.config, hf).layers:
+            for block in layer.blocks:
+                module = hf.get_submodule(f"{layer.name}.{block.path}")
+                found[id(block.kind)] |= {
+                    name.removesuffix(".weight").removesuffix(".bias")
+                    for name, _ in module.named_parameters()
+                }
+    return found
+
+
 def modules_of(kind: Kind) -> set[str]:
-    """The names in a kind's dataflow, without where they lie: `experts.up_proj` is `up_proj`."""
-    return {name.rpartition(".")[2] for step in (*kind.before, *kind.after) for name in step}
+    """The names in a kind, without where they lie: `experts.up_proj` is `up_proj`."""
+    return {name.rpartition(".")[2] for name in names_of_kinds()[id(kind)]}
 
 
 NAMES = {name for kind in KINDS for name in (kind.name, *modules_of(kind)) if len(name) > 1} | {
@@ -164,31 +181,11 @@ def test_all_kinds_are_listed() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}-{KINDS.index(kind)}")
 def test_a_kind_speaks_of_its_own_modules(kind: Kind) -> None:
-    steps = [name for step in (*kind.before, *kind.after) for name in step]
-    assert len(steps) == len(set(steps))
-    for names in (
-        kind.shares_input,
-        kind.ends,
-        kind.gates,
-        kind.gating,
-        kind.rates,
-        kind.bypassed,
-        kind.experts,
-    ):
-        assert set(names) <= set(steps)
-    assert set(kind.shares_input) <= set(kind.before[0])
+    marked = {*kind.gates, *kind.gating, *kind.rates, *kind.bypassed, *kind.experts}
+    assert marked <= names_of_kinds()[id(kind)]
     assert kind.cores is no_cores or kind.mixes_tokens
     assert kind.split is not None
     assert list(inspect.signature(kind.split).parameters) == ["block", "num_ranks"]
-
-
-def test_steps_compare_as_data_meets_them() -> None:
-    steps = [attention.FULL.step_of(name) for name in ("q_proj", "q_norm", "o_proj")]
-    assert None not in steps
-    before, norm, after = steps
-    assert before < norm < CORE_STEP < after
-    assert attention.FULL.step_of("v_proj") == before
-    assert attention.FULL.step_of("in_proj") is None
 
 
 @pytest.mark.parametrize("name", PLAIN)

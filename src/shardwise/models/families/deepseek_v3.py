@@ -7,5 +7,5 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     mixers={"full_attention": mixer("self_attn", attention.LATENT)},
     # No router: a bias balances its load (`mixture.MIXTURE`).
-    feed_forward=feed_forwards(mixture.WITH_SHARED_EXPERTS),
+    feed_forward=feed_forwards(mixture.MIXTURE),
 )

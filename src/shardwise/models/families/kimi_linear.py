@@ -10,5 +10,5 @@ KIMI_LINEAR = Family(
         "full_attention": mixer("self_attn", attention.LATENT),
     },
     # No router: a bias balances its load (`mixture.MIXTURE`).
-    feed_forward=feed_forwards(mixture.WITH_SHARED_EXPERTS),
+    feed_forward=feed_forwards(mixture.MIXTURE),
 )

@@ -6,6 +6,7 @@ Tensor parallelism shards the heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -183,12 +184,12 @@ def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: i
     wide = [block.as_dtype(block.as_dtype(x, itemsize), WIDE) for x in (q, k, v)]
     q, k, v = block.scaled(wide[0]), block.scaled(wide[1]), wide[2]
     pairs = block.rows * num_heads * block.length * block.length
-    size = [(pairs, q.itemsize)]
-    (scores,) = block.tape.run([q, k], size, keeps=[q, k], forward=pairs, product=True)
+    run, size = partial(block.tape.run, product=True, mixes=True), [(pairs, q.itemsize)]
+    (scores,) = run([q, k], size, keeps=[q, k], forward=pairs)
     shares = block.pointwise(scores, keeps_outputs=True, forward=pairs)
     del scores
     size = [(v.numel, v.itemsize)]
-    (out,) = block.tape.run([shares, v], size, keeps=[shares, v], product=True)
+    (out,) = run([shares, v], size, keeps=[shares, v])
     return block.copied(block.as_dtype(out, itemsize))
 
 
@@ -248,6 +249,7 @@ def _over_ranks(
         keeps_outputs=True,
         forward=forward,
         backward=others + padding + output_bytes,
+        mixes=True,
     )
     del received
     return block.copied(out) if shared.way == "ulysses" else out
@@ -329,41 +331,28 @@ def split_joined(block: Any, num_ranks: int) -> BlockSplit:
 
 FULL = Kind(
     "full_attention",
-    before=(("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "q_layernorm", "k_layernorm")),
-    after=(("o_proj", "out_proj"),),
     cores=full_cores,
     split=split,
     keeps_documents_apart=True,
     is_attention=True,
     activations=activations,
     shares_input=("q_proj", "k_proj", "v_proj"),
-    ends=("o_proj", "out_proj"),
 )
 SLIDING = replace(FULL, name="sliding_attention", cores=sliding_cores)
 LATENT = replace(
     FULL,
-    before=(
-        ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
-        ("q_a_layernorm", "kv_a_layernorm"),
-        ("q_b_proj", "kv_b_proj"),
-    ),
-    after=(("o_proj",),),
     cores=latent_cores,
     activations=activations_of_latent,
     split=split_latent,
     shares_input=("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
-    ends=("o_proj",),
 )
 """Latent attention of DeepSeek-V2 and V3, which Kimi Linear has too."""
 JOINED = replace(
     FULL,
-    before=(("c_attn",),),
-    after=(("c_proj",),),
     split=split_joined,
     activations=activations_of_joined,
     # Its family adds positions before the first layer, which run on from one document to the next.
     keeps_documents_apart=False,
     shares_input=(),
-    ends=("c_proj",),
 )
 """GPT-2's, with one projection for q, k and v."""

@@ -83,10 +83,6 @@ def carries_nothing(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return Carried()
 
 
-CORE_STEP = (0, 0)
-"""The place of the core among the steps of `Kind.step_of`."""
-
-
 class Backend(NamedTuple):
     """How to know what computes a core on a device."""
 
@@ -104,19 +100,11 @@ class Backend(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of block, or the variant of it that some families have.
-
-    `before` and `after` name all modules with parameters, and all parameters of the block itself,
-    in the order in which data meets them: before the core and after it (all before, where there is
-    no core). Modules of one step act side by side. Where models of a kind differ in a name, all its
-    names stand in the same step.
-    """
+    """One kind of block, or the variant of it that some families have."""
 
     name: str
     """`LayerSpec.kind` of a layer whose tokens such a block mixes. It stands in records and run
     files."""
-    before: tuple[tuple[str, ...], ...] = ()
-    after: tuple[tuple[str, ...], ...] = ()
     cores: Callable[[PretrainedConfig], tuple[Core, ...]] = no_cores
     """Return the core by the config of a model, in one part or several; empty where tokens do not
     meet, or meet in a weight like any other."""
@@ -147,14 +135,6 @@ class Kind:
     shares_input: tuple[str, ...] = ()
     """Linears that, where they lie in one module, are called with one tensor: LoRA reads it
     once."""
-    ends: tuple[str, ...] = ()
-    """Linears of which the block's output is a sum without weights, so that nothing after them is
-    saved for a backward.
-
-    torch's checkpoint (not reentrant) runs a layer again until the last tensor that its backward
-    needs has been saved. A product saves its operands before it runs, so the one that only the
-    residual sum follows is not run again. A norm after it, or the weighted sum of routed experts,
-    saves its input and has it run."""
     gates: tuple[str, ...] = ()
     """Linears that give a score rather than a projection; `lora.targets: auto` leaves them
     frozen."""
@@ -170,17 +150,3 @@ class Kind:
     so that an adapter would do nothing."""
     experts: tuple[str, ...] = ()
     """Parameters that stack the weights of all routed experts, [E, out, in]."""
-
-    def step_of(self, name: str) -> tuple[int, int] | None:
-        """Return where a module or parameter of the block acts; None if it is not of this kind.
-
-        Steps compare as data meets them. Those of two blocks side by side do too: before the core
-        they are counted from the blocks' common input, after it from their common output.
-        """
-        for place, step in enumerate(self.before):
-            if name in step:
-                return CORE_STEP[0] - 1, place
-        for place, step in enumerate(self.after):
-            if name in step:
-                return CORE_STEP[0] + 1, place - len(self.after)
-        return None

@@ -152,6 +152,7 @@ def rule_outputs(
         keeps=[q, k, v, g, beta, states],
         forward=forward,
         backward=backward,
+        mixes=True,
     )
     return out
 

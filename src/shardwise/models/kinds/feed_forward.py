@@ -57,19 +57,10 @@ def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
 
 MLP = Kind(
     "mlp",
-    before=(UP, DOWN),
     split=split,
     mixes_tokens=False,
     activations=activations,
     shares_input=("gate_proj", "up_proj", "w1", "w3"),
-    ends=DOWN,
 )
-JOINED = replace(
-    MLP,
-    before=(("input_linear",), ("output_linear",)),
-    split=split_joined,
-    activations=activations_of_joined,
-    shares_input=(),
-    ends=("output_linear",),
-)
+JOINED = replace(MLP, split=split_joined, activations=activations_of_joined, shares_input=())
 """Granite's, with one linear for gate and product."""

@@ -177,6 +177,7 @@ def _by_fla(
         keeps=[*copies, sums, beta],
         forward=size * (keys + 2 * values + states),
         backward=size * (3 * keys + 3 * values + 2 * states),
+        mixes=True,
     )
     return out
 
@@ -227,8 +228,6 @@ def _split(block: Any, num_ranks: int, out: tuple[str, ...], into: str) -> Block
 
 BY_KEY_HEAD = Kind(
     "gated_delta_net",
-    before=(("in_proj_qkvz", "in_proj_ba"), ("conv1d", "A_log", "dt_bias")),
-    after=(("norm",), ("out_proj",)),
     cores=cores,
     functions={"torch_chunk_gated_delta_rule": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
     carries=carries,
@@ -237,14 +236,12 @@ BY_KEY_HEAD = Kind(
     split=split_by_key_head,
     keeps_documents_apart=True,
     shares_input=("in_proj_qkvz", "in_proj_ba"),
-    ends=("out_proj",),
     gating=("in_proj_ba",),
     rates=("A_log",),
 )
 """Qwen3-Next's: a head's rows lie together."""
 JOINED = replace(
     BY_KEY_HEAD,
-    before=(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("conv1d", "A_log", "dt_bias")),
     split=split_joined,
     shares_input=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     gating=("in_proj_a", "in_proj_b"),
@@ -252,15 +249,9 @@ JOINED = replace(
 """Qwen3.5's: q, k and v in one projection, one after the other."""
 SEPARATE = replace(
     BY_KEY_HEAD,
-    before=(
-        ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
-        ("conv1d", "A_log", "dt_bias"),
-    ),
-    after=(("o_norm",), ("o_proj",)),
     functions={"torch_chunk_gated_delta_rule": delta_rule(RECURRENCE), **UNCUT_CONVOLUTION},
     split=split_separate,
     shares_input=("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
-    ends=("o_proj",),
     gating=("a_proj", "b_proj"),
 )
 """OLMo-Hybrid's: a projection each."""

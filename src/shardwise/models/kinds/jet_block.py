@@ -77,6 +77,7 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
         keeps=[values, kernels],
         forward=2 * wide,
         backward=4 * wide,
+        mixes=True,
     )[0]
     del values, between, kernels
     q, k = block.pointwise(q, [q]), block.pointwise(k, [k])
@@ -127,8 +128,6 @@ CONVOLUTION_BACKEND = Backend(
 """No package that is asked for kernels has one: it is a product by elements for each tap."""
 JET_BLOCK = Kind(
     "jet_block",
-    before=((*PROJECTIONS, GENERATOR[0]), (GENERATOR[1], "A_log", "dt_bias")),
-    after=(("o_norm",), ("o_proj",)),
     cores=cores,
     functions={"dynamic_conv": convolution, "gated_delta_rule": delta_rule},
     width=lambda block: block.dynamic_conv1d.width,
@@ -138,7 +137,6 @@ JET_BLOCK = Kind(
     backends=(gated_delta_net.RULE_BACKEND, CONVOLUTION_BACKEND),
     keeps_documents_apart=True,
     shares_input=(*PROJECTIONS, GENERATOR[0]),
-    ends=("o_proj",),
     gating=("a_proj", "b_proj"),
     rates=("A_log",),
 )

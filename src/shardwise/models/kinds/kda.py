@@ -133,12 +133,6 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
 
 KDA = Kind(
     "kda",
-    before=(
-        ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),
-        ("conv1d", "forget_gate.A_log", "forget_gate.dt_bias"),
-        ("g_b_proj", "forget_gate.f_b_proj"),
-    ),
-    after=(("o_norm",), ("o_proj",)),
     cores=cores,
     functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **UNCUT_CONVOLUTION},
     carries=carries,
@@ -147,7 +141,6 @@ KDA = Kind(
     split=split,
     keeps_documents_apart=True,
     shares_input=("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),
-    ends=("o_proj",),
     gating=("forget_gate.f_a_proj", "forget_gate.f_b_proj", "b_proj"),
     rates=("forget_gate.A_log",),
 )

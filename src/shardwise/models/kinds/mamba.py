@@ -119,6 +119,7 @@ def _scanned(
         keeps=[x, dt, b, c, gate, states, *weights],
         forward=forward,
         backward=backward,
+        mixes=True,
     )
     return out
 
@@ -167,14 +168,6 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
 
 MAMBA = Kind(
     "mamba",
-    before=(
-        ("in_proj",),
-        ("conv1d", "A_log", "D"),
-        ("x_proj",),
-        ("dt_layernorm", "b_layernorm", "c_layernorm"),
-        ("dt_proj",),
-    ),
-    after=(("out_proj",),),
     cores=cores,
     functions={"mamba_selective_scan": scan, **CAUSAL_CONVOLUTION},
     carries=carries,
@@ -185,7 +178,6 @@ MAMBA = Kind(
     ),
     split=split,
     keeps_documents_apart=True,
-    ends=("out_proj",),
     gating=("dt_proj",),
     rates=("A_log",),
     # The mixer multiplies by the weight itself, to add the bias only inside the scan.

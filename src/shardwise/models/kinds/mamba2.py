@@ -182,6 +182,7 @@ def _scanned(
         keeps=[x, dt, b, c, states],
         forward=forward,
         backward=backward,
+        mixes=True,
     )
     return out
 
@@ -330,8 +331,6 @@ def gated_rms_norm(
 
 MAMBA2 = Kind(
     "mamba2",
-    before=(("in_proj",), ("conv1d", "A_log", "dt_bias", "D")),
-    after=(("norm",), ("out_proj",)),
     cores=cores,
     functions={
         "mamba2_split_conv1d_scan_combined": no_fused_mixer,
@@ -343,7 +342,6 @@ MAMBA2 = Kind(
     backends=(Backend("Mamba2 scan", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
-    ends=("out_proj",),
     rates=("A_log",),
     # Elsewhere, mamba_ssm's training kernel takes the weight of the output projection as an
     # argument.

@@ -178,22 +178,13 @@ def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
 
 MIXTURE = Kind(
     "moe",
-    before=(
-        (
-            *("gate", "router", "shared_expert_gate", "fc1_latent_proj", "experts.gate_up_proj"),
-            *_shared(("gate_proj", "up_proj")),
-        ),
-        ("experts.up_proj", *_shared(("down_proj",))),
-        ("experts.down_proj",),
-        ("fc2_latent_proj",),
-    ),
     split=split,
     mixes_tokens=False,
     activations=activations,
     gating=("gate",),
     experts=("experts.gate_up_proj", "experts.down_proj"),
 )
-"""With routed experts alone, and `gate` for a router.
+"""With routed experts, and `gate` for a router; others for all tokens may be added after them.
 
 Some families balance the load by a bias that is added to the routers' scores to choose experts, not
 by a loss. That bias (`e_score_correction_bias`, `expert_bias`) is a buffer: no gradient reaches it.
@@ -207,7 +198,5 @@ WITH_GATED_EXPERT = replace(
     MIXTURE, gates=("shared_expert_gate",), gating=("gate", "shared_expert_gate")
 )
 """With an expert for all tokens, which a score of its own weighs."""
-WITH_SHARED_EXPERTS = replace(MIXTURE, ends=("shared_experts.down_proj",))
-"""With experts for all tokens, whose output is added as it is, after that of the routed ones."""
-WITHOUT_GATES = replace(WITH_SHARED_EXPERTS, experts=("experts.up_proj", "experts.down_proj"))
-"""The same, with experts of two matrices."""
+WITHOUT_GATES = replace(MIXTURE, experts=("experts.up_proj", "experts.down_proj"))
+"""With experts of two matrices."""

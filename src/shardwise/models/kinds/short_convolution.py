@@ -69,6 +69,7 @@ def convolved(block: TapedBlock, x: Tensor, name: str = "conv1d") -> Tensor:
         keeps=[x],
         forward=2 * wide + copied,
         backward=4 * wide + copied + 5 * width * channels * WIDE,
+        mixes=True,
     )[0]
 
 
@@ -109,13 +110,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
 
 SHORT_CONVOLUTION = Kind(
     "short_convolution",
-    before=(("in_proj",), ("conv",)),  # a weight like any other, so there is no core
-    after=(("out_proj",),),
     functions=CAUSAL_CONVOLUTION,
     carries=carries,
     activations=activations,
     backends=(BACKEND,),
     split=split,
     keeps_documents_apart=True,
-    ends=("out_proj",),
 )

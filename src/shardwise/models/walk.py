@@ -1,0 +1,133 @@
+"""The walk of a layer: its operations on a tape of sizes, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.kernels.quantised import Format
+from shardwise.models.lora import adapter_layers
+from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.operations import TapedBlock
+from shardwise.models.parameters import Adapter, Parameter
+from shardwise.models.spec import LayerSpec
+from shardwise.models.tape import Slot, Tape, Tensor
+from shardwise.models.tensor_cuts import unwrapped
+
+
+def walk_of(
+    module: nn.Module, layer: LayerSpec, config: PretrainedConfig, needs_input: bool
+) -> Tape:
+    """Return what a layer of a model on any device does with one token.
+
+    `needs_input`: the backward goes on below it.
+    """
+    tape = Tape()
+    parameters, adapters = weights_of(module, (), {})
+    size = next(iter(parameters.values())).itemsize
+    block = TapedBlock(
+        tape,
+        parameters,
+        adapters,
+        config,
+        rows=1,
+        length=1,
+        hidden=size,
+        cast=None,
+        rounds_last=layer.norms.rounds_last,
+        is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
+        buffers=frozenset(name for name, _ in module.named_buffers()),
+    )
+    x = tape.tensor(config.hidden_size, size)
+    if needs_input:
+        x.slot = Slot(x.num_bytes)
+    run_layer(block, layer, x, num_shares=1)
+    tape.forget()
+    return tape
+
+
+def weights_of(
+    module: nn.Module, cuts: Iterable[tuple[str, int, int]], stored: Mapping[str, Format]
+) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
+    """Return the parameters of a module by transformers' names, and its adapters by path.
+
+    `cuts`: names of parameters of which a rank has a part, a dim, and its size there.
+    """
+    sizes: dict[str, dict[int, int]] = defaultdict(dict)
+    for name, dim, size in cuts:
+        sizes[name][dim] = size
+    local: dict[nn.Parameter, Parameter] = {}
+    parameters = {}
+    for name, p in module.named_parameters():
+        shape = tuple(sizes[name].get(dim, size) for dim, size in enumerate(p.shape))
+        local[p] = Parameter(shape, p.itemsize, p.requires_grad, stored.get(name), name)
+        # Under a name of its own, as PEFT may have wrapped the module itself.
+        full = f"module.{name}"
+        if not is_adapter(name) and ".original_module." not in full:
+            parameters[hf_name(full).removeprefix("module.")] = local[p]
+    adapters = {}
+    for path, adapter in adapter_layers(module).items():
+        factors: list[Any] = [*adapter.lora_A.values(), *adapter.lora_B.values()]
+        if factors:
+            a, b = (local[factor.weight] for factor in factors)
+            lengths = [local[p] for p in adapter.lora_magnitude_vector.parameters()]
+            adapters[path] = Adapter(a, b, lengths[0] if lengths else None)
+    return parameters, adapters
+
+
+def run_layer(block: TapedBlock, layer: LayerSpec, x: Tensor, num_shares: int) -> Tensor:
+    """Return the output of a layer: norms, mixers, feed-forward and the residual sums.
+
+    `num_shares`: ranks that share the tokens between blocks.
+    """
+    norms = layer.norms
+    residual, h = x, x
+    del x
+    if f"{norms.before}.weight" in block.parameters:
+        h = norm_of(block, norms.before, h)
+    h = _side_by_side(block, layer.mixers, h, num_shares)
+    is_after = f"{norms.after}.weight" in block.parameters
+    if is_after:
+        h = norm_of(block, norms.between, h)
+    h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
+    if layer.feed_forwards:
+        residual = h
+        if not is_after:
+            h = norm_of(block, norms.between, h)
+        h = _side_by_side(block, layer.feed_forwards, h, num_shares)
+        if is_after:
+            h = norm_of(block, norms.after, h)
+        h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
+    block.tape.named.clear()
+    return h
+
+
+def norm_of(block: TapedBlock, name: str, x: Tensor) -> Tensor:
+    """Return a layer's or the final norm: a layer norm where it has a bias."""
+    prefix = f"{name}." if name else ""
+    size = block.parameters[f"{prefix}weight"].shape[0]
+    if f"{prefix}bias" in block.parameters:
+        return block.layer_norm(prefix, x, size)
+    return block.rms_norm(f"{prefix}weight", x, size)
+
+
+def _side_by_side(block: TapedBlock, blocks: Sequence[Any], x: Tensor, num_shares: int) -> Tensor:
+    """Return the sum of what blocks give for one input, which all ranks of `tp` have whole."""
+    if num_shares > 1:
+        (x,) = block.tape.run([x], [(x.numel * num_shares, x.itemsize)])
+    total: Tensor | None = None
+    for one in blocks:
+        assert one.kind.activations is not None, f"{one.kind.name} has no formula of its memory"
+        out = one.kind.activations(block.within(one.path), x)
+        if len(blocks) > 1 and (one.kind.mixes_tokens or one is not blocks[-1]):
+            block.tape.hold(out)
+        total = out if total is None else block.sum(total, out)
+    assert total is not None
+    if num_shares > 1:
+        (total,) = block.tape.run([total], [(total.numel // num_shares, total.itemsize)])
+    return total
