@@ -173,7 +173,7 @@ def _count_unit(
 
 
 class _Walk:
-    """What the walk of a layer says of the products with its weights."""
+    """Facts of the products with the weights of a layer, from its walk."""
 
     def __init__(self, model: PreTrainedModel, layer: LayerSpec, below: bool) -> None:
         self.tape = walk_of(model.get_submodule(layer.name), layer, model.config, below)

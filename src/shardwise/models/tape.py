@@ -119,7 +119,7 @@ class Tape:
     named: list[Tensor] = field(default_factory=list)
     """Tensors to which transformers' layer refers by a name until it returns."""
     uses: dict[str, Use] = field(default_factory=dict)
-    """What the parameters that were met do, by their names."""
+    """Operations on parameters that were met, by their names."""
     mixes_backward: bool = False
     """The backward goes through an operation in which tokens meet."""
     last_saving: int = 0
