@@ -132,7 +132,6 @@ def rule_outputs(
     size = block.rows * num_heads
     if block.on_cpu:
         forward = chunks.in_forward(partial(scratch[0].bytes_of, rule, size))
-        forward = max(0, forward - WIDE * state)  # the last state is made after the last chunk
         backward = chunks.in_backward(partial(scratch[1].bytes_of, rule, size))
     else:
         forward, backward = (

@@ -62,12 +62,12 @@ def activations(block: TapedBlock, x: Tensor, rounds_weights: bool = True) -> Te
     for path in shared:
         if path == "shared_expert":
             added.append(feed_forward.activations(block.within(path), x))
-    weights, logits = _routed(block, x, rounds_weights)
+    weights, logits = _routed(block, x, rounds_weights)  # named until the block returns
     hidden = x
     if _has(block, "fc1_latent_proj"):
         hidden = block.linear("fc1_latent_proj", hidden)
     out = _experts(block.within("experts"), block, hidden, weights)
-    del hidden, logits
+    del hidden
     if _has(block, "fc2_latent_proj"):
         out = block.linear("fc2_latent_proj", out)
     for path in shared:
