@@ -62,7 +62,7 @@ def activations(block: TapedBlock, x: Tensor, rounds_weights: bool = True) -> Te
     for path in shared:
         if path == "shared_expert":
             added.append(feed_forward.activations(block.within(path), x))
-    weights, logits = _routed(block, x, rounds_weights)  # named until the block returns
+    weights, _logits = _routed(block, x, rounds_weights)  # named until the block returns
     hidden = x
     if _has(block, "fc1_latent_proj"):
         hidden = block.linear("fc1_latent_proj", hidden)
