@@ -151,9 +151,9 @@ def _scanned(
 
     def in_forward(num_tokens: int) -> int:
         """Return the bytes of values, pairs, some of them in 64 bits, and copies of x, B and C."""
-        of_heads = size * (3 * core.head_dim + 5 * num_tokens)
+        per_token = size * (3 * core.head_dim + 5 * num_tokens)
         copied = (x.numel + 2 * b.numel) // block.length * (x.itemsize < WIDE)
-        return num_tokens * (of_heads + WIDE * copied)
+        return num_tokens * (per_token + WIDE * copied)
 
     def in_backward(num_tokens: int) -> int:
         """Return the bytes of values, pairs, B, C and scores."""
