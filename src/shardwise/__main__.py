@@ -2,7 +2,10 @@
 
 import sys
 
+from shardwise.base.process.ending import leave_code
 from shardwise.commands.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    leave_code(code)
+    sys.exit(code)

@@ -20,12 +20,14 @@ from typing import Any
 import psutil
 import pytest
 from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
     registry,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from shardwise.base.process import world
 from shardwise.base.process.ending import RunError
@@ -44,6 +46,7 @@ from tests.process.test_world import TORCHRUN
 RANK = f"""#!{sys.executable}
 import json, os, psutil, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 agent = psutil.Process(os.getppid())
 store = os.environ.get("SHARDWISE_STORE", "")
 listening = [c.laddr.ip for c in agent.net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -57,10 +60,15 @@ with Path("starts.jsonl").open("a") as file:
     print(json.dumps(start), file=file)
 number = int(os.environ["SIGNAL"])
 if number:
-    signal.signal(number, lambda *_: sys.exit(128 + number))
+    signal.signal(number, lambda *_: os._exit(128 + number))
     os.kill(os.getppid(), number)
     time.sleep(60)
-sys.exit(int(os.environ["CODE"]))
+code = int(os.environ["CODE"])
+if code >= 0:
+    Path(os.environ["SHARDWISE_CODES"], str(os.getpid())).write_text(str(code))
+else:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 """A rank that reports what it sees of its agent, and ends with a code or asks its agent to end."""
 
@@ -89,8 +97,8 @@ def run(folder: Path, code: int = 0, number: int = 0, restarts: int = 2, *overri
 @pytest.mark.parametrize(
     ("code", "expected", "num_starts"),
     some_now(
-        [(0, 0, 1), (1, 1, 3), (2, 2, 1), (3, 3, 1), (143, 143, 1)],
-        [(1, 1, 3), (2, 2, 1), (143, 143, 1)],
+        [(0, 0, 1), (1, 1, 3), (2, 2, 1), (3, 3, 1), (143, 143, 1), (-9, 1, 3)],
+        [(1, 1, 3), (2, 2, 1), (143, 143, 1), (-9, 1, 3)],
     ),
 )
 def test_what_would_end_alike_is_not_started_again(folder, code, expected, num_starts):
@@ -242,28 +250,42 @@ def test_the_code_of_a_node_is_its_causes(codes, expected):
 @pytest.mark.parametrize(
     ("codes", "starts_again", "expected"),
     [
-        ([], False, 0),  # they go on
-        ([1, -signal.SIGTERM], False, 1),
+        ([], False, 0),  # they go on, or were killed and have said nothing
+        ([1, 143], False, 1),
         ([2], False, 2),
-        ([-signal.SIGKILL], False, 0),  # nobody has said anything
         ([1], True, 0),  # those of the start before
     ],
 )
 def test_an_agent_that_lost_the_others_is_silent_where_its_ranks_have_said_why(
     tmp_path, monkeypatch, capsys, codes, starts_again, expected
 ):
-    def run(agent):
-        failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
-        ended = SimpleNamespace(failures=failures) if codes else None
-        agent._pcontext = SimpleNamespace(wait=lambda timeout: ended)
-        agent.starts_again = starts_again
+    def lose_the_others(*_):
         raise DistNetworkError("the connection was lost")
 
+    def run(agent):
+        for rank, code in enumerate(codes):
+            (tmp_path / f"{rank}").write_text(str(code))
+        if starts_again:
+            agent.get_worker_group().spec.rdzv_handler.next_rendezvous()
+        lose_the_others()
+
     monkeypatch.setattr(LocalElasticAgent, "run", run)
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lose_the_others)
     with contextlib.nullcontext() if expected else pytest.raises(RunError, match="was that node"):
-        there = (f"--rdzv-endpoint={tmp_path}/agents", "--rdzv-conf=store_type=file")
-        assert torchrun._run_agent(["--rdzv-backend=c10d", *there, "train.py"]) == expected
+        there = (f"--rdzv-endpoint={tmp_path}-agents", "--rdzv-conf=store_type=file")
+        arguments = ["--rdzv-backend=c10d", *there, "train.py"]
+        assert torchrun._run_agent(arguments, tmp_path) == expected
     assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_start_again_have_as_long_to_save_as_the_run_says():
+    """The private method `_shutdown` of torch's agent ends them, which else gives 30 seconds."""
+    config, program, _ = torchrun._parsed(["--shutdown-timeout=90", "train.py"])
+    agent = torchrun._agent(WorkerSpec("train", 1, None, entrypoint=program), config)
+    closed = []
+    agent._pcontext = SimpleNamespace(close=lambda *how: closed.append(how))
+    agent._stop_workers(agent.get_worker_group())
+    assert closed == [(signal.SIGTERM, 90)]
 
 
 def test_a_command_says_what_the_section_says(folder, capsys):

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
+from shardwise.base.process.ending import CODES, FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.base.process.stop import SIGNALS
 from shardwise.base.process.world import AT_RANK_0, STORE, listener, threads_each, variables
 from shardwise.checkpoint import memory_folder
@@ -69,8 +69,11 @@ def run(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> int:
         if cfg.launch.nodes == 1:
             here[STORE] = str(Path(folder, "store"))
             arguments = [f"--rdzv-endpoint={folder}/agents", *arguments]
-        with variables({**here, "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS}):
-            code = _run_agent(["--log-dir", folder, *arguments])
+        codes = Path(folder, "codes")
+        codes.mkdir()
+        here |= {"TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS, CODES: str(codes)}
+        with variables(here):
+            code = _run_agent(["--log-dir", folder, *arguments], codes)
     memory_folder.forget(cfg.training.output_dir)  # of a run that has failed for good
     return code
 
@@ -115,8 +118,11 @@ def _variables(cfg: RunConfig) -> dict[str, str]:
     }
 
 
-def _run_agent(arguments: Sequence[str]) -> int:
-    """Run torch's agent as torchrun does with these arguments, except for what `_agent` changes."""
+def _run_agent(arguments: Sequence[str], codes: Path) -> int:
+    """Run torch's agent as torchrun does with these arguments, except for what `_Starts` changes.
+
+    `codes`: the folder in which ranks leave their exit codes.
+    """
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -125,7 +131,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
     config, program, words = _parsed(arguments)
     endpoint = config.rdzv_endpoint
     handler = None  # to shut it down ends the run of all nodes
-    agent = None
+    starts = None
     try:
         handler = _rendezvous(
             RendezvousParameters(
@@ -147,19 +153,19 @@ def _run_agent(arguments: Sequence[str]) -> int:
             entrypoint=program,
             args=tuple(words),
             rdzv_handler=handler,
-            max_restarts=config.max_restarts,
+            max_restarts=sys.maxsize,  # `_Starts` counts
             monitor_interval=config.monitor_interval,
             local_addr=config.local_addr,
             event_log_handler=config.event_log_handler,
             numa_options=config.numa_options,
         )
-        is_elastic = config.min_nodes < config.max_nodes
-        agent = _agent(spec, config, is_elastic)
-        result = agent.run()
-        code = exit_code(failure.exitcode for failure in result.failures.values()) if result else 0
-        if is_elastic and code in (USER_ERROR, OUT_OF_MEMORY):
+        starts = _Starts(handler, config, codes)
+        result = _agent(spec, config).run()
+        return exit_code(each.exitcode for each in result.failures.values()) if result else 0
+    except _EndedError as error:
+        if starts is not None and starts.is_elastic and error.code in (USER_ERROR, OUT_OF_MEMORY):
             handler = None  # what this node lacks, the others may have
-        return code
+        return error.code
     except ValueError as error:
         if handler is not None:
             raise
@@ -177,8 +183,9 @@ def _run_agent(arguments: Sequence[str]) -> int:
         ) from None
     except (api.RendezvousError, DistError) as error:
         # Ranks may have said why and ended, while their agent waited for an answer.
-        if agent is not None and (code := agent.failure()):
-            return code
+        ended = set() if starts is None else set(starts.codes())
+        if ended & {FAILED, USER_ERROR, OUT_OF_MEMORY}:
+            return exit_code(ended)
         reason = error.__cause__ or error
         raise RunError(
             f"the nodes cannot meet at {endpoint}: {reason}; was that node lost? {_WAY_OUT}"
@@ -294,44 +301,75 @@ def _refused(reason: object) -> UserError:
     return UserError(f"torchrun refuses launch.torchrun: {reason}; see its --help")
 
 
-def _agent(spec: Any, config: Any, is_elastic: bool) -> Any:
-    """Return torch's agent, which knows what the exit codes of ranks mean."""
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+class _EndedError(Exception):
+    """Ranks of this node have ended, and are not started again."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class _Starts:
+    """Starts of this node's ranks, before each of which torch's agent asks where ranks meet.
+
+    The agent starts ranks again whatever their exit codes say, of which each rank leaves its own.
+    """
+
+    def __init__(self, handler: Any, config: Any, codes: Path) -> None:
+        """Stand between the agent and its rendezvous `handler`; ranks leave codes in `codes`."""
+        self._codes, self._num_ranks = codes, config.nproc_per_node
+        self.is_elastic, self._num_left = config.min_nodes < config.max_nodes, config.max_restarts
+        self._has_begun = self._others_come = False
+        self._meet, self._num_waiting = handler.next_rendezvous, handler.num_nodes_waiting
+        handler.next_rendezvous, handler.num_nodes_waiting = self._start, self._waiting
+
+    def _waiting(self) -> int:
+        """Return how many nodes wait to join: the agent starts all ranks again for them."""
+        number = self._num_waiting()
+        self._others_come = number > 0
+        if self._others_come:
+            self._tell()  # before ranks are asked to save
+        return number
+
+    def _start(self) -> Any:
+        """Return where the ranks meet; raises _EndedError instead of starting them in vain."""
+        if self._has_begun and not self._others_come:
+            self._go_on(self.codes())
+            self._tell()
+        self._has_begun, self._others_come = True, False
+        for path in self._codes.iterdir():
+            path.unlink()
+        return self._meet()
+
+    def _tell(self) -> None:
+        note = f"note: starting again; {self._num_left} restarts are left"
+        print(note, file=sys.stderr, flush=True)
+
+    def _go_on(self, codes: list[int]) -> None:
+        killed = [-signal.SIGKILL] * (self._num_ranks - len(codes))  # these have left no code
+        code = exit_code([*codes, *killed]) or FAILED
+        is_stopped = code in _STOPPED
+        if code in (USER_ERROR, OUT_OF_MEMORY) or (is_stopped and not self.is_elastic):
+            raise _EndedError(code)  # it would end alike again, or is asked to end
+        if not is_stopped:  # else another node leaves or comes: no failure
+            if not self._num_left:
+                raise _EndedError(code)
+            self._num_left -= 1
+
+    def codes(self) -> list[int]:
+        """Return the exit codes of the ranks that have ended since the last start."""
+        return [int(path.read_text()) for path in self._codes.iterdir()]
+
+
+def _agent(spec: Any, config: Any) -> Any:
+    """Return torch's agent, which gives ranks time to save where it starts them again."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        starts_again = False
-
-        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            result = super()._monitor_workers(worker_group)
-            code = exit_code(failure.exitcode for failure in result.failures.values())
-            if code in (USER_ERROR, OUT_OF_MEMORY) or (code in _STOPPED and not is_elastic):
-                self._remaining_restarts = 0  # it would end alike again, or is asked to end
-            elif code in _STOPPED:
-                self._remaining_restarts += 1  # for another node that leaves or comes: no failure
-            return result
-
-        def _restart_workers(self, worker_group: WorkerGroup) -> None:
-            num_left = self._remaining_restarts
-            print(
-                f"note: starting again; {num_left} restarts are left", file=sys.stderr, flush=True
-            )
-            self.starts_again = True
-            super()._restart_workers(worker_group)
-            self.starts_again = False
-
-        def failure(self) -> int:
-            """Return the exit code of ranks that have ended with a line of their own, else 0."""
-            if self._pcontext is None or self.starts_again:
-                return 0
-            ended = self._pcontext.wait(0)
-            codes = {each.exitcode for each in ended.failures.values()} if ended else set()
-            return exit_code(codes) if codes & {FAILED, USER_ERROR, OUT_OF_MEMORY} else 0
-
         def _shutdown(
             self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
         ) -> None:
-            super()._shutdown(death_sig, timeout or self._shutdown_timeout)
+            super()._shutdown(death_sig, timeout or config.shutdown_timeout)
 
     return Agent(
         spec,

@@ -10,12 +10,16 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.base.records.record import Status
+from shardwise.base.safety import write_atomically
 from shardwise.config import UserError
 
 USER_ERROR, OUT_OF_MEMORY, FAILED = 2, 3, 1
 """Exit codes."""
+CODES = "SHARDWISE_CODES"
+"""The environment variable with the folder in which torchrun's agent finds exit codes of ranks."""
 PATIENCE_SECONDS = 2.0
 """How long a rank with an unexpected error waits before it ends.
 
@@ -163,6 +167,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         "std::bad_alloc",
     )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def leave_code(code: int) -> None:
+    """Leave the exit code of this process for the agent of torchrun that has started it."""
+    if folder := os.environ.get(CODES):
+        write_atomically(Path(folder, str(os.getpid())), str(code))
 
 
 def report_error(error: BaseException) -> int:
