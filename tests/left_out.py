@@ -43,7 +43,7 @@ NOT_QUICK = (
     ),
     *(
         f"tests/models/{name}.py"
-        for name in ("test_adapter", "patches/test_isolation", "test_stage")
+        for name in ("adapters/test_writing", "patches/test_isolation", "test_stage")
     ),
     *(
         f"tests/parallel/test_{name}.py"

@@ -17,7 +17,7 @@ from shardwise.commands import cli
 from shardwise.config import Model, RunConfig
 from shardwise.launch import local
 from shardwise.launch.library import LOOP
-from shardwise.models import adapter
+from shardwise.models.adapters import writing
 from tests.command import run_command
 from tests.distributed import PATIENCE
 
@@ -239,7 +239,7 @@ def test_train_leaves_the_number_of_processes_open(folder, launched):
 def test_export_merges_an_adapter(monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(
-        adapter,
+        writing,
         "merge_adapter",
         lambda *arguments, tokenizer: calls.append(arguments) or ["a note"],
     )

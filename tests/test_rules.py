@@ -36,9 +36,10 @@ from shardwise.config.rules.rule import Case
 from shardwise.config.run_file import parse_config
 from shardwise.lab.benchmark import sweep
 from shardwise.lab.planner.split_view import plan
-from shardwise.models import load, lora
-from shardwise.models.adapter import save_adapter
-from shardwise.models.adapter_start import contradicted, section_of
+from shardwise.models import load
+from shardwise.models.adapters import lora
+from shardwise.models.adapters.peft_config import contradicted, section_of
+from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.catalogue import model_table
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of

@@ -28,7 +28,7 @@ from shardwise.config import Model, RunConfig, UserError
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.lab.benchmark.runner import bench
 from shardwise.lab.report.folder import read_bench
-from shardwise.models.adapter_folder import read_adapter
+from shardwise.models.adapters.reading import read_adapter
 from shardwise.models.load import read_config, weights
 from shardwise.parallel import compile as compiling
 from tests.benchmark.sweeps import sweep_file
@@ -43,7 +43,7 @@ SOURCES = sorted((ROOT / "src" / "shardwise").rglob("*.py"))
 CLAUSES = {
     "nothing unpickles a file that a stranger could give": [
         "checkpoint/test_hostile.py::test_no_pickle_in_a_checkpoint_is_loaded",
-        "models/test_audit.py::test_a_folder_that_cannot_be_read_is_one_line",
+        "models/adapters/test_coverage.py::test_a_folder_that_cannot_be_read_is_one_line",
         "data/test_text.py::test_files_that_are_no_text_are_known_by_their_first_bytes",
     ],
     "ports bind to the address that was asked for": [

@@ -36,7 +36,8 @@ from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory, state_bytes
-from shardwise.models import load, lora
+from shardwise.models import load
+from shardwise.models.adapters import lora
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step

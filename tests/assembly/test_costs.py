@@ -15,7 +15,8 @@ from shardwise.assembly.optimizer import make_optimizer
 from shardwise.base.schedule.costs import COUNTED, Cost
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training, UserError
 from shardwise.metrics.flops import hardware_flops_per_token
-from shardwise.models import load, lora
+from shardwise.models import load
+from shardwise.models.adapters import lora
 from shardwise.models.counts import count_model
 from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import spec_of

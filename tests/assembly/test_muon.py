@@ -8,8 +8,8 @@ from torch import nn
 
 from shardwise.assembly.optimizer import make_optimizer
 from shardwise.config import Optimizer
-from shardwise.models.families import family_of, spec_of
-from shardwise.models.matrices import matrices_of
+from shardwise.models.families import spec_of
+from shardwise.models.weights import matrices_of
 from shardwise.parallel.muon import _newton_schulz
 from tests.models.tiny import on_meta, tiny
 
@@ -52,7 +52,7 @@ def test_each_matrix_of_a_stack_is_orthogonalised_by_itself():
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3_next"])
 def test_matrices_are_weights_of_layers(name):
     hf = on_meta(tiny(name))
-    names = matrices_of(hf, spec_of(hf.config, hf), family_of(hf).gating)
+    names = matrices_of(hf, spec_of(hf.config, hf))
     rest = {name for name, _ in hf.named_parameters()} - names
     assert any(name.endswith("q_proj.weight") for name in names)
     for part in ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias"):

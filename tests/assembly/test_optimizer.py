@@ -14,10 +14,10 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
-from shardwise.assembly.optimizer import is_decayed, lr_factor, make_lr_schedule, make_optimizer
+from shardwise.assembly.optimizer import decayed, lr_factor, make_lr_schedule, make_optimizer
 from shardwise.config import Lora, Optimizer
-from shardwise.models.families import family_of, spec_of
-from shardwise.models.lora import inject
+from shardwise.models.adapters.lora import inject
+from shardwise.models.families import spec_of
 from tests.models.tiny import on_meta, tiny
 
 
@@ -197,24 +197,23 @@ NOT_DECAYED = {
 @pytest.mark.parametrize("name", NOT_DECAYED)
 def test_weight_decay_by_name(name):
     model = on_meta(tiny(name))
-    family = family_of(model)
-    spared = {n for n, p in model.named_parameters() if not is_decayed(n, p, family)}
+    spec = spec_of(model.config, model)
+    spared = {n for n, _ in model.named_parameters()} - decayed(model, spec)
     spared = {re.sub(r"^model\.(layers\.\d+\.)?", "", n) for n in spared}
     assert spared == NOT_DECAYED[name]
-    inject(model, Lora(r=1, targets="all-linear"), spec_of(model.config, model))
-    factors = [(n, p) for n, p in model.named_parameters() if ".lora_" in n]
+    inject(model, Lora(r=1, targets="all-linear"), spec)
+    factors = {n for n, _ in model.named_parameters() if ".lora_" in n}
     assert factors
-    assert all(is_decayed(n, p, family) for n, p in factors)  # of rank 1 too
+    assert factors <= decayed(model, spec)  # of rank 1 too
 
 
 def test_a_copy_of_a_router_is_left_alone_like_the_router():
     model = on_meta(tiny("tiny-qwen3_moe"))
-    inject(model, Lora(r=1, modules_to_save=["lm_head"]), spec_of(model.config, model))
-    family, matrix = family_of(model), torch.empty(8, 64)
-    assert not is_decayed("model.layers.0.mlp.gate.modules_to_save.default.weight", matrix, family)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
-    assert trained.keys() == {"lm_head.modules_to_save.default.weight"}
-    assert all(is_decayed(n, p, family) for n, p in trained.items())
+    spec = spec_of(model.config, model)
+    inject(model, Lora(r=1, modules_to_save=["lm_head", "mlp.gate"]), spec)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
+    assert len(trained) == 4  # the head, and the routers of three layers
+    assert trained & decayed(model, spec) == {"lm_head.modules_to_save.default.weight"}
 
 
 def test_only_named_parameters_decay():

@@ -15,7 +15,8 @@ from shardwise.assembly.state import FRESH
 from shardwise.checkpoint.resume import find_start
 from shardwise.config import Parallel, RunConfig
 from shardwise.metrics.memory import PeakMemory, tensor_bytes
-from shardwise.models import lora, weight_files
+from shardwise.models import weight_files
+from shardwise.models.adapters import lora
 from shardwise.parallel.mesh import build_mesh
 from tests.checkpoint.test_checkpointer import config, equal, save_steps, values
 from tests.checkpoint.test_resume import run_of_a_model

@@ -12,8 +12,8 @@ import pytest
 
 from shardwise.commands import cli
 from shardwise.config import Lora
-from shardwise.models import adapter
-from shardwise.models.adapter import save_adapter
+from shardwise.models.adapters import writing
+from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.save import save_model
 from tests.command import run_command
 from tests.models.tiny import entries, on_meta, tiny, trained, with_adapters
@@ -68,7 +68,7 @@ def test_a_folder_of_somebody_else_stays_where_the_disk_is_full(folder, tmp_path
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(adapter, "merge_adapter", full)
+    monkeypatch.setattr(writing, "merge_adapter", full)
     done = run_command(arguments(folder, str(tmp_path), ["--merge"]))
     assert done.returncode == 1
     assert (tmp_path / "mine").exists()

@@ -18,7 +18,8 @@ from shardwise.base.batches import IGNORED
 from shardwise.base.layouts import HALVING
 from shardwise.base.schedule.orders import ORDERS
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.models import load, lora
+from shardwise.models import load
+from shardwise.models.adapters import lora
 from shardwise.models.families import FAMILIES, spec_of
 from tests.fuzz.shapes import Sizes, draw_model
 from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
@@ -180,7 +181,7 @@ def draw(seed: int, folder: Path, family: str | None = None) -> Draw:
 
 
 def _newer_layouts(family: str) -> list[str]:
-    layouts = (*CONTEXT, *EXPERTS) if FAMILIES[family].experts else CONTEXT
+    layouts = (*CONTEXT, *EXPERTS) if FAMILIES[family].named("experts") else CONTEXT
     return [layout for layout in layouts if len({*_axes(layout)} - {"ep"}) <= MOST_AXES]
 
 
@@ -333,7 +334,7 @@ def _lora(cfg: RunConfig, hf_config: PretrainedConfig, random: Random) -> Lora:
         hf = load.build_meta(cfg.model, hf_config)
         paths = lora.reach(hf, spec_of(hf_config, hf), "all-linear")
         targets = random.sample(paths, random.randint(1, min(5, len(paths))))
-    dropped = not family.experts or targets in (
+    dropped = not family.named("experts") or targets in (
         "auto",
         "attention",
     )  # experts' adapters have no input

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.metrics.flops import CONVENTION, model_flops_per_token
 from shardwise.metrics.hardware import environment, measured_flops, peak_flops, version
-from shardwise.models import load, lora
+from shardwise.models import load
+from shardwise.models.adapters import lora
 from shardwise.models.counts import count_model
 from shardwise.models.families import spec_of
 from tests.gpu.sides import DIFFERENCES, run_config

@@ -24,7 +24,8 @@ from shardwise.assembly.build import Job, build
 from shardwise.base.batches import IGNORED, Batch
 from shardwise.base.interfaces import Mesh
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
-from shardwise.models import load, lora
+from shardwise.models import load
+from shardwise.models.adapters import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh

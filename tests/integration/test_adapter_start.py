@@ -19,7 +19,7 @@ from shardwise.assembly.describe import describe
 from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Lora, Optimizer, Parallel, RunConfig, UserError
 from shardwise.launch import local
-from shardwise.models import adapter_start, lora
+from shardwise.models.adapters import lora, peft_config
 from shardwise.models.names import is_magnitude
 from tests.distributed import run_ranks
 from tests.integration.test_train import CONFIGS, config, run, run_on
@@ -121,7 +121,7 @@ def drawn(cfg: RunConfig) -> float:
 
 def default_scale(cfg: RunConfig) -> float:
     """The planted bug: the scale is that of the run file's default."""
-    section_of = adapter_start.section_of
+    section_of = peft_config.section_of
 
     def unscaled(section, base, model):
         return replace(section_of(section, base, model), alpha=Lora().alpha, rslora=False)
@@ -131,7 +131,7 @@ def default_scale(cfg: RunConfig) -> float:
 
 def _loss_with(cfg: RunConfig, name: str, function) -> float:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"shardwise.models.adapter_start.{name}", function)
+        patch.setattr(f"shardwise.models.adapters.peft_config.{name}", function)
         record = run(cfg)
     assert record is not None
     return record.eval[-1]["loss"]

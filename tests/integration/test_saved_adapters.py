@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.assembly.build import Job, build
 from shardwise.checkpoint.export import save_result
 from shardwise.config import Model, RunConfig
+from shardwise.models.adapters.lora import reach
 from shardwise.models.copy import copy_model
 from shardwise.models.families import FAMILIES, spec_of
 from shardwise.models.load import weights
-from shardwise.models.lora import reach
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
@@ -39,7 +39,8 @@ TARGETS = ("auto", "attention", "all-linear", "layer", "stacks")
 EVERY = [
     (family, base, targets)
     for family, base, targets in product(FAMILIES, ("none", *BASES), TARGETS)
-    if (base != "nf4" or family in WIDE) and (targets != "stacks" or FAMILIES[family].experts)
+    if (base != "nf4" or family in WIDE)
+    and (targets != "stacks" or FAMILIES[family].named("experts"))
 ]
 NOW = [
     *(("qwen3_moe", base, "all-linear") for base in ("none", "int8", "fp8")),
@@ -60,7 +61,7 @@ def config_of(cell: Cell, targets: str) -> RunConfig:
     if targets in ("layer", "stacks"):
         every = reach(hf, spec, "all-linear")
         last = f"{spec.layers[-1].name}."
-        stacks = tuple(f".{name}" for name in FAMILIES[cell.family].experts)
+        stacks = tuple(f".{name}" for name in FAMILIES[cell.family].named("experts"))
         chosen = [
             path
             for path in every

@@ -142,7 +142,9 @@ def test_training_in_full_matches_the_counter(family, checkpointing):
     check(model, spec, checkpointing)
 
 
-EXPERTS = {name: family.experts for name, family in FAMILIES.items() if family.experts}
+EXPERTS = {
+    name: family.named("experts") for name, family in FAMILIES.items() if family.named("experts")
+}
 
 
 @pytest.mark.parametrize(("family", "checkpointing"), in_turn("operators", "one-kind"))

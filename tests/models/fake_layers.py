@@ -21,10 +21,10 @@ from shardwise.base.batches import Batch
 from shardwise.config import RunConfig
 from shardwise.kernels.grouped_linear import loop
 from shardwise.models.activations import is_trained_below
+from shardwise.models.adapters.lora import inject
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.load import build_meta, read_config
-from shardwise.models.lora import inject
 from shardwise.models.patches import patch
 from shardwise.models.spec import LayerSpec, ModelSpec
 

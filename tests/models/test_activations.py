@@ -14,12 +14,12 @@ from shardwise.base.batches import Batch
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.activations import UnitMemory, is_trained_below, unit_memory
+from shardwise.models.adapters.lora import adapter_weights, inject
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.kinds import KINDS
 from shardwise.models.kinds.attention import Attention
 from shardwise.models.load import fill, weights
-from shardwise.models.lora import adapter_weights, inject
 from shardwise.models.patches import patch
 from shardwise.models.spec import LayerSpec
 from shardwise.parallel.activation_checkpoint import recompute

@@ -19,7 +19,7 @@ from shardwise.assembly.build import build
 from shardwise.checkpoint.export import save_result
 from shardwise.commands import cli
 from shardwise.config import Lora, Model
-from shardwise.models.adapter import merge_adapter, save_adapter
+from shardwise.models.adapters.writing import merge_adapter, save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.families import FAMILIES
 from shardwise.models.weight_folder import INDEX

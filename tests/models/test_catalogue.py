@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.config import Lora, Model
+from shardwise.models.adapters.lora import inject
 from shardwise.models.catalogue import _braced, every_kind, families_table, layer_facts, model_table
 from shardwise.models.families import FAMILIES, spec_of
 from shardwise.models.load import build_meta
-from shardwise.models.lora import adapter_layers, inject
+from shardwise.models.names import adapter_layers
 from tests.models.tiny import CONFIGS, PLAIN, on_meta, tiny
 from tests.models.unproven import write_config
 
@@ -63,7 +64,7 @@ def test_all_families_fit_into_a_terminal(width: int) -> None:
         assert f" {name} " in text
         assert all(
             f".{stack.rpartition('.')[2]}" in text or "experts.{" in text
-            for stack in family.experts
+            for stack in family.named("experts")
         )
     assert "experts.{gate_up,down}_proj (3-D)" in text
     assert "experts) single, pp -cp" in " ".join(text.split())

@@ -7,9 +7,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
+from shardwise.models.adapters.lora import inject
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.load import build_meta, load_whole, read_config
-from shardwise.models.lora import inject
 from tests.left_out import some_now
 from tests.models.tiny import EACH_KIND, PLAIN, TINY, on_meta, tiny, tokens
 
@@ -105,12 +105,12 @@ def test_every_facts_name_is_there() -> None:
             for layer in spec.layers
             for n, _ in model.named_parameters()
         }
-        for linear in (*family.gates, *family.bypassed):
+        for linear in (*family.named("gates"), *family.named("bypassed")):
             assert f"{linear}.weight" in names, (name, linear)
-        assert set(family.experts) <= names
+        assert set(family.named("experts")) <= names
         stacks = {n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
         assert {n.removeprefix(f"{family.layers}.").partition(".")[2] for n in stacks} == set(
-            family.experts
+            family.named("experts")
         )
         assert family.router is None or family.router in {
             type(module).__name__ for module in model.modules()
@@ -135,13 +135,13 @@ def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> No
                 f"{path.removeprefix(f'{family_of(model).layers}.').partition('.')[2]}.{linear}"
                 for linear in linears & used
             }
-    assert read == set(family_of(model).bypassed)
+    assert read == set(family_of(model).named("bypassed"))
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_linears_that_gate_are_there(name: str) -> None:
     names = [parameter_name for parameter_name, _ in on_meta(tiny(name)).named_parameters()]
-    for gate in family_of(on_meta(tiny(name))).gating:
+    for gate in family_of(on_meta(tiny(name))).named("gating"):
         assert any(parameter_name.endswith(f".{gate}.weight") for parameter_name in names), gate
 
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter import merge_adapter, save_adapter
-from shardwise.models.adapter_export import export_adapter
+from shardwise.models.adapters.writing import export_adapter, merge_adapter, save_adapter
 from shardwise.models.load import other_weights, read_config, weights
 from shardwise.models.multimodal import multimodal_of
 from shardwise.models.save import save_model

@@ -18,7 +18,7 @@ from shardwise.assembly.describe import describe
 from shardwise.commands import cli
 from shardwise.config import Lora, Model, UserError
 from shardwise.kernels.quantised import dequantise, quantise
-from shardwise.models.adapter import save_adapter
+from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.load import load_whole, read_config, weights
 from shardwise.models.published import STATE, QuantisedEntry

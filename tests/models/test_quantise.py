@@ -13,7 +13,7 @@ from shardwise.assembly.build import build
 from shardwise.commands import cli
 from shardwise.config import Lora, Model
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.adapter import save_adapter
+from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.load import build_meta, read_config, weights
@@ -42,11 +42,11 @@ CPU = torch.device("cpu")
 def test_matrices_of_layers_are_stored_and_all_else_is_not(family):
     hf = on_meta(tiny(TINY_OF[family]))
     spec, kind = spec_of(hf.config, hf), family_of(hf)
-    paths = [*stored_paths(hf, spec, kind)]
+    paths = [*stored_paths(hf, spec)]
     kept = dict(hf.named_parameters())
     stored = [kept.pop(path) for path in paths]
     assert all(parameter.dim() in (2, 3) for parameter in stored)
-    apart = {*kind.gating, *kind.gates, *kind.bypassed}
+    apart = {*kind.named("gating"), *kind.named("gates"), *kind.named("bypassed")}
     for name, parameter in kept.items():
         layer = next((lay.name for lay in spec.layers if name.startswith(f"{lay.name}.")), None)
         if layer is not None and parameter.dim() > 1:

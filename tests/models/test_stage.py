@@ -14,7 +14,8 @@ import torch
 
 from shardwise.base.batches import Batch
 from shardwise.config import Lora, Parallel, RunConfig
-from shardwise.models import load, lora
+from shardwise.models import load
+from shardwise.models.adapters import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.families import FAMILIES, family_of, spec_of

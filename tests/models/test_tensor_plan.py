@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora
+from shardwise.models.adapters.lora import inject
 from shardwise.models.families import spec_of
 from shardwise.models.load import build_meta, read_config
-from shardwise.models.lora import adapter_layers, inject
+from shardwise.models.names import adapter_layers
 from shardwise.models.tensor_cuts import BlockSplit, unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, problem, rows_in, split_blocks
 from tests.models.tiny import PLAIN, entries, on_meta, tiny

@@ -10,13 +10,13 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from shardwise.base.batches import Batch
 from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
-from shardwise.models.adapter import save_adapter
+from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.expert_plan import experts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven
 from shardwise.models.families.unproven import inspect_family
 from shardwise.models.load import load_whole, read_config, weights
-from shardwise.models.lora import adapter_layers
+from shardwise.models.names import adapter_layers
 from shardwise.models.patches import patch
 from shardwise.models.save import save_model
 from tests.left_out import some_now
@@ -49,9 +49,9 @@ def test_inspection_finds_what_is_written_of_the_listed_families(name: str) -> N
     for found in (inspect_family(model), inspect_family(adapted)):
         for fact in ("embed", "positions", "layers", "norm", "head"):
             assert getattr(found, fact) == getattr(known, fact), fact
-        assert set(found.experts) == set(known.experts)
-        assert set(found.gates) >= set(known.gates)
-        assert set(found.bypassed) >= set(known.bypassed)
+        assert set(found.named("experts")) == set(known.named("experts"))
+        assert set(found.named("gates")) >= set(known.named("gates"))
+        assert set(found.named("bypassed")) >= set(known.named("bypassed"))
         assert set(found.feed_forward_paths) >= set(known.feed_forward_paths) & {
             n.partition(".")[0] for n in _inside(model)
         }

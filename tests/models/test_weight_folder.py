@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter import save_adapter
+from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.save import save_model
 from shardwise.models.weight_folder import INDEX, SINGLE, unread_note
 from tests.models.tiny import entries, on_meta, same, tiny, trained, with_adapters

@@ -12,10 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import Lora, Model
-from shardwise.models.dora import first_magnitude, starts
+from shardwise.models.adapters.lora import (
+    Coverage,
+    adapter_weights,
+    first_magnitude,
+    inject,
+    magnitude_starts,
+)
 from shardwise.models.families import FAMILIES, Family, spec_of
 from shardwise.models.load import build_meta, fill, read_config, weights
-from shardwise.models.lora import Coverage, adapter_weights, inject
 from shardwise.models.names import hf_name
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
@@ -97,7 +102,7 @@ def first_magnitudes(
     built: PreTrainedModel, values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Where DoRA starts with these weights, by name; {} without it."""
-    places = starts(built, dict(built.named_parameters()))
+    places = magnitude_starts(built, dict(built.named_parameters()))
     return {
         magnitude: first_magnitude(layer, values[hf_name(base)])
         for base, (magnitude, layer) in places.items()

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.assembly import build
 from shardwise.base.layouts import Facts
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError, rules
-from shardwise.models import families, load, lora
+from shardwise.models import families, load
+from shardwise.models.adapters import lora
 from shardwise.models.facts import facts_of
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.names import is_adapter

@@ -78,7 +78,7 @@ EXPERTS = (
     *(
         Cell(family, layout, "lora", 2, "experts")
         for family in FAMILIES
-        if FAMILY_FACTS[family].experts
+        if FAMILY_FACTS[family].named("experts")
         for layout in LAYOUTS
     ),
     *(

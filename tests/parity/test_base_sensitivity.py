@@ -89,14 +89,14 @@ def stacks_of_experts_read_as_other_experts():
 
 
 def base_kept_as_it_was():
-    order.quantise_frozen = lambda hf, spec, family, fmt: None
+    order.quantise_frozen = lambda hf, spec, fmt: None
 
 
 def stacks_of_experts_kept_as_they_were():
     stored_paths = quantise.stored_paths
 
-    def without_experts(hf, spec, family):
-        paths = stored_paths(hf, spec, family)
+    def without_experts(hf, spec):
+        paths = stored_paths(hf, spec)
         yield from (path for path in paths if "experts" not in path.split("."))
 
     quantise.stored_paths = without_experts

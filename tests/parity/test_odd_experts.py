@@ -11,9 +11,9 @@ import pytest
 
 from shardwise.config import Lora
 from shardwise.models import families
+from shardwise.models.adapters.lora import inject
 from shardwise.models.facts import why_in_a_loop
 from shardwise.models.families import spec_of
-from shardwise.models.lora import inject
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta
 from tests.parity import harness
@@ -58,7 +58,7 @@ def test_equals_one_process(width: int, family: str, mode: str, variant: str) ->
     indirect=["width"],
 )
 @pytest.mark.parametrize(
-    "family", [name for name, family in families.FAMILIES.items() if family.experts]
+    "family", [name for name, family in families.FAMILIES.items() if family.named("experts")]
 )
 def test_what_a_grouped_product_takes_of_a_ranks_share(
     width: int, tp: int, dtype: Any, rank: int, is_grouped: bool, family: str

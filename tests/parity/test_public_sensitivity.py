@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.assembly import build
 from shardwise.base.batches import IGNORED
 from shardwise.checkpoint import export
-from shardwise.models import lora
+from shardwise.models.adapters import lora
 from shardwise.models.families import FAMILIES
 from shardwise.models.names import is_adapter
 from shardwise.models.patches import experts, lora_kernel, router_loss
@@ -25,7 +25,7 @@ from shardwise.parallel import clip, context_parallel, ddp, tensor_parallel
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
 from shardwise.training import step
-from tests.models import test_lora
+from tests.models.adapters import test_lora
 from tests.parity.features.dora import FIXED as DORA
 from tests.parity.features.spread_experts import FIXED as EXPERTS
 from tests.parity.features.tensors import cell as tensor

@@ -23,7 +23,7 @@ from shardwise.assembly import build, order
 from shardwise.base.interfaces import Mesh, ParameterFacts
 from shardwise.checkpoint import export
 from shardwise.kernels.lora_linear import torch_backend
-from shardwise.models import lora
+from shardwise.models.adapters import lora
 from shardwise.models.part import ModelPart
 from shardwise.models.patches import dropout, isolation, lora_kernel, router_loss
 from shardwise.models.patches import loss as loss_patch
@@ -245,7 +245,7 @@ def overflow_seen_by_one_rank_only():
 
 
 def norms_decayed():
-    build.is_decayed = lambda name, parameter, family: True
+    build.decayed = lambda hf, spec: {name for name, _ in hf.named_parameters()}
 
 
 def adapter_dropped_from_the_save():

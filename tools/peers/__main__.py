@@ -35,7 +35,8 @@ from transformers import DataCollatorWithFlattening
 from shardwise.config import Model
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import tensor_bytes
-from shardwise.models import load, lora
+from shardwise.models import load
+from shardwise.models.adapters import lora
 from shardwise.models.families import spec_of
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed")

@@ -18,7 +18,7 @@ from shardwise.assembly.costs import Costs, choose_split
 from shardwise.assembly.describe import Describe, Description, describe
 from shardwise.assembly.loss_scale import LossScale
 from shardwise.assembly.optimizer import (
-    is_decayed,
+    decayed,
     lr_phases,
     make_lr_schedule,
     make_optimizer,
@@ -35,7 +35,8 @@ from shardwise.base.schedule.costs import Cost, CostSource
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.split import Split
 from shardwise.config import Optimizer, RunConfig
-from shardwise.models import adapter_start, tensor_plan
+from shardwise.models import tensor_plan
+from shardwise.models.adapters import peft_config
 from shardwise.models.counts import ModelCounts
 from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.place import fill, materialise
@@ -118,7 +119,7 @@ def build(
     all checks; UserError, the same on every rank, if one fails.
     """
     begin = time.perf_counter()
-    cfg = adapter_start.resumed(cfg, state.lora)
+    cfg = peft_config.resumed(cfg, state.lora)
     if chosen is not None:
         cfg = chosen.applied(cfg)
     num_steps = num_steps or cfg.training.num_steps or 1
@@ -126,7 +127,7 @@ def build(
     run = describe(cfg, num_ranks, mesh.device)
     assert cfg.training.budget_bytes is None, "a budget chooses before a run is built"
     hf, spec = run.hf, run.spec
-    selected = update_rule_of(cfg).selected(hf, spec, run.family.gating)
+    selected = update_rule_of(cfg).selected(hf, spec)
     state.check(hf, cfg, selected)
     parameters = _sizes(hf)
     counts = run.counts()
@@ -138,11 +139,8 @@ def build(
     if run.pipeline is not None:
         cut = _cut(cfg, run.pipeline, run.costs(cfg, counts, num_ranks))
     notes = (*_notes(cfg, mesh, run, cut), *_short_warmup(cfg.optimizer, num_steps))
-    # By the shapes of full parameters.
-    family = None if spec.is_own else run.family
-    decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}
-
     # By the model on meta: what the strategies make of its weights has other sizes.
+    decays = decayed(hf, spec)
     routing = run.routing(cfg, mesh.device)
 
     def load(pm: ParallelModel) -> None:
@@ -155,7 +153,7 @@ def build(
         parts=run.parts(cfg, boundaries, chunks),
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(
-            cfg.optimizer, named, decayed, selected, cfg.training.precision
+            cfg.optimizer, named, decays, selected, cfg.training.precision
         ),
         from_portable=lambda name, held, portable: fill(held, portable),
     )

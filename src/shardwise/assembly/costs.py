@@ -23,7 +23,6 @@ from shardwise.models.alike import same_structure
 from shardwise.models.counts import ModelCounts, Unit, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.expert_plan import experts_of
-from shardwise.models.families import family_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.optimizers import update_rule_of
@@ -221,7 +220,7 @@ class _Ranks:
         num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1
         modules = [m for _, m in experts_of(stored, spec)] if cfg.parallel.ep > 1 else []
         experts = frozenset(p for module in modules for p in module.parameters())
-        names = update_rule_of(cfg).selected(hf, spec, family_of(hf).gating)
+        names = update_rule_of(cfg).selected(hf, spec)
         selected = frozenset(p for name, p in stored.named_parameters() if name in names)
         return cls(num_shards, cfg.parallel.ep, experts, selected)
 

@@ -21,7 +21,8 @@ from shardwise.base.layouts import Facts, ModelFacts, axis_sizes, strategy_facts
 from shardwise.base.process.world import device_type
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.config import RunConfig, rules
-from shardwise.models import adapter_start, load, lora, published
+from shardwise.models import load, published
+from shardwise.models.adapters import lora, peft_config
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of, unproven_note
@@ -99,11 +100,11 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     spec, family = spec_of(hf_config, hf), family_of(hf)
     section = None
     if cfg.lora:
-        section = adapter_start.section_of(cfg.lora, cfg.model, hf)
+        section = peft_config.section_of(cfg.lora, cfg.model, hf)
         seen = hf_config if multimodal is None else multimodal.model.config
         adapters = replace(
             lora.adapter_facts(hf, section, spec, seen.model_type),
-            contradicted=adapter_start.contradicted(cfg.lora, section),
+            contradicted=peft_config.contradicted(cfg.lora, section),
         )
         rules.check(replace(cfg, lora=section), Facts(num_ranks, adapters=adapters), but="step")
     model = prepare(WholeModel(hf, spec, family, coverage=None, lora=section), cfg)
@@ -120,7 +121,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         notes += (f"model.path: {unread}",)
     if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):
         notes += (f"experts run one after the other, which is slower: {reason}",)
-    notes += float8.notes(hf, spec, family, cfg, device_type(cfg))
+    notes += float8.notes(hf, spec, cfg, device_type(cfg))
     notes += _of_one_process(cfg, num_ranks)
     return Description(
         **vars(model),

@@ -10,32 +10,34 @@ import torch
 from torch import nn
 
 from shardwise.config import Optimizer
-from shardwise.models.families import Family
-from shardwise.models.kinds import RATES
-from shardwise.models.names import hf_name, is_adapter, is_factor_b, is_magnitude
+from shardwise.models.names import is_factor_b
+from shardwise.models.spec import ModelSpec
+from shardwise.models.weights import WeightRow, weights_of
 from shardwise.parallel.optimizers import OPTIMIZERS
 
 
-def is_decayed(name: str, parameter: nn.Parameter, family: Family | None) -> bool:
+def decayed(hf: nn.Module, spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the parameters on which weight decay acts, by their full shapes."""
+    return frozenset(row.name for row in weights_of(hf, spec) if is_decayed(row, spec.is_own))
+
+
+def is_decayed(row: WeightRow, is_own: bool) -> bool:
     """Return whether weight decay acts on a full (not sharded) parameter.
 
-    Without a family, in a module of the caller, it acts on all with two dims or more, as plain
-    recipes of AdamW do. In a model of a family it acts on LoRA factors, also of rank 1, and on
-    whatever has two dims longer than 1: a convolution ([C, 1, K]) and the gate of an MLP are
-    weights of a product like any other.
+    In a module of the caller it acts on all with two dims or more, as plain recipes of AdamW do. In
+    a model of a family it acts on LoRA factors, also of rank 1, and on whatever has two dims longer
+    than 1: a convolution ([C, 1, K]) and the gate of an MLP are weights of a product like any
+    other.
     It does not act on norms, magnitudes of DoRA, biases, rates of decay (`A_log`, in Mamba one per
     channel and state; `dt_bias`, `D`) and the linears that make gates and rates out of the input
-    (`Family.gating`): their size is no sign of overfitting, and pulled to 0 they change what the
+    (`Kind.gating`): their size is no sign of overfitting, and pulled to 0 they change what the
     layer computes.
     """
-    if family is None:
-        return parameter.dim() > 1
-    if is_adapter(name):
-        return not is_magnitude(name)
-    module, _, leaf = hf_name(name).rpartition(".")
-    if leaf in RATES or any(module.endswith(f".{gate}") for gate in family.gating):
-        return False
-    return sum(size > 1 for size in parameter.shape) > 1
+    if is_own:
+        return len(row.shape) > 1
+    if row.part:
+        return row.part in ("lora_A", "lora_B")
+    return row.role not in ("rate", "gating", "score") and sum(size > 1 for size in row.shape) > 1
 
 
 def make_optimizer(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import Lora, RunConfig
-from shardwise.models import lora
+from shardwise.models.adapters import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
 from shardwise.models.part import ModelPart
@@ -93,7 +93,7 @@ def _with_quantised_base(
     assert cfg.model.base != "none"
     for part in pm.parts:
         assert isinstance(part, CausalLM)
-        quantise_frozen(part.hf, part.spec, part.family, cfg.model.base)
+        quantise_frozen(part.hf, part.spec, cfg.model.base)
     return pm
 
 

@@ -40,7 +40,7 @@ class OwnDescription(Description):
         """
         layers = [layer.name for layer in self.spec.layers]
         rule = update_rule_of(cfg)
-        chosen = rule.selected(self.hf, self.spec, OWN_FAMILY.gating)
+        chosen = rule.selected(self.hf, self.spec)
         selected = {self.hf.get_parameter(name) for name in chosen}
         costs = []
         for name in ("before the layers", *layers, "after the layers"):

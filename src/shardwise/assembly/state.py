@@ -20,7 +20,8 @@ from shardwise.base.interfaces import ParallelModel, State
 from shardwise.base.process.watchdog import beat, paused
 from shardwise.config import Lora, RunConfig
 from shardwise.kernels.quantised import dequantise, quantise
-from shardwise.models import adapter_start, dora, load, lora, weight_files, weight_folder
+from shardwise.models import load, weight_files, weight_folder
+from shardwise.models.adapters import lora, peft_config
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.stored import stored_in
@@ -150,7 +151,7 @@ def _initial_weights(
     }
     magnitudes: dict[str, tuple[str, Any]] = {}
     for part in () if section else pm.parts:
-        magnitudes |= dora.starts(part.hf, names)
+        magnitudes |= lora.magnitude_starts(part.hf, names)
     bases = [matrices.get(name, name) for name in names]
     for name in dict.fromkeys([*bases, *magnitudes]):
         if not is_adapter(name) and not (section and is_saved_copy(name)):
@@ -173,13 +174,13 @@ def _initial_weights(
                     yield name, full
                 if name in magnitudes:
                     magnitude, layer = magnitudes[name]
-                    yield magnitude, dora.first_magnitude(layer, full)
+                    yield magnitude, lora.first_magnitude(layer, full)
     for part in pm.parts:
         if section is None:
             yield from lora.adapter_weights(part.hf, cfg.training.seed, names)
         else:
             assert isinstance(part.hf, PreTrainedModel), "a rule refuses LoRA on a caller's module"
-            yield from adapter_start.folder_weights(section, cfg.model, part.hf, names)
+            yield from peft_config.folder_weights(section, cfg.model, part.hf, names)
 
 
 def _weights(

@@ -224,7 +224,7 @@ class ModelFacts:
 class AdapterFacts:
     """Facts that a rule may ask of the adapters of a run, before a model has them.
 
-    `models/lora.py` finds it.
+    `models/adapters/lora.py` finds it.
     """
 
     num_weights: int

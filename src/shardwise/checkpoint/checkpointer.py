@@ -37,7 +37,7 @@ from shardwise.checkpoint.together import together
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
-from shardwise.models.adapter_start import keys_of_folder
+from shardwise.models.adapters.peft_config import keys_of_folder
 from shardwise.parallel.reduce import from_every_rank
 
 

@@ -20,8 +20,8 @@ from shardwise.base.interfaces import Mesh
 from shardwise.base.process.watchdog import beat
 from shardwise.checkpoint.folder import UNFINISHED
 from shardwise.config import Model, RunConfig, UserError
-from shardwise.models.adapter import save_adapter
-from shardwise.models.adapter_start import section_of_layers
+from shardwise.models.adapters.peft_config import section_of_layers
+from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.load import other_weights
 from shardwise.models.save import SHARD_BYTES, save_for_generation, save_model, write_shards
 from shardwise.parallel.place import full_tensor

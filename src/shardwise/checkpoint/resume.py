@@ -23,7 +23,7 @@ from shardwise.config.keys import all_keys, facts_of, flat
 from shardwise.config.run_file import parse_config, without_removed
 from shardwise.data.state import LoaderState
 from shardwise.models import weight_folder
-from shardwise.models.adapter_start import resumed
+from shardwise.models.adapters.peft_config import resumed
 from shardwise.parallel.reduce import from_every_rank
 
 

@@ -13,7 +13,7 @@ def run(args: Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
-    from shardwise.models.audit import audit
+    from shardwise.models.adapters.coverage import audit
 
     logging.set_verbosity_error()
     result = audit(args.adapter, Model(path=args.model))

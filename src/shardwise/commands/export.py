@@ -43,8 +43,7 @@ def run(args: Namespace) -> int:
 
 def _export(args: Namespace) -> int:
     from shardwise.data.tokenizer import find_tokenizer
-    from shardwise.models.adapter import merge_adapter
-    from shardwise.models.adapter_export import export_adapter
+    from shardwise.models.adapters.writing import export_adapter, merge_adapter
     from shardwise.models.copy import copy_model
     from shardwise.models.hub import check_source
     from shardwise.models.weight_folder import unread_note

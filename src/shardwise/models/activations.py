@@ -23,7 +23,7 @@ from shardwise.kernels.quantised import Format
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.facts import context_facts
-from shardwise.models.families import family_of, spec_of
+from shardwise.models.families import spec_of
 from shardwise.models.operations import WIDE, SharedRows, TapedBlock
 from shardwise.models.published import stored_form
 from shardwise.models.quantise import stored_paths
@@ -269,7 +269,7 @@ def is_trained_below(hf: Any, spec: ModelSpec, unit_index: int) -> bool:
 def _stored(hf: PreTrainedModel, base: Format) -> dict[str, Format]:
     """Return the form of each matrix that `model.base` stores in few bits, by its name."""
     form = stored_form(hf.config, base)
-    return dict.fromkeys(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)), form)
+    return dict.fromkeys(stored_paths(hf, spec_of(hf.config, hf)), form)
 
 
 def _chunked_loss(block: TapedBlock, x: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from shardwise.base.layouts import shortened
 from shardwise.config import Model
 from shardwise.config.rules import offered_layouts, refusals_of
+from shardwise.models.adapters.lora import reach
 from shardwise.models.counts import count_model
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, every_kind, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
-from shardwise.models.lora import reach
 from shardwise.models.spec import ModelSpec
 
 _LEGEND = (
@@ -56,7 +56,8 @@ def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
     def within(layer: str, paths: list[str]) -> tuple[str, ...]:
         names = [path.removeprefix(f"{layer}.") for path in paths if path.startswith(f"{layer}.")]
         return tuple(
-            name.partition(".")[2] + (STACKED if name in family.experts else "") for name in names
+            name.partition(".")[2] + (STACKED if name in family.named("experts") else "")
+            for name in names
         )
 
     return [

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from shardwise.config import Model, require
 from shardwise.kernels.quantised import Format
-from shardwise.models.adapter import check_writable
-from shardwise.models.families import FAMILIES, family_of, spec_of
+from shardwise.models.adapters.writing import check_writable
+from shardwise.models.families import FAMILIES, spec_of
 from shardwise.models.load import build_meta, in_own_dtype, other_weights, read_config
 from shardwise.models.multimodal import multimodal_of
 from shardwise.models.published import base_of
@@ -35,7 +35,7 @@ def copy_model(model: Model, fmt: Format, out_folder: str | Path, seed: int = 0)
             f"--copy {fmt}: {spec.family} is not listed, and no run "
             "stores such a model so; `shardwise models` lists families",
         )
-        for name in stored_paths(hf, spec, family_of(hf)):
+        for name in stored_paths(hf, spec):
             check_blocks(name, hf.get_parameter(name).shape[-1], fmt)
     entries = read_back(hf, model, seed, fmt)
     others = other_weights(hf, model)

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.models.kinds import RATES
 from shardwise.models.kinds.base import Core
-from shardwise.models.lora import num_sharing
+from shardwise.models.names import num_sharing
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.walk import walk_of
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from shardwise.models.kinds.mixture import BIASES
-from shardwise.models.lora import num_sharing
-from shardwise.models.names import hf_name, in_use, is_adapter
+from shardwise.models.names import hf_name, in_use
 from shardwise.models.patches.experts import is_routed
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import DimCut, blocked, even, unwrapped
+from shardwise.models.weights import weights_of
 
 WHAT = "routed experts"
 
@@ -61,20 +61,21 @@ def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, DimCut]
     that all experts share is not cut. Raises Indivisible.
     """
     cuts: dict[str, DimCut] = {}
-    for path, experts in experts_of(hf, spec):
-        total = num_experts(experts)
-        for name, parameter in experts.named_parameters():
-            is_factor = is_adapter(f".{name}")
-            owner = f".{name}".partition(".lora_")[0].removeprefix(".")
-            if is_factor and num_sharing(experts.get_submodule(owner)) > 1:
-                continue
-            if ".lora_B." in f".{name}":
-                rank = parameter.shape[1] // total
-                cut = DimCut(1, blocked(num_ranks, (total,) * rank, WHAT))
-            else:
-                even(num_ranks, total, WHAT)  # all R rows of an expert stay on one rank
-                cut = DimCut(0, even(num_ranks, parameter.shape[0], WHAT))
-            cuts[f"{path}.{name}"] = cut
+    sizes: dict[str, int] = {}
+    for row in weights_of(hf, spec):
+        if not row.is_stack or row.is_original:
+            continue
+        if not row.is_adapter:
+            sizes.setdefault(row.path, row.shape[0])
+        total = sizes[row.path]
+        if row.num_sharing > 1:
+            continue
+        if row.part == "lora_B":
+            rank = row.shape[1] // total
+            cuts[row.name] = DimCut(1, blocked(num_ranks, (total,) * rank, WHAT))
+        else:
+            even(num_ranks, total, WHAT)  # all R rows of an expert stay on one rank
+            cuts[row.name] = DimCut(0, even(num_ranks, row.shape[0], WHAT))
     return cuts
 
 

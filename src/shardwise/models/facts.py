@@ -17,9 +17,10 @@ from shardwise.kernels.quantised import Format
 from shardwise.models import eight_bit, expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
-from shardwise.models.names import hf_name, in_use, is_adapter
+from shardwise.models.names import in_use
 from shardwise.models.patches import experts, float8, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
+from shardwise.models.weights import weights_of
 
 _UNSEEDED_NOISE = ("attention_dropout", "attn_pdrop", "router_jitter_noise")
 """Names in the config.json of listed families of a dropout inside the attention kernel, or noise on
@@ -34,7 +35,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         return tensor_plan.problem(hf, spec, num_ranks) if is_listed else None
 
     def odd_blocks(base: Format, num_ranks: int) -> str | None:
-        return quantise.problem(hf, spec, family, base, num_ranks)
+        return quantise.problem(hf, spec, base, num_ranks)
 
     kinds = tuple(dict.fromkeys(layer.kind for layer in spec.layers))
     return ModelFacts(
@@ -69,7 +70,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         ),
         context=context_facts(hf, spec),
         most_earlier_tokens=_most_earlier_tokens(hf, spec),
-        num_float8_linears=float8.num_linears(hf, spec, family),
+        num_float8_linears=float8.num_linears(hf, spec),
         **eight_bit.facts_of(hf, spec),
     )
 
@@ -124,17 +125,16 @@ def why_in_a_loop(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str |
         if isinstance(module, ParamWrapper)
         for rank in module.r.values()
     ]
-    stacks = {f"{layer.name}.{name}" for layer in spec.layers for name in layer.experts}
-    for name, parameter in hf.named_parameters():
-        if is_adapter(name) or hf_name(name) not in stacks:
+    for row in weights_of(hf, spec):
+        if not row.is_stack or row.is_adapter:
             continue
-        shape = list(parameter.shape)
-        if name in cuts:
-            shape[cuts[name].dim] = cuts[name].rows.local_size
-        if not takes(torch.device("cuda"), parameter.dtype, [*shape[1:], *ranks]):
-            short = re.sub(r"\.\d+\.", ".*.", hf_name(name), count=1)
+        shape = list(row.shape)
+        if row.name in cuts:
+            shape[cuts[row.name].dim] = cuts[row.name].rows.local_size
+        if not takes(torch.device("cuda"), row.dtype, [*shape[1:], *ranks]):
+            short = re.sub(r"\.\d+\.", ".*.", row.path, count=1)
             return (
-                f"{short} is {shape} on a rank, in {str(parameter.dtype).removeprefix('torch.')}, "
+                f"{short} is {shape} on a rank, in {str(row.dtype).removeprefix('torch.')}, "
                 "and torch's grouped product takes bfloat16 alone, and widths and ranks of "
                 f"adapters that are multiples of {ROW_BYTES // 2}"
             )

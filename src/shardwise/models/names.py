@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.transformers_weight_conversion import (
     _MODEL_TO_CONVERSION_PATTERN,
     _MOE_TARGET_MODULE_MAPPING,
 )
+from torch import nn
 
 
 def hf_name(name: str) -> str:
@@ -52,3 +54,23 @@ def is_saved_copy(name: str) -> bool:
 def in_use(module: Any) -> Any:
     """Return the module that computes: the copy of one that PEFT copied to train it in full."""
     return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module
+
+
+def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return PEFT's layers by the transformers name of the linear or stack that each adapts."""
+    layers: dict[str, LoraLayer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            layers[f"{hf_name(name)}.{module.parameter_name}"] = module
+        elif isinstance(module, LoraLayer):
+            layers[hf_name(name)] = module
+    return layers
+
+
+def num_sharing(layer: nn.Module | None) -> int:
+    """Return how many experts have the factors of an adapter in common: 1, or all of a stack."""
+    if not isinstance(layer, ParamWrapper):
+        return 1
+    (name,) = layer.lora_A
+    factor: Any = layer.lora_A[name]  # A [E R, in], or [R, in]
+    return layer.num_experts * layer.r[name] // factor.out_features

@@ -14,25 +14,26 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Model, UserError
 from shardwise.kernels.quantised import Format, block_of, dequantise, quantise
-from shardwise.models.families import Family, family_of, spec_of
+from shardwise.models.families import spec_of
 from shardwise.models.load import weights
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import hf_name
 from shardwise.models.published import method_of, stored_form
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stored import QuantisedConv1D, QuantisedLinear, Stored
 from shardwise.models.tensor_plan import cuts_of
 from shardwise.models.weight_files import Scales
+from shardwise.models.weights import weights_of
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def quantise_frozen(hf: PreTrainedModel, spec: ModelSpec, family: Family, fmt: Format) -> None:
+def quantise_frozen(hf: PreTrainedModel, spec: ModelSpec, fmt: Format) -> None:
     """Put `Stored` in the place of the frozen matrices of all layers, in place, on meta.
 
     A folder that is quantised as `fmt` already keeps its own scales (`published.stored_form`).
     """
     fmt = stored_form(hf.config, fmt)
-    for path in [*stored_paths(hf, spec, family)]:
+    for path in [*stored_paths(hf, spec)]:
         owner_path, _, name = path.rpartition(".")
         owner: Any = hf.get_submodule(owner_path)
         owner._modules[name] = Stored(owner._parameters.pop(name), fmt)
@@ -40,38 +41,15 @@ def quantise_frozen(hf: PreTrainedModel, spec: ModelSpec, family: Family, fmt: F
             owner.__class__ = QuantisedLinear if type(owner) is nn.Linear else QuantisedConv1D
 
 
-def stored_paths(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[str]:
+def stored_paths(hf: nn.Module, spec: ModelSpec) -> Iterator[str]:
     """Yield the names of the parameters that `model.base` stores in few bits.
 
     They are the matrices of linears and of stacks of experts in the layers, without those of
-    `lora.modules_to_save`, which are trained or not used. Routers and other gates keep their dtype,
-    as small errors there choose other experts; so does what a layer's code reads past its linear
-    (`Family.bypassed`).
+    `lora.modules_to_save`, which are trained or not used.
     """
-    linears = set(linears_of(hf, spec, family))
-    for layer in spec.layers:
-        for path, part in hf.get_submodule(layer.name).named_modules():
-            used = hf_name(f"{path}.").removesuffix(".") if not is_adapter(f".{path}.") else ""
-            is_saved = ".original_module" in path or ".modules_to_save." in path
-            is_linear = f"{layer.name}.{path}" in linears
-            for name in part._parameters:
-                is_stack = f"{used}.{name}" in family.experts
-                is_matrix = is_stack or (is_linear and name == "weight")
-                if is_matrix and not is_saved:
-                    yield f"{layer.name}.{path}.{name}"
-
-
-def linears_of(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[str]:
-    """Yield the paths of the linears of all layers, without adapters' and without routers, other
-    gates and what is read past its module; of two copies of one, that which computes.
-    """
-    kept = {*family.gates, *family.gating, *family.bypassed}
-    for layer in spec.layers:
-        for path, part in hf.get_submodule(layer.name).named_modules():
-            if type(part) not in (nn.Linear, Conv1D) or is_adapter(f".{path}."):
-                continue
-            if ".original_module" not in path and hf_name(f"{path}.").rstrip(".") not in kept:
-                yield f"{layer.name}.{path}"
+    for row in weights_of(hf, spec):
+        if row.takes_few_bits and not row.is_original and not row.is_saved_copy:
+            yield row.name
 
 
 def as_stored(hf: PreTrainedModel, fmt: Format | Literal["none"]) -> PreTrainedModel:
@@ -84,7 +62,7 @@ def as_stored(hf: PreTrainedModel, fmt: Format | Literal["none"]) -> PreTrainedM
 @lru_cache(maxsize=2)
 def _stored(hf: PreTrainedModel, fmt: Format) -> PreTrainedModel:
     stored = _with_own_modules(hf)
-    quantise_frozen(stored, spec_of(hf.config, hf), family_of(hf), fmt)
+    quantise_frozen(stored, spec_of(hf.config, hf), fmt)
     return stored
 
 
@@ -109,7 +87,7 @@ def read_back(
     dtype; all others are as they were.
     """
     fmt, scales = stored_form(hf.config, base), Scales(base)
-    stored = set(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)))
+    stored = set(stored_paths(hf, spec_of(hf.config, hf)))
     dtypes = {name: tensor.dtype for name, tensor in hf.state_dict().items()}
     for name, tensor in weights(hf, model, seed, wanted, scales):
         if name in stored and not scales.is_own:
@@ -138,7 +116,7 @@ def rounding_of_merge(
     Both are root mean squares over all matrices that are stored, relative to that of the merged
     ones. `merged`: the weights by the names of `hf`, which has no adapters.
     """
-    stored = set(stored_paths(hf, spec_of(hf.config, hf), family_of(hf)))
+    stored = set(stored_paths(hf, spec_of(hf.config, hf)))
     squares = torch.zeros(3, dtype=torch.float64)
     for name, before in read_back(hf, model, seed, base, stored):
         if name in stored and merged[name].shape[-1] % block_of(base, merged[name].shape[-1]) == 0:
@@ -150,13 +128,11 @@ def rounding_of_merge(
     return again / size, moved / size
 
 
-def problem(
-    hf: PreTrainedModel, spec: ModelSpec, family: Family, fmt: Format, num_ranks: int
-) -> str | None:
+def problem(hf: PreTrainedModel, spec: ModelSpec, fmt: Format, num_ranks: int) -> str | None:
     """Return a matrix that has no whole blocks in each of so many shares along `tp`, if any."""
     fmt = stored_form(hf.config, fmt)
     cuts = cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
-    for name in stored_paths(hf, spec, family):
+    for name in stored_paths(hf, spec):
         weight = hf.get_parameter(name)
         lengths = [weight.shape[-1]]
         if name in cuts and cuts[name].dim == weight.dim() - 1:

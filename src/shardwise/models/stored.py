@@ -90,14 +90,6 @@ def stored_in(model: nn.Module) -> dict[str, Stored]:
     return {path: part for path, part in model.named_modules() if isinstance(part, Stored)}
 
 
-def plain_names(model: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters; the tensors of a `Stored` have that of their matrix."""
-    stored = stored_in(model)
-    for name, _ in model.named_parameters():
-        owner = name.rpartition(".")[0]
-        yield owner if owner in stored else name
-
-
 def weight_of(owner: Any, name: str = "weight") -> Weight:
     """Return a weight of a module as kernels take it."""
     weight = getattr(owner, name)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.models.dora import Magnitude
-from shardwise.models.lora import adapter_layers
+from shardwise.models.adapters.lora import Magnitude
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.stored import stored_in
-from shardwise.models.tensor_cuts import BlockSplit, DimCut, Indivisible, unwrapped
+from shardwise.models.tensor_cuts import BlockSplit, DimCut, Indivisible
+from shardwise.models.weights import weights_of
 
 
 def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
@@ -50,18 +51,16 @@ def replicated_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> 
     the layers, and the head.
     """
     cuts = cuts_of(hf, spec, num_ranks)
-    units = {f"{layer.name}.": Counter() for layer in spec.layers}
-    outside: Counter[str] = Counter()
-    for name, parameter in hf.named_parameters():
-        is_ends = name.startswith((f"{spec.embed}.", f"{spec.head}."))
-        if is_ends or is_adapter(name) or parameter.dim() < 2:
+    units = {name: Counter[str]() for name in ("", *(layer.name for layer in spec.layers))}
+    for row in weights_of(hf, spec):
+        if row.role == "ends" or row.is_adapter or len(row.shape) < 2:
             continue
-        rows = cuts[name].rows if name in cuts else None
+        rows = cuts[row.name].rows if row.name in cuts else None
         share = 1.0 if rows is None else rows.num_shared / rows.size
-        layer = next(filter(name.startswith, units), "")
-        module = hf_name(name.removeprefix(layer)).rpartition(".")[0]
-        units.get(layer, outside)[module] += round(share * parameter.nbytes)
-    return [+sizes for sizes in (outside, *units.values(), Counter())]
+        layer = row.layer.name if row.layer else ""
+        module = row.path.removeprefix(f"{layer}.").rpartition(".")[0]
+        units[layer][module] += round(share * prod(row.shape) * row.dtype.itemsize)
+    return [+sizes for sizes in (*units.values(), Counter())]
 
 
 def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, DimCut]:
@@ -84,24 +83,19 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, DimCut]:
     An adapter is cut as its base is: B and magnitudes with the features that come out, A with those
     that go in.
     """
-    names = {parameter: name for name, parameter in block.named_parameters()}
-    cuts = {
-        name: split.weights[hf_name(name)]
-        for name in names.values()
-        if not is_adapter(name) and hf_name(name) in split.weights
-    }
+    cuts: dict[str, DimCut] = {}
+    for row in weights_of(block):
+        cut = split.weights.get(row.path)
+        if cut is None:
+            continue
+        goes_in = _goes_in(row.owner, cut)
+        if not row.part:
+            cuts[row.name] = cut
+        elif row.is_adapter and (row.part == "lora_A") == goes_in:
+            cuts[row.name] = DimCut(int(goes_in), cut.rows)
     for path, matrix in stored_in(block).items():
         if hf_name(path) in split.weights:
             cuts |= {f"{path}.{n}": cut for n, cut in matrix.cuts(split.weights[hf_name(path)])}
-    for path, layer in adapter_layers(block).items():
-        cut = split.weights.get(path) or split.weights.get(f"{path}.weight")
-        if cut is None:
-            continue
-        goes_in = _goes_in(unwrapped(layer), cut)
-        for factor in (layer.lora_A if goes_in else layer.lora_B).parameters():
-            cuts[names[factor]] = DimCut(int(goes_in), cut.rows)
-        for magnitude in () if goes_in else layer.lora_magnitude_vector.parameters():
-            cuts[names[magnitude]] = DimCut(0, cut.rows)
     return cuts
 
 
@@ -111,7 +105,7 @@ def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, DimCut]:
     for path, module in block.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not is_adapter(f"{path}."):
             cut = split.weights.get(hf_name(f"{path}.weight"))
-            if cut is not None and _goes_in(module, cut):
+            if cut is not None and _goes_in(type(module), cut):
                 cuts[path] = cut
     return cuts
 
@@ -127,8 +121,8 @@ def cut_rows(block: nn.Module, split: BlockSplit) -> tuple[int, ...]:
     return tuple(magnitude.weight.numel() for magnitude in magnitudes)
 
 
-def _goes_in(base: nn.Module, cut: DimCut) -> bool:
+def _goes_in(owner: type[nn.Module], cut: DimCut) -> bool:
     """Return whether a linear [out, in], Conv1D [in, out] or stack [E, out, in] is cut by input."""
-    if isinstance(base, nn.Linear):
+    if issubclass(owner, nn.Linear):
         return cut.dim == 1
-    return cut.dim == (0 if isinstance(base, Conv1D) else 2)
+    return cut.dim == (0 if issubclass(owner, Conv1D) else 2)

@@ -11,8 +11,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.quantised import Format
-from shardwise.models.lora import adapter_layers
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import adapter_layers, hf_name, is_adapter
 from shardwise.models.operations import TapedBlock
 from shardwise.models.parameters import Adapter, Parameter
 from shardwise.models.spec import LayerSpec

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import Checkpointing, RunConfig, Way, way_of
-from shardwise.models.lora import adapter_layers
+from shardwise.models.names import adapter_layers
 from shardwise.models.part import ModelPart
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.linear_cross_entropy import Vocabulary
-from shardwise.models.dora import Magnitude
+from shardwise.models.adapters.lora import Magnitude
 from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows

@@ -28,11 +28,10 @@ COUNT_BYTES = 4
 class UpdateRule(UpdateFacts):
     """An optimizer. What this one answers is AdamW's, which others have for what they leave."""
 
-    def selected(self, hf: nn.Module, spec: ModelSpec, gating: tuple[str, ...]) -> frozenset[str]:
+    def selected(self, hf: nn.Module, spec: ModelSpec) -> frozenset[str]:
         """Return the names of the parameters that it does not leave to AdamW.
 
-        The choice is by the shapes of full parameters, whatever part of them a rank has. `gating`:
-        the linears that make gates and rates.
+        The choice is by the shapes of full parameters, whatever part of them a rank has.
         """
         return frozenset()
 

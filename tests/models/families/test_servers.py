@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from shardwise.commands import export
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter import save_adapter
-from shardwise.models.adapter_export import READERS, export_adapter
+from shardwise.models.adapters.writing import READERS, export_adapter, save_adapter
 from shardwise.models.multimodal import multimodal_of
 from tests.models import multimodal
 from tests.models.tiny import tiny, trained, with_adapters

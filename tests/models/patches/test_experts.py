@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from shardwise.config import Lora, Model
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.adapter import merge_adapter, save_adapter
+from shardwise.models.adapters.writing import merge_adapter, save_adapter
 from shardwise.models.families import FAMILIES, spec_of
 from shardwise.models.load import weights
 from shardwise.models.patches.experts import RoutedExperts, use_routed_experts
@@ -38,7 +38,7 @@ from tests.models.tiny import (
     with_adapters,
 )
 
-MIXTURES = tuple(TINY_OF[name] for name, family in FAMILIES.items() if family.experts)
+MIXTURES = tuple(TINY_OF[name] for name, family in FAMILIES.items() if family.named("experts"))
 EXPERTS = Lora(r=4, rslora=True, targets=["experts"])
 SHARED = replace(EXPERTS, experts="shared")
 

@@ -16,7 +16,6 @@ from shardwise.kernels import float8 as kernel
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.names import hf_name
 from shardwise.models.patches import float8
-from shardwise.models.quantise import linears_of
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.left_out import some_now
@@ -31,14 +30,14 @@ LORA = Cell("qwen3_5_text", "single", "lora", variant="tensorwise")
 def test_linears_of_layers_multiply_in_8_bits_and_gates_do_not(family):
     hf = on_meta(tiny(TINY_OF[family]))
     spec, kind = spec_of(hf.config, hf), family_of(hf)
-    chosen = {*linears_of(hf, spec, kind)}
-    apart = {*kind.gating, *kind.gates, *kind.bypassed}
+    chosen = {path for path, _ in float8.linears(hf, spec)}
+    apart = {*kind.named("gating"), *kind.named("gates"), *kind.named("bypassed")}
     for path, module in hf.named_modules():
         if type(module) in (nn.Linear, Conv1D):
             layer = next((lay.name for lay in spec.layers if path.startswith(f"{lay.name}.")), None)
             is_apart = layer is None or path.removeprefix(f"{layer}.") in apart
             assert (path in chosen) is not is_apart, path
-    assert 0 < float8.num_linears(hf, spec, kind) <= len(chosen)
+    assert 0 < float8.num_linears(hf, spec) <= len(chosen)
 
 
 def test_the_forwards_of_chosen_linears_alone_are_replaced():
@@ -57,7 +56,7 @@ def check_forwards(cell: Cell) -> None:
     }
     spec = job.run.spec
     assert replaced - {spec.head} == {
-        hf_name(f"{path}.").removesuffix(".") for path in linears_of(job.run.hf, spec, part.family)
+        hf_name(f"{path}.").removesuffix(".") for path, _ in float8.linears(job.run.hf, spec)
     }
     assert len(part.float8) == 25
     assert job.run.kernels["matmul"] == "fp8_tensorwise (emulated)"

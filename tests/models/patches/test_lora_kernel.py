@@ -15,9 +15,9 @@ from shardwise.config import Lora, UserError
 from shardwise.kernels import lora_linear
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.dora import use_magnitudes
+from shardwise.models.adapters.lora import use_magnitudes
 from shardwise.models.kinds import SHARED_INPUTS
-from shardwise.models.lora import adapter_layers
+from shardwise.models.names import adapter_layers
 from shardwise.models.patches import lora_kernel
 from shardwise.models.patches.dropout import DropoutState, replace_dropouts
 from shardwise.models.patches.lora_kernel import kernel_for, use_lora_kernel

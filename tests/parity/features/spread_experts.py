@@ -8,7 +8,7 @@ from shardwise.base.schedule.orders import ORDERS
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from tests.parity.harness import BALANCED, FAMILIES, STILL, Cell
 
-WITH_EXPERTS = tuple(family for family in FAMILIES if FAMILY_FACTS[family].experts)
+WITH_EXPERTS = tuple(family for family in FAMILIES if FAMILY_FACTS[family].named("experts"))
 COMPOSED = {
     **dict.fromkeys(("ddp-ep", "zero1-ep", "zero2-ep", "fsdp2-ep"), (2, 4)),
     "hsdp-ep": (4,),

@@ -62,7 +62,7 @@ def _variants() -> Iterator[Cell]:
             yield cell(family, layout, "lora", "checkpointing")
             if FAMILY_FACTS[family].keeps_documents_apart:
                 yield cell(family, layout, "lora", "isolated")
-            if FAMILY_FACTS[family].experts:
+            if FAMILY_FACTS[family].named("experts"):
                 yield cell(family, layout, "lora", "experts")
         for family in ("llama", "qwen3_5_text", "gpt2", "jet_nemotron"):
             yield cell(family, layout, "lora", "dropout")

@@ -23,7 +23,7 @@ from shardwise.config import RunConfig
 from shardwise.lab.planner.communication import bytes_leaving, messages_of_step, ring_bytes, unknown
 from shardwise.lab.planner.messages import Total, add_up, sizes_of
 from shardwise.lab.planner.share import share_of
-from shardwise.models.adapter_start import resumed
+from shardwise.models.adapters.peft_config import resumed
 from shardwise.parallel.sent import Messages
 
 # Operator: (what it does, which argument is the whole that is reduced, gathered or sent).

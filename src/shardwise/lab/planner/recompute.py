@@ -31,8 +31,8 @@ from shardwise.lab.planner.share import boundaries_of, counts_of
 from shardwise.lab.planner.shares import Shares
 from shardwise.lab.planner.unit_work import work_of_units
 from shardwise.metrics.flops import unit_flops_per_token
-from shardwise.models import adapter_start
 from shardwise.models.activations import UnitMemory
+from shardwise.models.adapters import peft_config
 from shardwise.parallel.reduce import from_every_rank
 
 WAYS: tuple[Way, ...] = ("none", "operators", "full")
@@ -57,7 +57,7 @@ def chosen_of(
     is_huge = mesh.device.type == "cpu" and tokens >= MANY_TOKENS
     if cfg.training.budget_bytes is None and not is_huge:
         return None
-    cfg = adapter_start.resumed(cfg, adapter)
+    cfg = peft_config.resumed(cfg, adapter)
     run = describe(cfg, mesh.dense.size(), mesh.device)
     if cfg.training.budget_bytes is None:
         _check_room(cfg, run)

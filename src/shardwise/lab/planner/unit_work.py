@@ -19,7 +19,6 @@ from shardwise.config import RunConfig, Way
 from shardwise.metrics.flops import is_again, is_rerun, rerun_of
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ProductWeight, Unit
-from shardwise.models.families import family_of
 from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import ModelSpec
 
@@ -121,7 +120,7 @@ def _shapes(hf: PreTrainedModel) -> Mapping[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=1)
 def _stored(hf: PreTrainedModel, spec: ModelSpec) -> frozenset[str]:
-    return frozenset(stored_paths(hf, spec, family_of(hf)))
+    return frozenset(stored_paths(hf, spec))
 
 
 def _work(

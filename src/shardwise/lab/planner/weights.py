@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
 
 from transformers import PreTrainedModel
 
@@ -13,11 +12,11 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.models.alike import first_alike
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
-from shardwise.models.families import family_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import DimCut
-from shardwise.models.tensor_plan import cuts_of, split_blocks
+from shardwise.models.tensor_plan import cuts_of
+from shardwise.models.weights import WeightRow, weights_of
 from shardwise.parallel.optimizers import OPTIMIZERS
 from shardwise.parallel.weights import Weight
 
@@ -45,17 +44,9 @@ def sharded(
     return tuple(weight.sharded(num_shards, num_expert_ranks) for weight in weights)
 
 
-def _by_layer(spec: ModelSpec, weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
-    """Return the weights of each layer by its name, the others under "start" and "end"."""
-    names = {layer.name for layer in spec.layers}
-    depth = max((name.count(".") + 1 for name in names), default=0)
-    at_start = tuple(f"{path}." for path in (spec.embed, spec.positions) if path)
-    groups: dict[str, list[Weight]] = {"start": [], **{x.name: [] for x in spec.layers}, "end": []}
-    for weight in weights:
-        name = ".".join(weight.name.split(".")[:depth])
-        end = "start" if weight.name.startswith(at_start) else "end"
-        groups[name if name in names else end].append(weight)
-    return {name: tuple(group) for name, group in groups.items()}
+@lru_cache(maxsize=2)
+def _rows(hf: PreTrainedModel, spec: ModelSpec) -> Mapping[str, WeightRow]:
+    return {row.name: row for row in weights_of(hf, spec)}
 
 
 @lru_cache(maxsize=2)
@@ -63,12 +54,22 @@ def _whole_weights(
     hf: PreTrainedModel, optimizer: str, spec: ModelSpec
 ) -> Mapping[str, tuple[Weight, ...]]:
     """Return the weights by layer as one process holds them."""
-    selected = OPTIMIZERS[optimizer].selected(hf, spec, family_of(hf).gating)
-    weights = [
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, 1, is_selected=name in selected)
-        for name, p in hf.named_parameters()
-    ]
-    return _by_layer(spec, weights)
+    selected = OPTIMIZERS[optimizer].selected(hf, spec)
+    tables = tuple(f"{path}." for path in (spec.embed, spec.positions) if path)
+    groups: dict[str, list[Weight]] = {"start": [], **{x.name: [] for x in spec.layers}, "end": []}
+    for row in _rows(hf, spec).values():
+        outside = "start" if row.name.startswith(tables) else "end"
+        groups[row.layer.name if row.layer else outside].append(
+            Weight(
+                row.name,
+                row.shape,
+                row.dtype.itemsize,
+                row.is_trained,
+                num_shards=1,
+                is_selected=row.name in selected,
+            )
+        )
+    return {name: tuple(group) for name, group in groups.items()}
 
 
 @lru_cache(maxsize=64)
@@ -89,59 +90,51 @@ def _cut_weights(
     places = first_alike(hf, spec, "none")
     firsts = {layer.name: spec.layers[places[layer.name]] for layer in spec.layers}
     few = replace(spec, layers=tuple(dict.fromkeys(firsts.values())))
-    names = ("start", *(layer.name for layer in few.layers), "end")
-    weights = [weight for name in names for weight in whole[name]]
     layout = num_ranks, num_expert_ranks, sequence_parallel, rank
-    cut = _by_layer(few, _in_ranks(stored, few, weights, *layout))
-    by_layer = {}
-    for name, first in firsts.items():
-        by_layer[name] = cut[first.name]
-        if name != first.name:
-            by_layer[name] = tuple(
-                replace(w, name=name + w.name.removeprefix(first.name)) for w in cut[first.name]
-            )
+    on_a_rank = _in_rank(stored, few, _rows(stored, spec), *layout)
+    cut = {
+        name: tuple(map(on_a_rank, whole[name]))
+        for name in ("start", *(layer.name for layer in few.layers), "end")
+    }
+    by_layer = {
+        name: tuple(
+            replace(w, name=name + w.name.removeprefix(first.name)) for w in cut[first.name]
+        )
+        for name, first in firsts.items()
+    }
     return {"start": cut["start"], **by_layer, "end": cut["end"]}
 
 
-def _in_ranks(
+def _in_rank(
     hf: PreTrainedModel,
     spec: ModelSpec,
-    weights: Iterable[Weight],
+    rows: Mapping[str, WeightRow],
     num_ranks: int,
     num_expert_ranks: int,
     sequence_parallel: bool,
     rank: int,
-) -> list[Weight]:
-    """Return weights of these layers, or of none, as a rank of `tp` and any of `ep` hold them."""
-    if num_expert_ranks > 1:
-        expert_cuts = expert_cuts_of(hf, spec, num_expert_ranks)
-        weights = [_of_experts(weight, expert_cuts.get(weight.name)) for weight in weights]
-    if num_ranks == 1:
-        return [*weights]
-    cuts = cuts_of(hf, spec, num_ranks)
-    splits = {
-        f"{layer.name}.{path}.": split
-        for layer in spec.layers
-        for path, split in split_blocks(hf, layer, num_ranks).items()
-    }
-    # With sequence parallelism a rank has its share of the tokens between blocks.
-    between = [layer.name for layer in spec.layers] + [spec.norm]
-    shared_tokens = tuple(f"{path}." for path in between if sequence_parallel)
+) -> Callable[[Weight], Weight]:
+    """Return what makes of a weight of these layers, or of none, that of a rank."""
+    expert_cuts = expert_cuts_of(hf, spec, num_expert_ranks) if num_expert_ranks > 1 else {}
+    cuts = cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
 
     def on_a_rank(weight: Weight) -> Weight:
-        if weight.name.startswith((f"{spec.embed}.", f"{spec.head}.")):
+        weight, row = _of_experts(weight, expert_cuts.get(weight.name)), rows[weight.name]
+        if num_ranks == 1:
+            return weight
+        if row.role == "ends":
             most = -(-weight.shape[0] // num_ranks)
-            rows = min(most, weight.shape[0] - rank * most)
-            return replace(weight, shape=(rows, *weight.shape[1:]), tp_dim=0)
+            num_rows = min(most, weight.shape[0] - rank * most)
+            return replace(weight, shape=(num_rows, *weight.shape[1:]), tp_dim=0)
         if weight.name in cuts:
             return _cut(weight, cuts[weight.name], rank)
-        places = accumulate(f"{part}." for part in weight.name.split("."))
-        block = next((place for place in places if place in splits), None)
-        is_between = block is None and weight.name.startswith(shared_tokens)
-        is_inside = block is not None and splits[block] is not None
-        return replace(weight, has_partial_gradient=is_between or is_inside)
+        if row.block is not None:
+            return replace(weight, has_partial_gradient=row.block.kind.split is not None)
+        # With sequence parallelism a rank has its share of the tokens between blocks.
+        is_between = row.layer is not None or row.name.startswith(f"{spec.norm}.")
+        return replace(weight, has_partial_gradient=sequence_parallel and is_between)
 
-    return [*map(on_a_rank, weights)]
+    return on_a_rank
 
 
 def _of_experts(weight: Weight, cut: DimCut | None) -> Weight:

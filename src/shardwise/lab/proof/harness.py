@@ -23,8 +23,9 @@ from shardwise.base.batches import IGNORED, Batch
 from shardwise.base.interfaces import Mesh
 from shardwise.checkpoint.export import save_result
 from shardwise.config import RunConfig
-from shardwise.models import dora, load, quantise
-from shardwise.models.families import family_of, spec_of
+from shardwise.models import load, quantise
+from shardwise.models.adapters import lora
+from shardwise.models.families import spec_of
 from shardwise.models.kinds import RATES
 from shardwise.models.names import hf_name
 from shardwise.models.quantise import Format, stored_paths
@@ -119,12 +120,12 @@ class DrawnStart(MemoryState):
 def _stored(hf: Any, cfg: RunConfig, read_back: Format) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, values) of what is read back, and of DoRA's magnitudes, which start from it."""
     plain = load.build_meta(cfg.model, load.read_config(cfg.model))
-    magnitudes = dora.starts(hf, dict(hf.named_parameters()))
-    names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf.config, hf), family_of(hf))}
+    magnitudes = lora.magnitude_starts(hf, dict(hf.named_parameters()))
+    names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf.config, hf))}
     for name, value in quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names):
         yield names[name], value
         if start := magnitudes.get(names[name]):
-            yield start[0], dora.first_magnitude(start[1], value)
+            yield start[0], lora.first_magnitude(start[1], value)
 
 
 def drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -93,4 +93,4 @@ def _feed_forward(model: PreTrainedModel, layer: str, family: Family) -> str:
     weights = [name for name in parameters if name.startswith(inside)]
     if not weights:
         return "none"
-    return "moe" if any(name in family.experts for name in weights) else "dense"
+    return "dense" if {*family.named("experts")}.isdisjoint(weights) else "moe"

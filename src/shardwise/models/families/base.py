@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
@@ -117,26 +117,6 @@ class Family:
         kinds = [block.kind for mixer in self.mixers.values() for block in mixer.blocks]
         return all(kind.keeps_documents_apart or not kind.mixes_tokens for kind in kinds)
 
-    @cached_property
-    def experts(self) -> tuple[str, ...]:
-        """Parameters of a layer that stack the weights of all routed experts, [E, out, in]."""
-        return self._named(lambda kind: kind.experts)
-
-    @cached_property
-    def gates(self) -> tuple[str, ...]:
-        """Linears of a layer that are `Kind.gates`."""
-        return self._named(lambda kind: kind.gates)
-
-    @cached_property
-    def gating(self) -> tuple[str, ...]:
-        """Linears of a layer that are `Kind.gating`."""
-        return self._named(lambda kind: kind.gating)
-
-    @cached_property
-    def bypassed(self) -> tuple[str, ...]:
-        """Linears of a layer that are `Kind.bypassed`."""
-        return self._named(lambda kind: kind.bypassed)
-
     def mixers_of(self, config: PretrainedConfig) -> list[Mixer]:
         """Return the mixer of every layer, in order.
 
@@ -155,6 +135,7 @@ class Family:
                 )
         return [self.mixers[layer_type] for layer_type in types]
 
-    def _named(self, names_of: Callable[[Kind], tuple[str, ...]]) -> tuple[str, ...]:
-        names = ((block.path, name) for block in self.blocks for name in names_of(block.kind))
+    def named(self, key: Literal["experts", "gates", "gating", "bypassed"]) -> tuple[str, ...]:
+        """Return the names in a layer that the kinds of its blocks have under this field."""
+        names = ((block.path, name) for block in self.blocks for name in getattr(block.kind, key))
         return tuple(dict.fromkeys(".".join(filter(None, parts)) for parts in names))

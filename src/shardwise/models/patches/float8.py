@@ -20,10 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels import float8
 from shardwise.kernels.float8 import UNIT, Float8, Recipe, float8_linear
-from shardwise.models.families import Family
 from shardwise.models.names import hf_name
-from shardwise.models.quantise import linears_of
 from shardwise.models.spec import ModelSpec
+from shardwise.models.weights import weights_of
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -37,7 +36,7 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     recipe = recipe_of(cfg)
     if recipe is None:
         return
-    for path, takes in _linears(part.hf, part.spec, part.family):
+    for path, takes in linears(part.hf, part.spec):
         if takes:
             linear = part.hf.get_submodule(path)
             part.float8[linear] = Float8(recipe, part.backward_half)
@@ -62,24 +61,22 @@ def kernel_for(cfg: RunConfig, device: torch.device) -> str:
     return cfg.training.matmul if device.type == "cuda" else f"{cfg.training.matmul} (emulated)"
 
 
-def num_linears(hf: nn.Module, spec: ModelSpec, family: Family) -> int:
+def num_linears(hf: nn.Module, spec: ModelSpec) -> int:
     """Return how many linears can multiply in 8 bits."""
-    return sum(takes for _, takes in _linears(hf, spec, family))
+    return sum(takes for _, takes in linears(hf, spec))
 
 
-def notes(
-    hf: nn.Module, spec: ModelSpec, family: Family, cfg: RunConfig, device: str
-) -> tuple[str, ...]:
+def notes(hf: nn.Module, spec: ModelSpec, cfg: RunConfig, device: str) -> tuple[str, ...]:
     """Return notes for a reader of a run's figures; none where products are not in 8 bits."""
     if recipe_of(cfg) is None:
         return ()
     plain = {
         re.sub(r"\.\d+\.", ".*.", hf_name(f"{path}."), count=1).removesuffix(".")
-        for path, takes in _linears(hf, spec, family)
+        for path, takes in linears(hf, spec)
         if not takes
     }
     key = f"training.matmul {cfg.training.matmul}"
-    texts = [f"{key}: {num_linears(hf, spec, family)} linears multiply in 8 bits"]
+    texts = [f"{key}: {num_linears(hf, spec)} linears multiply in 8 bits"]
     if device == "cuda":
         texts.append(f"{key}: mfu and hfu are shares of the device's peak in 16 bits")
     else:
@@ -92,11 +89,14 @@ def notes(
     return tuple(texts)
 
 
-def _linears(hf: nn.Module, spec: ModelSpec, family: Family) -> Iterator[tuple[str, bool]]:
-    """Yield the path of each linear that may multiply in 8 bits, and whether its sizes let it."""
-    for path in linears_of(hf, spec, family):
-        weight: Any = hf.get_submodule(path).weight
-        yield path, not any(size % UNIT for size in weight.shape)
+def linears(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, bool]]:
+    """Yield the path of each linear that may multiply in 8 bits, and whether its sizes let it.
+
+    Of two copies of one, that which computes.
+    """
+    for row in weights_of(hf, spec):
+        if row.takes_few_bits and row.is_linear and not row.is_original:
+            yield row.name.removesuffix(".weight"), not any(size % UNIT for size in row.shape)
 
 
 def _forward(linear: Any, products: Float8, x: torch.Tensor) -> torch.Tensor:

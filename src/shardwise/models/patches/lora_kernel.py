@@ -26,7 +26,7 @@ from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.lora_linear import Linear, LoraBackend, load_backend, lora_linear
 from shardwise.kernels.lora_linear.magnitude import row_norms, with_magnitude
-from shardwise.models.dora import Magnitude, magnitude_of
+from shardwise.models.adapters.lora import Magnitude, magnitude_of
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.stored import weight_of

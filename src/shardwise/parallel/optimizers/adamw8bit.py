@@ -22,7 +22,7 @@ class AdamW8bitUpdate(UpdateRule):
     selects = True
     has_blocks = True
 
-    def selected(self, hf: nn.Module, spec: ModelSpec, gating: tuple[str, ...]) -> frozenset[str]:
+    def selected(self, hf: nn.Module, spec: ModelSpec) -> frozenset[str]:
         """Return the parameters whose moments have 8 bits."""
         from shardwise.models.eight_bit import names_in_8_bits
 

@@ -27,11 +27,11 @@ class MuonUpdate(UpdateRule):
     selects = True
     needs_matrices = True
 
-    def selected(self, hf: nn.Module, spec: ModelSpec, gating: tuple[str, ...]) -> frozenset[str]:
+    def selected(self, hf: nn.Module, spec: ModelSpec) -> frozenset[str]:
         """Return the matrices, and the stacks of experts."""
-        from shardwise.models.matrices import matrices_of
+        from shardwise.models.weights import matrices_of
 
-        return matrices_of(hf, spec, gating)
+        return matrices_of(hf, spec)
 
     def make(self, groups: Groups, cfg: Optimizer, precision: str) -> torch.optim.Optimizer:
         """See UpdateRule."""

@@ -1,28 +1,37 @@
-"""LoRA that starts from the adapter of a folder (`lora.path`) instead of drawn factors."""
+"""The section `lora` and PEFT's config: what each says of the other, and values to start from.
+
+With `lora.path` a run starts from the adapter of a folder instead of drawn factors.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import ParamWrapper
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, RunConfig, UserError
-from shardwise.models.adapter_folder import PREFIX, AdapterFolder, as_in_file, read_adapter
-from shardwise.models.adapter_reading import CHANGE_THE_BASE, Reading, read_on, reading_of
-from shardwise.models.adapter_targets import sizes_of
+from shardwise.models.adapters.reading import (
+    CHANGE_THE_BASE,
+    PREFIX,
+    AdapterFolder,
+    Reading,
+    file_name,
+    read_adapter,
+    read_on,
+    reading_of,
+)
 from shardwise.models.families import family_of
-from shardwise.models.lora import adapter_layers
 from shardwise.models.multimodal import multimodal_of
-from shardwise.models.names import is_adapter, is_saved_copy
+from shardwise.models.names import adapter_layers, is_adapter, is_saved_copy, renamed_by_peft
 from shardwise.models.weight_files import weights_from_files
 
 _READ = re.compile(
@@ -101,14 +110,15 @@ def folder_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full CPU tensor) of the adapters and saved copies in `wanted`, one at a time."""
     assert lora.path is not None
-    mine = {n: p.dtype for n, p in model.named_parameters() if _is_ours(n) and n in wanted}
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    mine = [name for name in names_of_adapters(model) if name in wanted]
     if not mine:
         return
     reading = read_on(base, lora.path)
     found = {reading.text_name(name.removeprefix(PREFIX)): name for name in reading.sources}
-    places = {found[_plain(name)]: name for name in mine}
+    places = {found[text_key(name)]: name for name in mine}
     for name, value in reading.values(places):
-        yield places[name], value.to(mine[places[name]])
+        yield places[name], value.to(dtypes[places[name]])
 
 
 def section_of_layers(lora: Lora, model: nn.Module) -> Lora:
@@ -157,7 +167,7 @@ def _check_untied(reading: Reading, base: Model, saved: list[str]) -> None:
 
 def _targets(reading: Reading) -> dict[str, str]:
     """Return the path of each linear and stack of experts with factors, by PEFT's name of it."""
-    head, bypassed = reading.text.get_output_embeddings(), family_of(reading.text).bypassed
+    head, bypassed = reading.text.get_output_embeddings(), family_of(reading.text).named("bypassed")
     targets: dict[str, str] = {}
     for name, layer in reading.layers.items():
         path = reading.text_name(name)
@@ -214,10 +224,115 @@ def _check_base(reading: Reading, base: Model, saved: list[str]) -> None:
             )
 
 
-def _is_ours(name: str) -> bool:
-    return is_adapter(name) or is_saved_copy(name)
+def names_of_adapters(model: nn.Module) -> list[str]:
+    """Return the names of factors, magnitudes and copies of modules to save."""
+    names = (name for name, _ in model.named_parameters())
+    return [name for name in names if is_adapter(name) or is_saved_copy(name)]
 
 
-def _plain(name: str) -> str:
-    name = name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
-    return as_in_file(name)
+def text_key(name: str) -> str:
+    """Return a parameter's name in a file, without the prefix, as the text class has it."""
+    return file_name(name.replace(".modules_to_save.default.", "."))
+
+
+def peft_config(
+    lora: Lora, modules: list[str], parameters: list[str], saved: list[str], transposed: bool
+) -> LoraConfig:
+    """Return PEFT's config for adapters on `modules` (linears) and `parameters` (stacks).
+
+    `transposed`: the linears are transformers' Conv1D, which keep their weight as [in, out].
+    """
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,  # ty: ignore[invalid-argument-type]  # used as any number
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        fan_in_fan_out=transposed,
+        target_modules=modules,
+        target_parameters=parameters or None,
+        modules_to_save=saved or None,
+    )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The class that PEFT will see, without adapters."""
+
+    names: frozenset[str]
+    """The names of its parameters."""
+    model_type: str
+    layers: str
+    """The path to its layers."""
+
+    @property
+    def _modules(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self.names}
+
+    def targets(self, layers: Mapping[str, LoraLayer]) -> tuple[list[str], list[str]]:
+        """Return `target_modules` and `target_parameters` for PEFT's layers, by their names here.
+
+        PEFT renames, by model type, targets that look like a checkpoint's per-expert matrices, and
+        so loses linears of MLPs (`names.renamed_by_peft`). Those are listed as parameters
+        (`....weight`) instead of modules, which gives the same factors under the same names. PEFT
+        then computes W + BA rather than Wx + BAx, and the config must not have dropout.
+        """
+        modules: list[str] = []
+        parameters: list[str] = []
+        for path, layer in layers.items():
+            name = self._peft_name(path, layer)
+            is_module = name == path and not isinstance(layer, ParamWrapper)
+            (modules if is_module else parameters).append(name)
+        return (
+            short_targets(modules, self._modules, self.layers),
+            short_targets(parameters, self.names, self.layers),
+        )
+
+    def sizes(self, layers: Mapping[str, LoraLayer]) -> dict[str, tuple[int, float]]:
+        """Return rank and alpha of PEFT's layers by the names that its patterns match."""
+        sizes = sizes_of(layers)
+        return {self._peft_name(path, layer): sizes[path] for path, layer in layers.items()}
+
+    def _peft_name(self, path: str, layer: LoraLayer) -> str:
+        """Return the name of what PEFT adapts: of a module, or of a parameter where it renames."""
+        is_renamed = path.rpartition(".")[2] in renamed_by_peft(self.model_type)
+        return f"{path}.weight" if is_renamed and not isinstance(layer, ParamWrapper) else path
+
+    def patterns(
+        self, sizes: Mapping[str, tuple[int, float]], r: int, alpha: float
+    ) -> dict[str, dict[str, Any]]:
+        """Return `rank_pattern` and `alpha_pattern` for adapters of these ranks and alphas.
+
+        PEFT takes the first entry that matches; no two match one weight, so order means nothing.
+        """
+        patterns: dict[str, dict[str, Any]] = {}
+        all_names = self._modules | self.names
+        for place, (key, default) in enumerate((("rank_pattern", r), ("alpha_pattern", alpha))):
+            entries = patterns[key] = {}
+            for value in dict.fromkeys(size[place] for size in sizes.values()):
+                paths = [path for path, size in sizes.items() if size[place] == value]
+                if value != default:
+                    entries |= dict.fromkeys(short_targets(paths, all_names, self.layers), value)
+        return patterns
+
+
+def sizes_of(layers: Mapping[str, LoraLayer]) -> dict[str, tuple[int, float]]:
+    """Return rank and alpha of PEFT's layers."""
+    return {name: (x.r["default"], x.lora_alpha["default"]) for name, x in layers.items()}
+
+
+def short_targets(paths: list[str], all_names: Iterable[str], layers: str) -> list[str]:
+    """Return targets for PEFT's config: an end of names where all that have it are meant.
+
+    PEFT matches a target with the end of a name, so that one target stands for all layers.
+    `all_names` are those of the class that it will see, `layers` its path to the layers.
+    """
+    all_names, wanted = list(all_names), set(paths)
+    short: dict[str, None] = {}
+    for path in paths:
+        end = path.removeprefix(f"{layers}.").partition(".")[2]
+        is_in_layer = path.startswith(f"{layers}.")
+        complete = all(name in wanted for name in all_names if name.endswith(f".{end}"))
+        short[end if is_in_layer and complete else path] = None
+    return list(short)

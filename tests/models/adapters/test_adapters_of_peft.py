@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from shardwise.commands import cli
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter import merge_adapter, save_adapter
-from shardwise.models.adapter_export import export_adapter
-from shardwise.models.adapter_start import folder_weights, section_of, section_of_layers
-from shardwise.models.audit import audit
+from shardwise.models.adapters.coverage import audit
+from shardwise.models.adapters.lora import inject
+from shardwise.models.adapters.peft_config import folder_weights, section_of, section_of_layers
+from shardwise.models.adapters.writing import export_adapter, merge_adapter, save_adapter
 from shardwise.models.families import spec_of
 from shardwise.models.load import fill, read_config, weights
-from shardwise.models.lora import adapter_layers, inject
+from shardwise.models.names import adapter_layers
 from tests.models.tiny import loaded_by_transformers, logits, on_meta, relative_error, tiny, trained
 
 TOLERANCE = 1e-5  # float32, relative to the largest logit

@@ -16,8 +16,8 @@ from transformers import Qwen3_5ForConditionalGeneration
 
 from shardwise.commands import cli
 from shardwise.config import Lora, Model
-from shardwise.models.adapter import save_adapter
-from shardwise.models.audit import audit
+from shardwise.models.adapters.coverage import audit
+from shardwise.models.adapters.writing import save_adapter
 from tests.models import multimodal
 from tests.models.tiny import tiny, trained, with_adapters
 

@@ -16,15 +16,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from shardwise.assembly.build import build
 from shardwise.base.batches import IGNORED
 from shardwise.config import Lora, Model, Optimizer, RunConfig, UserError
-from shardwise.models.adapter import merge_adapter, save_adapter
-from shardwise.models.adapter_export import export_adapter
-from shardwise.models.adapter_start import folder_weights, section_of
-from shardwise.models.audit import audit
+from shardwise.models.adapters.coverage import audit
+from shardwise.models.adapters.lora import inject
+from shardwise.models.adapters.peft_config import folder_weights, section_of
+from shardwise.models.adapters.writing import export_adapter, merge_adapter, save_adapter
 from shardwise.models.families import spec_of
 from shardwise.models.kinds import RATES
-from shardwise.models.lora import adapter_layers, inject
 from shardwise.models.multimodal import multimodal_of
-from shardwise.models.names import hf_name, is_adapter, is_magnitude
+from shardwise.models.names import adapter_layers, hf_name, is_adapter, is_magnitude
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks

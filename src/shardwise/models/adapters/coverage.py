@@ -1,19 +1,90 @@
-"""Findings of `shardwise check` in a PEFT adapter: what would do nothing on its model."""
+"""Weights that adapters reach: of a run, and of a PEFT adapter, with what `check` finds in it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
+from torch import nn
 
 from shardwise.config import Model
-from shardwise.models.adapter_folder import PREFIX
-from shardwise.models.adapter_reading import Reading, bypassed, read_on, some
+from shardwise.models.adapters.reading import PREFIX, Reading, bypassed, read_on, some
 from shardwise.models.families import spec_of
-from shardwise.models.lora import CoverageRow, coverage
+from shardwise.models.weights import WeightRow, adaptable, ends_with
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """The weights that an adapter could be on, over all layers of one kind."""
+
+    kind: str
+    layers: int
+    weights: int  # linears, and stacks of experts
+    adapted: int
+    frozen: tuple[str, ...]  # those without an adapter, by their name in the layer
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Linears that LoRA trains: printed at the start of a run and kept in its record."""
+
+    rows: tuple[CoverageRow, ...]
+    trainable: int  # parameters
+    total: int  # parameters, adapters included
+
+    @property
+    def percent(self) -> float:
+        """Trainable parameters in percent of all."""
+        return 100.0 * self.trainable / self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, for record.json."""
+        return {**asdict(self), "percent": self.percent}
+
+    def __str__(self) -> str:
+        head = ("layers", "count", "weights", "adapted", "left frozen")
+        body = [
+            (row.kind, row.layers, row.weights, row.adapted, ", ".join(row.frozen) or "-")
+            for row in self.rows
+        ]
+        table = [[str(cell) for cell in row] for row in (head, *body)]
+        name, *numbers, _ = [max(map(len, column)) for column in zip(*table)]
+        lines = []
+        for kind, *counts, frozen in table:
+            right = [count.rjust(width) for count, width in zip(counts, numbers)]
+            lines.append("  ".join([kind.ljust(name), *right, frozen]))
+        lines.append(
+            f"trainable: {self.trainable:,} of {self.total:,} parameters ({self.percent:.2f} %)"
+        )
+        return "\n".join(lines)
+
+
+def coverage(model: nn.Module, weights: list[WeightRow], adapted: set[str]) -> Coverage:
+    """Return what adapters on these paths cover of the weights that could have one."""
+    rows = []
+    for kind in dict.fromkeys(weight.layer.kind for weight in weights if weight.layer):
+        same_kind = [w for w in weights if w.layer and w.layer.kind == kind]
+        frozen = [weight.in_layer for weight in same_kind if weight.target not in adapted]
+        rows.append(
+            CoverageRow(
+                kind=kind,
+                layers=len({weight.layer.name for weight in same_kind if weight.layer}),
+                weights=len(same_kind),
+                adapted=len(same_kind) - len(frozen),
+                frozen=tuple(dict.fromkeys(frozen)),
+            )
+        )
+    # A copy in `modules_to_save` replaces its original, which does not count.
+    parameters = [p for name, p in model.named_parameters() if ".original_module." not in name]
+    return Coverage(
+        rows=tuple(rows),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        total=sum(parameter.numel() for parameter in parameters),
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +140,7 @@ def audit(adapter_folder: str, model: Model) -> Audit:
         *_values(reading),
     ]
     inside = {path.removesuffix(".weight") for path in matched.values() if path}
-    rows = coverage(text, spec_of(text.config, text), inside).rows
+    rows = coverage(text, adaptable(text, spec_of(text.config, text)), inside).rows
     return Audit(reading, rows, tuple(findings), tuple(_ambiguous(reading)))
 
 
@@ -114,7 +185,7 @@ def _targets_without_modules(reading: Reading) -> Iterator[str]:
         lost = [
             entry
             for entry in reading.folder.patterns(key)
-            if not any(_is_end(entry, name) for name in all_names)
+            if not any(ends_with(name, entry) for name in all_names)
             and (key != "target_modules" or entry in kept)
         ]
         if lost:
@@ -161,7 +232,3 @@ def _ambiguous(reading: Reading) -> Iterator[str]:
                 f"{key} has two entries for {len(twice)} modules, and PEFT takes the first in the "
                 f"file, which its own save sorts: {matches[0]} before {matches[1]} for {name}"
             )
-
-
-def _is_end(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}")

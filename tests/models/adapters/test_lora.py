@@ -10,10 +10,10 @@ from peft.tuners.lora import LoraLayer
 
 from shardwise.base.layouts import AdapterFacts
 from shardwise.config import Lora, UserError
+from shardwise.models.adapters.lora import Coverage, adapter_facts, adapter_weights, inject
 from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
-from shardwise.models.lora import Coverage, adapter_facts, adapter_layers, adapter_weights, inject
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import adapter_layers, hf_name, is_adapter
 from tests.left_out import some_now
 from tests.models.tiny import (
     EACH_KIND,
@@ -446,7 +446,7 @@ def test_peft_still_bans_mambas_output_projection(name: str) -> None:
 
 
 def test_an_adapter_on_jambas_time_step_is_still_dead() -> None:
-    # Then `dt_proj` need not be in `Family.bypassed`: the mixer calls it again.
+    # Then `dt_proj` need not be in `Kind.bypassed`: the mixer calls it again.
     model = load_whole(tiny("tiny-jamba"), read_config(tiny("tiny-jamba")))
     inject_adapter_in_model(
         LoraConfig(target_modules=["dt_proj", "x_proj"], init_lora_weights=False), model

@@ -1,17 +1,19 @@
-"""Reader of an adapter as PEFT reads it on its model; every command asks this one.
+"""Reader of an adapter's folder as PEFT reads it on its model, whoever wrote it.
 
-PEFT puts the config's adapters on the model on meta, and gives the file's names those that it looks
-for: of one file with a pair of factors for each expert, those of the stack. Names are PEFT's, as in
-a file that it writes: `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
+Every command asks this one. PEFT puts the config's adapters on the model on meta, and gives the
+file's names those that it looks for: of one file with a pair of factors for each expert, those of
+the stack. Names are PEFT's, as in a file that it writes:
+`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,28 +22,156 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
+from peft.utils import (
+    CONFIG_NAME,
+    SAFETENSORS_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    ModulesToSaveWrapper,
+    get_peft_model_state_dict,
+)
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers,
 )
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.base.safety import check_no_pipes
 from shardwise.config import Model, UserError
-from shardwise.models.adapter_folder import (
-    PREFIX,
-    AdapterFolder,
-    as_in_file,
-    read_adapter,
-    without_adapter_name,
-)
 from shardwise.models.families import family_of
 from shardwise.models.load import build_meta, read_config
-from shardwise.models.lora import adapter_layers
 from shardwise.models.multimodal import Multimodal, multimodal_of
+from shardwise.models.names import adapter_layers
 
-Tensors = dict[str, torch.Tensor]
+PREFIX = "base_model.model."
+"""Prefix that PEFT puts before the name of a module."""
+_FACTOR_IN_FILE = re.compile(r"(.+)\.lora_(?:[AB](?:\.[^.]+)?\.weight|embedding_[AB](?:\.[^.]+)?)")
+_FLOATING = ("F64", "F32", "BF16", "F16")
+"""Dtypes of a file whose numbers are the weights."""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """Facts that a folder states of its adapter; no factor is in memory."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """`adapter_config.json`."""
+    factors: tuple[str, ...]
+    """Names of the modules that have a factor, A or B, in the file."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of every entry of the file by its key."""
+
+    @property
+    def file(self) -> Path:
+        """The file with the factors."""
+        return self.path / SAFETENSORS_WEIGHTS_NAME
+
+    def patterns(self, key: str) -> tuple[str, ...]:
+        """Return a list of the config as it is, empty where there is none or a pattern instead."""
+        value = self.config.get(key) or ()
+        return () if isinstance(value, str) else tuple(value)
+
+
+def file_name(name: str) -> str:
+    """Return a parameter's name as PEFT's files have it: without the adapter's, and in which
+    magnitudes are no modules.
+    """
+    name = name.replace(".default.", ".").removesuffix(".default")
+    module, magnitude, _ = name.partition(".lora_magnitude_vector")
+    return module + magnitude if magnitude else name
+
+
+def read_adapter(folder: str | Path) -> AdapterFolder:
+    """Read a folder's config and the header of its factors; UserError where it has no adapter.
+
+    Nothing is unpickled: `adapter_model.bin` is refused.
+    """
+    path = Path(folder)
+    check_no_pipes(path)
+    config, file = path / CONFIG_NAME, path / SAFETENSORS_WEIGHTS_NAME
+    if not config.is_file():
+        raise UserError(f"{path}: no {CONFIG_NAME} here; give the folder of a PEFT adapter")
+    if not file.is_file():
+        way_out = "give the folder of a PEFT adapter"
+        if (path / WEIGHTS_NAME).is_file():
+            way_out = f"{WEIGHTS_NAME} is a pickle, which is never read: save it as safetensors"
+        raise UserError(f"{path}: no {SAFETENSORS_WEIGHTS_NAME} here; {way_out}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {key: opened.get_slice(key) for key in list(opened.keys())}
+            shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
+            dtypes = {key: part.get_dtype() for key, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
+        ) from None
+    for key, dtype in dtypes.items():
+        if dtype not in _FLOATING:
+            raise UserError(
+                f"{file}: {key} is {dtype}, which are no plain weights; save the adapter in "
+                "float32, bfloat16 or float16"
+            )
+    matches = (_FACTOR_IN_FILE.fullmatch(key.removeprefix(PREFIX)) for key in sorted(shapes))
+    factors = dict.fromkeys(match[1] for match in matches if match)
+    return AdapterFolder(path, _read_config(config), tuple(factors), shapes)
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: not the config of a LoRA adapter; fetch the file again")
+    if config.get("peft_type") != "LORA":
+        raise UserError(
+            f"{file}: peft_type is {_shown(config.get('peft_type'))}; give the folder of a LoRA "
+            "adapter"
+        )
+    for key, is_valid, wanted in _TYPES:
+        if not is_valid(config.get(key, _DEFAULTS.get(key))):
+            raise UserError(
+                f"{file}: {key} is {_shown(config.get(key))} instead of {wanted}; save the adapter "
+                "again with PEFT, or correct the file"
+            )
+    return config
+
+
+def _are_names(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(name, str) for name in value)
+    return value is None or isinstance(value, str)
+
+
+def _is_init(value: Any) -> bool:
+    known = r"(?i:gaussian|olora|mica)|pissa(_niter_\d+)?|corda|eva|loftq|lora_ga|orthogonal"
+    return value is None or type(value) is bool or bool(re.fullmatch(known, str(value)))
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:100]
+
+
+_DEFAULTS = {"use_rslora": False, "use_dora": False}
+_TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    # True is an int too.
+    ("r", lambda value: type(value) is int and value >= 1, "a whole number of at least 1"),
+    (
+        "lora_alpha",
+        lambda value: type(value) in (int, float) and 0 < abs(value) < math.inf,
+        "a finite number other than 0",
+    ),
+    *((key, lambda value: type(value) is bool, "true or false") for key in _DEFAULTS),
+    *(
+        (key, _are_names, "a list of names or a pattern")
+        for key in ("target_modules", "target_parameters", "modules_to_save")
+    ),
+    ("init_lora_weights", _is_init, "one of PEFT's initialisations"),
+)
+"""Keys that are computed with, what their JSON must be, and that in words."""
+
+
 NOT_REPEATED = ("lora_ga", "corda", "pissa_niter_")
 """Beginnings of `init_lora_weights` with which PEFT changes the base, but not so when it loads."""
 CHANGE_THE_BASE = ("pissa", "olora", "loftq", *NOT_REPEATED)
@@ -143,14 +273,6 @@ class Reading:
                 stacks = _renamed(self.adapted, {key: opened.get_tensor(key) for key in keys})
                 yield from ((n, stack.contiguous()) for n, stack in stacks.items() if n in wanted)
 
-    def pairs(self) -> Iterator[tuple[str, LoraLayer, torch.Tensor, torch.Tensor]]:
-        """Yield name, layer, A and B of each linear or parameter with an adapter, as `layers`."""
-        values = dict(self.values(name for name in self.sources if _FACTOR.search(name)))
-        paths = self.modules
-        for name, layer in self.layers.items():
-            a, b = (values[f"{paths[layer]}.lora_{letter}.weight"] for letter in "AB")
-            yield name, layer, a, b
-
 
 _FACTOR = re.compile(r"\.lora_(?:[AB]\.weight|embedding_[AB])$")
 
@@ -188,7 +310,7 @@ def reading_of(
         fault = f"PEFT does not take its config: {type(error).__name__}: {_line(error)}"
         return Reading(adapter, text, multimodal, holder, None, {}, (fault,))
     for name, parameter in adapted.state_dict().items():  # a weight of the base, or a named adapter
-        read.setdefault(without_adapter_name(name), parameter)
+        read.setdefault(file_name(name), parameter)
     try:
         tensors = _renamed(adapted, shapes)
     except Exception as error:  # as many, of a file that does not belong to the config
@@ -217,7 +339,7 @@ def reading_of(
 
 def bypassed(reading: Reading) -> list[str]:
     """Return the modules whose layer reads the weight past the adapter, which then does nothing."""
-    ends = family_of(reading.text).bypassed
+    ends = family_of(reading.text).named("bypassed")
     return [name for name in reading.folder.factors if ends and name.endswith(ends)]
 
 
@@ -233,11 +355,11 @@ def _some(what: str, names: Iterable[str]) -> Iterator[str]:
         yield f"{what}: {some(names)}"
 
 
-def _renamed(adapted: PeftModel, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def _renamed(adapted: PeftModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of a file by the names that PEFT writes today, with experts stacked."""
     config = adapted.peft_config["default"]
     today = convert_peft_adapter_state_dict_for_transformers(adapted, config, dict(tensors))
-    return {as_in_file(without_adapter_name(name)): tensor for name, tensor in today.items()}
+    return {file_name(name): tensor for name, tensor in today.items()}
 
 
 def _layer_of(key: str) -> str:

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models import adapter
-from shardwise.models.adapter import merge_adapter, save_adapter
+from shardwise.models.adapters import writing
+from shardwise.models.adapters.writing import merge_adapter, save_adapter
 from shardwise.models.families import spec_of
 from shardwise.models.load import read_config, weights
 from shardwise.models.save import save_model
@@ -240,7 +240,7 @@ def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     monkeypatch.setattr(
-        adapter, "load_whole", None
+        writing, "load_whole", None
     )  # nothing is loaded before the place is known to do
     for out in (in_the_way, in_the_way / "merged", in_the_way / "deep" / "merged"):
         with pytest.raises(UserError, match=r"cannot be written \(.*file: not a folder\)"):
