@@ -50,6 +50,7 @@ INDIVISIBLE = {
     "tiny-lfm2": "64 channels of a short convolution",
     "tiny-lfm2_moe": "64 channels of a short convolution",
     "tiny-bamba": "8 heads of Mamba2",
+    "tiny-falcon_h1": "2 groups of heads of Mamba2",
     "tiny-gpt2": "4 attention heads",
     "tiny-nemotron_h": "8 heads of Mamba2",
     "tiny-granitemoehybrid": "8 heads of Mamba2",
