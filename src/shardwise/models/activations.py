@@ -31,7 +31,7 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tape import Memory, Slot, Tape, Tensor
 from shardwise.models.tensor_cuts import unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
-from shardwise.models.walk import norm_of, run_layer, weights_of
+from shardwise.models.walk import norm_of, run_layer, tensors_of_layer
 
 
 class UnitMemory(NamedTuple):
@@ -196,7 +196,7 @@ class _Unit:
         cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
         stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
         within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
-        parameters, adapters = weights_of(module, cuts, within)
+        parameters, adapters = tensors_of_layer(module, cuts, within)
         is_windowed = layer is not None and "sliding" in layer.kind
         return TapedBlock(
             self.tape,

@@ -27,7 +27,7 @@ def walk_of(
     `needs_input`: the backward goes on below it.
     """
     tape = Tape()
-    parameters, adapters = weights_of(module, (), {})
+    parameters, adapters = tensors_of_layer(module, (), {})
     size = next(iter(parameters.values())).itemsize
     block = TapedBlock(
         tape,
@@ -50,7 +50,7 @@ def walk_of(
     return tape
 
 
-def weights_of(
+def tensors_of_layer(
     module: nn.Module, cuts: Iterable[tuple[str, int, int]], stored: Mapping[str, Format]
 ) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
     """Return the parameters of a module by transformers' names, and its adapters by path.
