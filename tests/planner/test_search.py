@@ -371,9 +371,9 @@ def test_a_strategy_that_only_a_run_file_asks_for_has_a_bound_below_its_memory()
 def test_a_search_with_a_stored_base_asks_once_for_each_size_how_its_blocks_lie(monkeypatch):
     asked_for, problem = [], quantise.problem
 
-    def counted(hf, spec, family, base, num_ranks):
+    def counted(hf, spec, base, num_ranks):
         asked_for.append((base, num_ranks))
-        return problem(hf, spec, family, base, num_ranks)
+        return problem(hf, spec, base, num_ranks)
 
     monkeypatch.setattr(quantise, "problem", counted)
     asked = question("lfm2-1.2b", "4xRTX4090")
