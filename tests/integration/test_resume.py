@@ -27,6 +27,7 @@ from shardwise.checkpoint.resume import Start, find_start
 from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.kernels.eight_bit import MOMENTS
+from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.metrics.hardware import PeakFlops
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
@@ -141,7 +142,7 @@ def config(
 
 def run(cfg: RunConfig) -> None:
     Path(cfg.training.output_dir).mkdir(parents=True, exist_ok=True)
-    loop.train(cfg, build_mesh(cfg, torch.device("cpu")))
+    loop.train(cfg, build_mesh(cfg, torch.device("cpu")), INSTRUMENTS)
 
 
 def run_all(*cfgs: RunConfig) -> None:

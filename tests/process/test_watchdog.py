@@ -23,6 +23,7 @@ from shardwise.checkpoint import export
 from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.folder import complete
 from shardwise.config import UserError
+from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import loop
 from tests.checkpoint.test_checkpointer import config, start_run
@@ -191,7 +192,7 @@ def start_with_much_to_read(folder: Path) -> str:
     cfg = run_config(Cell("llama", "single", "full"))
     with watchdog.watch(SECONDS, folder / "stacks.txt", lambda: None):
         try:
-            loop.train(cfg, build_mesh(cfg, torch.device("cpu")))
+            loop.train(cfg, build_mesh(cfg, torch.device("cpu")), INSTRUMENTS)
         except UserError as error:
             return str(error)
     return ""
