@@ -86,8 +86,8 @@ def start_from_the_weights_of_the_files():
 
 
 def start_from_one():
-    first = state.dora.first_magnitude
-    state.dora.first_magnitude = lambda layer, weight: first(layer, weight).fill_(1.0)
+    first = state.lora.first_magnitude
+    state.lora.first_magnitude = lambda layer, weight: first(layer, weight).fill_(1.0)
 
 
 BUGS = (
