@@ -60,7 +60,7 @@ def _gradients(
 def _all_ways(
     family: str, mode: str, precision: str
 ) -> tuple[list[tuple[dict[str, torch.Tensor], Any]], bool]:
-    layers = _build(family, mode, "none")[0].spec.layers
+    layers = _build(family, mode, "none")[0].run.spec.layers
     kinds = {layer.kind for layer in layers}
     attention = sorted({layer.kind for layer in layers if layer.attention})
     ways = ("none", "operators", "full", attention)
