@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tools.paired import Results, command_line, ratios, spread, take_turns
 from torch.distributed.pipelining import PipelineStage
 
-from shardwise.assembly import build
+from shardwise.assembly.describe import Description
 from shardwise.base.interfaces import Mesh
 from shardwise.base.records.record import RunRecord
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
@@ -119,7 +119,7 @@ def run_of(case: str, name: Any) -> tuple[RunRecord, list[float]]:
 def train_case(case: str, cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Train on this rank, with the costs or the speed that the case is about."""
     if case == "wrong":
-        costs_of = build._costs
+        costs_of = Description.costs
 
         def wrong(*args: Any) -> Any:
             units, source = costs_of(*args)
@@ -127,7 +127,7 @@ def train_case(case: str, cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             thrice = [replace(u, **{key: 3 * getattr(u, key) for key in SECONDS}) for u in lower]
             return (units[0], *thrice, *units[1 + len(lower) :]), source
 
-        build._costs = wrong
+        Description.costs = wrong
     if case == "slow" and dist.get_rank() == 1:
         for name in ("forward_one_chunk", "backward_one_chunk"):
             setattr(PipelineStage, name, twice_as_long(getattr(PipelineStage, name)))

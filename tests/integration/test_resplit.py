@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from shardwise.assembly import build as assembly
+from shardwise.assembly.describe import Description
 from shardwise.base.records.record import RunRecord
 from shardwise.config import Parallel, RunConfig
 from shardwise.models.stage import Stage
@@ -45,7 +45,7 @@ def by_own_clock(cfg: RunConfig, slow: float, wrong: float) -> RunRecord | None:
     A layer of rank 1 takes `slow` times LAYER_SECONDS. The costs of layer 0 are taken to be `wrong`
     times what they are.
     """
-    seconds, forward, costs = 0.0, Stage.forward, assembly._costs
+    seconds, forward, costs = 0.0, Stage.forward, Description.costs
 
     def slowed(stage: Stage, *args: Any, **kwargs: Any) -> Any:
         nonlocal seconds
@@ -65,7 +65,7 @@ def by_own_clock(cfg: RunConfig, slow: float, wrong: float) -> RunRecord | None:
     with (
         mock.patch.object(Stage, "forward", slowed),
         mock.patch.object(Clock, "now", now),
-        mock.patch.object(assembly, "_costs", mistaken),
+        mock.patch.object(Description, "costs", mistaken),
         mock.patch.object(resplit, "FIRST_STEPS", MOVED - 1),
     ):
         return run(cfg)
