@@ -20,7 +20,7 @@ class Parameter:
     form: Format | None = None
     """Format in which it is stored in few bits, if it is."""
     name: str = field(default="", compare=False)
-    """Its name in the layer, as torch gives it."""
+    """Name of the parameter in the layer, as torch gives it."""
 
     @property
     def on_tape(self) -> Tensor:

@@ -90,7 +90,7 @@ class Use(NamedTuple):
     needs_input: bool
     """The backward gives the gradient of what is computed."""
     number: int
-    """Its place among the operations."""
+    """Index of this operation on the tape."""
 
 
 @dataclass

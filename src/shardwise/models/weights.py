@@ -30,7 +30,7 @@ class WeightRow:
     """A parameter of a model: a weight, a tensor that it is stored in, or part of its adapter."""
 
     name: str
-    """Its name in the model."""
+    """Name of the parameter in the model."""
     path: str
     """Name that transformers gives the weight that it is, or belongs to."""
     part: str
@@ -46,7 +46,7 @@ class WeightRow:
     block: Block | None
     """The mixer or feed-forward of `layer` that it lies in."""
     role: Role
-    """Its part in the model:
+    """Role of the parameter in the model:
 
     - `ends`: a table of the embedding or the head;
     - `projection`: a matrix of a linear in a layer;

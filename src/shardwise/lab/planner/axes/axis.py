@@ -22,7 +22,7 @@ class AxisMessages:
     """An axis of the ranks that hold a model together."""
 
     name: str = ""
-    """Its key in the section `parallel`."""
+    """Key of the axis in the section `parallel`."""
     has_names: bool = False
     """Whether `parts` have names of the layer, so that layers that are alike have other ones."""
 
