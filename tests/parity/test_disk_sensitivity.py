@@ -32,8 +32,8 @@ def pages_of_an_earlier_read():
     """What a cache gives that no write goes through."""
     cache: dict[tuple[int, int, int], bytes] = {}
 
-    def cached(self: Any, memory: memoryview, begin: int) -> Future[None]:
-        reading = read(self, memory, begin)
+    def cached(self: Any, memory: memoryview, begin: int, *around: Any) -> Future[None]:
+        reading = read(self, memory, begin, *around)
         reading.result()
         key = id(self), begin, len(memory)
         if key in cache and begin > 0:
@@ -45,18 +45,18 @@ def pages_of_an_earlier_read():
 
 
 def buffers_used_again_before_they_are_written():
-    late: list[tuple[Any, memoryview, int]] = []
+    late: list[tuple[Any, ...]] = []
 
-    def written_late(self: Any, memory: memoryview, begin: int) -> Future[None]:
+    def written_late(self: Any, memory: memoryview, begin: int, *around: Any) -> Future[None]:
         if len(memory) < 2**14:  # a single tensor's
-            return write(self, memory, begin)
-        late.append((self, memory, begin))
+            return write(self, memory, begin, *around)
+        late.append((self, memory, begin, *around))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def read_first(self: Any, memory: memoryview, begin: int) -> Future[None]:
-        reading = read(self, memory, begin)
+    def read_first(self: Any, memory: memoryview, begin: int, *around: Any) -> Future[None]:
+        reading = read(self, memory, begin, *around)
         reading.result()
         while late:
             write(*late.pop()).result()

@@ -15,6 +15,7 @@ import contextlib
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.base.layouts import strategy_facts
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import RunConfig, UserError
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.disk_buffers import SideStream
 from shardwise.parallel.disk_units import FileLayout, Pages, stand_in
 from shardwise.parallel.disk_update import Update
 from shardwise.parallel.disk_window import Window
@@ -38,16 +40,12 @@ from shardwise.parallel.reduce import from_every_rank
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Give weights on `meta` a place on disk, and read them around the forward of each unit."""
-    # Only here is the device known.
-    require(
-        mesh.device.type == "cpu",
-        "parallel.offload disk is for CPUs; use offload all with parallel.data fsdp2 on a GPU",
-    )
-    materialise(nn.ModuleList(pm.parts), mesh.device, memory=_stand_in)
+    memory = partial(_stand_in, mesh.device)
+    materialise(nn.ModuleList(pm.parts), mesh.device, memory=memory)
     parts = [part for part in pm.parts if isinstance(part, ModelPart)]
     kinds = update_rule_of(cfg).whole_states
     layout = FileLayout(parts, len(kinds), _dtype_of_gradients(pm, cfg, spec))
-    window = _reserve(layout, cfg)
+    window = _reserve(layout, cfg, _side_stream(mesh.device))
     update = Update(layout, window, kinds)
     for visits in layout.visits:
         order = [Pages(visit.unit) for visit in visits]
@@ -91,12 +89,15 @@ def _dtype_of_gradients(
     return lambda parameter: torch.float32 if in_float32 else parameter.dtype
 
 
-def _stand_in(like: torch.Tensor) -> torch.Tensor:
-    made = stand_in(local(like))
-    return placed_like(like, made) if isinstance(like, DTensor) else made
+def _side_stream(device: torch.device) -> SideStream | None:
+    return None if device.type == "cpu" else SideStream(device)
 
 
-def _reserve(layout: FileLayout, cfg: RunConfig) -> Window:
+def _stand_in(device: torch.device, like: torch.Tensor) -> torch.Tensor:
+    return placed_like(like, stand_in(local(like), device=device))
+
+
+def _reserve(layout: FileLayout, cfg: RunConfig, side: SideStream | None) -> Window:
     """Make this rank's file; UserError, the same on every rank, if one of them has no room."""
     folder = Path(cfg.parallel.offload_folder or cfg.training.output_dir)
     window, reason, made = None, None, None
@@ -104,7 +105,7 @@ def _reserve(layout: FileLayout, cfg: RunConfig) -> Window:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()  # not the folders above it, which a mistake may name
             made = folder
-        window = Window(folder, [*layout.trained], made)
+        window = Window(folder, [*layout.trained], made, side)
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise MemoryError("no memory for the buffers of parallel.offload disk") from None
@@ -154,7 +155,8 @@ def _around(
         if isinstance(kept, torch.Tensor):
             return kept
         storage = window.hold(pages, below).bytes.untyped_storage()
-        return torch.empty(0, dtype=kept.dtype).set_(storage, kept.offset, kept.size, kept.stride)
+        tensor = torch.empty(0, dtype=kept.dtype, device=storage.device)
+        return tensor.set_(storage, kept.offset, kept.size, kept.stride)
 
     def before_backward(_: torch.Tensor) -> None:
         # Layers that are computed again read weights before autograd asks for any.

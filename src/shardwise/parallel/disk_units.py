@@ -25,11 +25,13 @@ ENDS = ("", "after the layers")
 """The places before the layers and after them."""
 
 
-def stand_in(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def stand_in(
+    like: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
     """Return one number, a NaN where there is one, that is seen as a tensor of this shape."""
-    dtype = dtype or like.dtype
-    number = torch.full((1,), torch.nan if dtype.is_floating_point else 1.0).to(dtype)
-    return number.expand(like.shape)
+    dtype, device = dtype or like.dtype, device or like.device
+    number = torch.full((1,), torch.nan if dtype.is_floating_point else 1.0, device=device)
+    return number.to(dtype).expand(like.shape)
 
 
 def aligned(num_bytes: int) -> int:

@@ -8,64 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import mmap
 import os
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.base.interfaces import Storage
+from shardwise.parallel.disk_buffers import Buffer, PinnedBuffer, SideStream
 from shardwise.parallel.disk_units import DiskUnit, Leaf, Pages
 from shardwise.parallel.place import local, placed_like
 
 NUM_BUFFERS = 3
 """One is computed with, one is read ahead, one is written behind."""
-PATIENCE_SECONDS = 2.0
-"""How long somebody may still refer to what has left the window."""
-
-
-class Buffer:
-    """Memory that pages are read into, one after the other."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, num_bytes)
-        self.pending: Future[None] | None = None
-        """The last task of the thread with it."""
-        self._seen: StorageWeakRef | None = None
-
-    def first(self, num_bytes: int) -> memoryview:
-        """Return the first bytes for the thread, which may have them a moment after it is done."""
-        return memoryview(self.memory)[:num_bytes]
-
-    def await_later(self, pending: Future[None]) -> None:
-        """Note what the thread is asked to do with it."""
-        self.pending = pending
-
-    def wait(self) -> None:
-        """Wait until the thread is done with it; raise the error that it has met."""
-        if self.pending is not None:
-            self.pending.result()
-
-    def as_tensor(self, num_bytes: int) -> torch.Tensor:
-        """Return the first bytes as a tensor, once they are written and nobody has another one."""
-        self.wait()
-        # Somebody may let go of it a moment late: seen once, with ten processes for each core.
-        end = time.monotonic() + PATIENCE_SECONDS
-        while self._seen is not None and not self._seen.expired():
-            assert time.monotonic() < end, "a weight is kept beyond its window"
-            gc.collect()
-            time.sleep(0.01)
-        tensor = torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes)
-        self._seen = StorageWeakRef(tensor.untyped_storage())
-        return tensor
+Around = contextlib.AbstractContextManager[None]
+"""Context in which the thread reads or writes."""
+NOTHING: Around = contextlib.nullcontext()
 
 
 class LoadedPages:
@@ -89,11 +51,17 @@ class LoadedPages:
 class Window(Storage):
     """The file of a rank, and the pages of it that are in memory."""
 
-    def __init__(self, folder: Path, units: Sequence[DiskUnit], made: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        units: Sequence[DiskUnit],
+        made: Path | None = None,
+        side: SideStream | None = None,
+    ) -> None:
         """Reserve the file, which has no name: it is gone when the process is, however it ends.
 
-        `made`: the folder, where it was made for the run and goes with its last file.
-        OSError if the disk has no room for it.
+        `made`: the folder, where it was made for the run and goes with its last file. `side`: for
+        copies to a GPU, where there is one. OSError if the disk has no room for it.
         """
         self._thread = ThreadPoolExecutor(1, "disk")
         # Begins now: where memory is short, Python may wait for ever for a thread that fails.
@@ -104,7 +72,11 @@ class Window(Storage):
         largest = max(part.num_bytes for part in pages)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # as long as the process
         os.posix_fallocate(self._file.fileno(), 0, self.num_bytes)
-        self._free = deque(Buffer(largest) for _ in range(NUM_BUFFERS))
+        self._side = side
+        self._free = deque(
+            Buffer(mmap.mmap(-1, largest)) if side is None else PinnedBuffer(largest, side)
+            for _ in range(NUM_BUFFERS)
+        )
         self._held: dict[Pages, LoadedPages] = {}
         self._current: Pages | None = None
         self._leaves = {
@@ -142,8 +114,9 @@ class Window(Storage):
             leaf.set(leaf.stand_in)
         if is_changed:
             num_bytes = pages.unit.begin_gradients - pages.begin
-            writing = self._write(held.buffer.first(num_bytes), pages.begin)
-            held.buffer.await_later(writing)
+            memory, begin = held.buffer.first(num_bytes), pages.begin
+            writing = held.buffer.writing(held.bytes[:num_bytes], held.buffer.mark())
+            held.buffer.await_later(self._write(memory, begin, writing))
         self._free.append(held.buffer)
 
     def clear(self) -> None:
@@ -154,7 +127,7 @@ class Window(Storage):
     def values(self, held: torch.Tensor) -> torch.Tensor:
         """See interfaces.Storage."""
         leaf = self._leaf_of(held)
-        return held if leaf is None else _placed(held, self.read(leaf))
+        return held if leaf is None else placed_like(held, self.read(leaf))
 
     def change(self, held: torch.Tensor, values: torch.Tensor) -> None:
         """See interfaces.Storage."""
@@ -167,9 +140,9 @@ class Window(Storage):
         return self._read_bytes, self._written_bytes
 
     def memory_bytes(self) -> int:
-        """See interfaces.Storage."""
+        """See interfaces.Storage. What lies on a GPU is counted there."""
         self.clear()
-        return sum(len(buffer.memory) for buffer in self._free)
+        return 0 if self._side is not None else sum(len(buffer.memory) for buffer in self._free)
 
     def close(self) -> None:
         """See interfaces.Storage; the file's bytes are free again, and so is the memory."""
@@ -184,17 +157,20 @@ class Window(Storage):
     def room(self, held: torch.Tensor) -> torch.Tensor | None:
         """Return memory for other values of what lies on disk; None: it does not."""
         leaf = self._leaf_of(held)
-        return None if leaf is None else _placed(held, _memory_like(leaf))
+        if leaf is None:
+            return None
+        like = leaf.stand_in
+        return placed_like(held, torch.empty(like.shape, dtype=like.dtype, device=like.device))
 
     def read(self, leaf: Leaf) -> torch.Tensor:
         """Return a copy of what one tensor has on disk."""
-        copy = _memory_like(leaf)
+        copy = torch.empty(leaf.stand_in.shape, dtype=leaf.stand_in.dtype)
         self._read(_bytes_of(copy), leaf.begin).result()
-        return copy
+        return copy.to(leaf.stand_in.device)
 
     def write(self, leaf: Leaf, values: torch.Tensor) -> None:
         """Write one tensor, and wait for that."""
-        self._write(_bytes_of(values.contiguous()), leaf.begin).result()
+        self._write(_bytes_of(values.contiguous().cpu()), leaf.begin).result()
 
     def _leaf_of(self, held: torch.Tensor) -> Leaf | None:
         self.clear()  # so that all that lies on disk has its stand-in
@@ -206,35 +182,32 @@ class Window(Storage):
     def _read_ahead(self, pages: Pages) -> LoadedPages:
         buffer = self._free.popleft()
         held = LoadedPages(pages, buffer)
-        buffer.await_later(self._read(buffer.first(pages.num_bytes), pages.begin))
+        reading = buffer.reading(held.bytes, buffer.mark())
+        memory = buffer.first(pages.num_bytes)
+        buffer.await_later(self._read(memory, pages.begin, reading))
         return held
 
-    def _read(self, memory: memoryview, begin: int) -> Future[None]:
+    def _read(self, memory: memoryview, begin: int, around: Around = NOTHING) -> Future[None]:
         self._read_bytes += len(memory)
-        return self._thread.submit(_whole, os.preadv, self._file.fileno(), memory, begin)
+        return self._thread.submit(_whole, os.preadv, self._file.fileno(), memory, begin, around)
 
-    def _write(self, memory: memoryview, begin: int) -> Future[None]:
+    def _write(self, memory: memoryview, begin: int, around: Around = NOTHING) -> Future[None]:
         self._written_bytes += len(memory)
-        return self._thread.submit(_whole, os.pwritev, self._file.fileno(), memory, begin)
-
-
-def _memory_like(leaf: Leaf) -> torch.Tensor:
-    return torch.empty(leaf.stand_in.shape, dtype=leaf.stand_in.dtype)
-
-
-def _placed(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return placed_like(like, values) if isinstance(like, DTensor) else values
+        return self._thread.submit(_whole, os.pwritev, self._file.fileno(), memory, begin, around)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _whole(move: Callable[..., int], file: int, memory: memoryview, begin: int) -> None:
+def _whole(
+    move: Callable[..., int], file: int, memory: memoryview, begin: int, around: Around
+) -> None:
     """Read or write all of `memory`; the system may move less at a time."""
     done = 0
-    while done < len(memory):
-        moved = move(file, [memory[done:]], begin + done)
-        if moved <= 0:
-            raise OSError(errno.EIO, "the file of parallel.offload disk has been made shorter")
-        done += moved
+    with around:
+        while done < len(memory):
+            moved = move(file, [memory[done:]], begin + done)
+            if moved <= 0:
+                raise OSError(errno.EIO, "the file of parallel.offload disk has been made shorter")
+            done += moved

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
@@ -88,5 +87,4 @@ class Copies:
 
 
 def _copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    copy = local(tensor).to(device, copy=True)
-    return placed_like(tensor, copy) if isinstance(tensor, DTensor) else copy
+    return placed_like(tensor, local(tensor).to(device, copy=True))

@@ -103,14 +103,15 @@ def placed(
     )
 
 
-def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor of this rank's part, on any device, that is sharded as `like` is.
+def placed_like(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part, on any device, as a DTensor that is sharded as `like` is, if it is.
 
     `DTensor.from_local` would move it to the mesh's device. Autograd follows that call, so it takes
     110 us, not 10; ZeRO makes one for each trained parameter in a step. torch's FSDP2 calls the
     constructor, too.
     """
-    assert isinstance(like, DTensor)
+    if not isinstance(like, DTensor):
+        return local
     spec = like._spec
     if local.dtype != like.dtype:
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
