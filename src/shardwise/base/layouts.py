@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the slowest first: those that communicate most come last, within a node."""
+MODEL_AXES = ("pp", "cp", "ep", "tp")
+"""Axes whose ranks compute parts of one model, in the order of layouts' names."""
 EXPERT_AXES = ("dp_expert", "ep")
 """Axes that a mixture of experts makes of the axis of the data-parallel strategy: ranks with the
 same experts, and neighbours that have different ones."""
@@ -118,11 +120,12 @@ def shortened(names: Iterable[str]) -> list[str]:
 
     What stands in brackets may be left out. `single` is left out where more follows.
     """
+    within = (*MODEL_AXES[1:], "sp")
     tails: dict[str, set[str]] = {}
     for name in names:
         parts = [part for part in name.split("-") if part != ALONE]
-        tail = "".join(f"-{part}" for part in parts if part in ("cp", "ep", "tp", "sp"))
-        base = "-".join(part for part in parts if part not in ("cp", "ep", "tp", "sp"))
+        tail = "".join(f"-{part}" for part in parts if part in within)
+        base = "-".join(part for part in parts if part not in within)
         tails.setdefault(base or ALONE, set()).add(tail)
     alike: dict[tuple[str, ...], list[str]] = {}
     for base, offered in tails.items():
@@ -281,7 +284,7 @@ def layout_of(parallel: Parallel) -> str:
 def parallel_of(layout: str) -> Parallel:
     """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
-    pp, cp, ep, tp = (2 if axis in parts else 1 for axis in ("pp", "cp", "ep", "tp"))
+    pp, cp, ep, tp = (2 if axis in parts else 1 for axis in MODEL_AXES)
     given = (part_kind for part, part_kind in data_parts().items() if part in parts)
     data, replicas = next(given, (ALONE, 1))
     sizes = Parallel(data=data, dp_replicate=replicas, pp=pp, cp=cp, ep=ep, tp=tp)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.base.layouts import data_parts, layout_names, layout_of
+from shardwise.base.layouts import MODEL_AXES, data_parts, layout_names, layout_of
 from shardwise.base.safety import check_no_pipes
 from shardwise.base.words import size
 from shardwise.commands.command import with_preset
@@ -232,7 +232,7 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
         f"--explain {text[:80]}: no layout is called {name[:80]}; {near(name, known)}the order of "
         "parts is pp, data, cp, ep, tp, sp",
     )
-    for part in ("pp", "cp", "ep", "tp"):
+    for part in MODEL_AXES:
         require(parts.get(part) != (1,), f"--explain {text[:80]}: leave out {part}:1")
     replicated = [part for part, (_, replicas) in data_parts().items() if replicas > 1]
     for part, sizes in parts.items():

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import permutations
 from typing import NamedTuple
 
-from shardwise.base.layouts import data_parts, layout_of
+from shardwise.base.layouts import MODEL_AXES, data_parts, layout_of
 from shardwise.config import Parallel, RunConfig
 from shardwise.parallel.strategies import STRATEGIES
 from shardwise.parallel.strategy import Strategy
@@ -54,7 +54,7 @@ class Division(NamedTuple):
             base,
             data=self.data,
             dp_replicate=self.replicas if self.strategy.with_replicas else 1,
-            **{axis: getattr(self, axis) for axis in ("pp", "cp", "ep", "tp")},
+            **{axis: getattr(self, axis) for axis in MODEL_AXES},
             sequence_parallel=self.is_sequence,
         )
 
@@ -114,7 +114,7 @@ def sizes_of(division: Division) -> dict[str, tuple[int, ...]]:
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for part in layout_name(division).split("-"):
-        if part in ("pp", "cp", "ep", "tp"):
+        if part in MODEL_AXES:
             sizes[part] = (getattr(division, part),)
         elif part == division.strategy.with_replicas:
             sizes[part] = (division.replicas, division.shards)
