@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -45,7 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of every later garbage collection, which takes half a second
-    with it."""
+    with it. What transformers makes of tables when it saves a first model is made here, so that
+    each forked process has it."""
+    if "transformers.conversion_mapping" in sys.modules:
+        sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
     gc.collect()
     gc.freeze()
 

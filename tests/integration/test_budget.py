@@ -14,7 +14,7 @@ from shardwise.lab.planner.peak import memory_of_run
 from shardwise.lab.planner.recompute import as_way
 from shardwise.lab.planner.share import counts_of
 from shardwise.metrics.flops import hardware_flops_per_token
-from tests.integration.test_train import config, run_on
+from tests.integration.test_train import config, replace_measure, run_on
 
 RANKS = 2
 
@@ -65,7 +65,8 @@ def test_a_mistake_of_the_formulas_is_a_note_of_a_run_that_is_done(folder, monke
         raise AssertionError("the layers have not been chosen")
 
     monkeypatch.setattr("shardwise.lab.instruments.predicted_bytes", mistaken)
-    record = run_on(1, sized(folder, "mistaken", None))
+    cfg = config(folder, "mistaken", steps=1, global_batch_size=2, eval_every=0)
+    record = run_on(1, replace_measure(cfg, memory=True, warmup_steps=0))
     assert record.status == "ok"
     assert record.peak_memory_bytes
     assert record.sent_bytes_by_formula is None

@@ -55,7 +55,9 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(
     layout, every, save_every, seen, folder: Path
 ) -> None:
     name = f"broken-{layout}-{every}"
-    cfg = config(folder, name, layout, check_copies_every=every, save_every=save_every)
+    cfg = config(
+        folder, name, layout, check_copies_every=every, save_every=save_every, eval_every=0
+    )
     messages = run_ranks(2, on_a_broken_device, cfg)
     assert messages[0] == messages[1]
     assert messages[0].startswith(f"step {seen}: copies of ")
@@ -65,8 +67,9 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(
 
 
 def test_the_run_resumes_as_if_nothing_had_happened(folder: Path) -> None:
-    expected = run_on(2, config(folder, "sound", "ddp"))
-    cfg = config(folder, "resumed", "ddp", check_copies_every=100, save_every=1)
+    steps = {"steps": BROKEN + 1, "eval_every": 0}
+    expected = run_on(2, config(folder, "sound", "ddp", **steps))
+    cfg = config(folder, "resumed", "ddp", check_copies_every=100, save_every=1, **steps)
     run_ranks(2, on_a_broken_device, cfg)
     again = replace(cfg, training=replace(cfg.training, resume="latest"))
     assert run_on(2, again).losses == expected.losses

@@ -32,6 +32,7 @@ def trained(
         },
         "data": {"train": str(folder / "documents.jsonl"), "sequence_length": 32},
         "optimizer": {"lr": 0.01},
+        "measure": {"memory": False},
         "training": {"output_dir": str(folder / name), "steps": 4, "device": "cpu"},
     }
     run["training"] |= {"global_batch_size": 4, "micro_batch_size": 2, "save_every": 2}
@@ -51,7 +52,7 @@ def test_a_run_resumes_on_disk_and_in_memory(tmp_path: Path, mode: str):
     keys: dict[str, Any] = {"lora": {"r": 4}} if mode == "lora" else {}
     code, said, memory = trained(tmp_path, "memory", keys)
     assert code == 0, said
-    code, said, disk = trained(tmp_path, "disk", keys | DISK)
+    code, said, disk = trained(tmp_path, "disk", keys | DISK | {"measure": {"memory": True}})
     assert code == 0, said
     assert disk.losses == memory.losses
     assert memory.disk_bytes_per_step is None

@@ -16,16 +16,20 @@ from tests.integration.test_train import config, replace_measure, run_on
 from tests.notes import beside_random_base
 
 PROMPT = "the state of"
+STEPS = 3
+"""One more than those of the warm-up, after which rates are measured."""
 
 
 @pytest.fixture(scope="module")
 def single(folder) -> RunRecord:
-    return run_on(1, config(folder, "single", sample=PROMPT))
+    return run_on(1, config(folder, "single", steps=STEPS, sample=PROMPT))
 
 
 @pytest.fixture(scope="module")
 def noise(folder) -> RunRecord:
-    return run_on(1, replace_measure(config(folder, "noise"), reverse_microbatches=True))
+    return run_on(
+        1, replace_measure(config(folder, "noise", steps=STEPS), reverse_microbatches=True)
+    )
 
 
 def follows(record: RunRecord, single: RunRecord, noise: RunRecord) -> None:
@@ -53,7 +57,7 @@ def rates(record: RunRecord, num_processes: int) -> None:
 
 def test_a_run_with_shares_of_layers(folder, single, noise):
     """Through the command: tests/benchmark/test_runner.py."""
-    cfg = replace_measure(config(folder, "tp", sample=PROMPT), memory=True)
+    cfg = replace_measure(config(folder, "tp", steps=STEPS, sample=PROMPT), memory=True)
     record = run_on(2, replace(cfg, parallel=Parallel(tp=2, sequence_parallel=True)))
     follows(record, single, noise)
     rates(single, 1)
@@ -71,7 +75,7 @@ def test_a_run_with_shares_of_layers(folder, single, noise):
 
 @pytest.mark.slow  # test_resume.py has both, one after the other
 def test_a_pipeline_that_is_cut_by_costs_with_shares_of_layers(folder, single, noise):
-    cfg = config(folder, "pp-tp", micro_batch_size=2, sample=PROMPT)
+    cfg = config(folder, "pp-tp", steps=STEPS, micro_batch_size=2, sample=PROMPT)
     record = run_on(4, replace(cfg, parallel=Parallel(pp=2, tp=2)))
     follows(record, single, noise)
     rates(record, 4)

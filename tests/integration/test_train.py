@@ -201,7 +201,8 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
         run_on(
             nproc,
             replace(
-                replace_measure(config(folder, f"broken-{nproc}", layout), memory=True), data=data
+                replace_measure(config(folder, f"broken-{nproc}", layout, steps=3), memory=True),
+                data=data,
             ),
         )
         for nproc, layout in ((1, "single"), (2, "ddp"))
@@ -218,17 +219,17 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
         "documents_skipped": 2,
     }
     assert one.data["validation"] == {**documents, "skipped_by_reason": {"not JSON": 2}}
-    # A row holds one document: 6 steps of 8 rows took 48, and the step that memory is measured in
+    # A row holds one document: 3 steps of 8 rows took 24, and the step that memory is measured in
     # does not count.
     read = one.data["train"]
     skipped, finished = read["documents_skipped"], read["documents_finished"]
-    assert read["rows"] == finished - skipped == 48
+    assert read["rows"] == finished - skipped == 24
     assert read["skipped_by_reason"] == {"not JSON": skipped}
     assert skipped > 0
     shown = capfd.readouterr().out
     padding = f"{read['padding']:.1%} padding"
     documents = f"{finished} begun, {finished} finished, {skipped} left"
-    assert shown.count(f"epochs; 48 rows, {padding}; documents: {documents}") == 2
+    assert shown.count(f"epochs; 24 rows, {padding}; documents: {documents}") == 2
     assert (
         shown.count(
             "data.validation: 4 rows; documents: 6 begun, 6 finished, 2 left out (2 not JSON)"
@@ -266,6 +267,7 @@ def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder
         "full",
         "fsdp2",
         lora=False,
+        steps=3,
         precision="bfloat16",
         checkpointing="full",
         sample="the state",
