@@ -367,7 +367,7 @@ def test_records_have_no_values_of_the_environment():
         ({"slurm": {"account": "a\0"}}, r"launch\.slurm has"),
     ],
 )
-def test_what_no_process_can_be_given_is_refused(launch: dict[str, Any], message: str):
+def test_what_no_process_can_be_given_is_refused(launch, message):
     run = {"model": {"path": "m"}, "data": {"train": "d"}, "training": {"output_dir": "o"}}
     with pytest.raises(UserError, match=message):
         parse_config({**run, "launch": launch})

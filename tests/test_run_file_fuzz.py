@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -95,7 +94,7 @@ def check(answer: Callable[[], RunConfig]) -> None:
 @settings(
     deadline=None, max_examples=600, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-def test_any_values_of_any_keys(data: st.DataObject) -> None:
+def test_any_values_of_any_keys(data):
     run = base()
     for section, key in data.draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3)):
         run[section] = (
@@ -104,7 +103,7 @@ def test_any_values_of_any_keys(data: st.DataObject) -> None:
     check(lambda: parse_config(run))
 
 
-def test_what_breaks_a_parser_in_each_key() -> None:
+def test_what_breaks_a_parser_in_each_key():
     breaking = (
         nested(900),
         [nested(5)] * 500,
@@ -122,7 +121,7 @@ def test_what_breaks_a_parser_in_each_key() -> None:
 
 @given(section=st.sampled_from(keys.known_keys()) | words, value=values)
 @settings(deadline=None, max_examples=150, derandomize=True)
-def test_any_value_of_a_section(section: str, value: Any) -> None:
+def test_any_value_of_a_section(section, value):
     check(lambda: parse_config({**base(), section: value}))
     check(lambda: parse_config({section: value}))
 
@@ -134,7 +133,7 @@ def test_any_value_of_a_section(section: str, value: Any) -> None:
 @settings(
     deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-def test_any_override(tmp_path_factory: pytest.TempPathFactory, key: str, text: str) -> None:
+def test_any_override(tmp_path_factory, key, text):
     path = tmp_path_factory.getbasetemp() / "run.yaml"
     path.write_text(json.dumps(base()))
     check(lambda: load_config(path, [f"--{key}={text}"]))
@@ -147,7 +146,7 @@ def test_any_override(tmp_path_factory: pytest.TempPathFactory, key: str, text: 
 @settings(
     deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-def test_any_file(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_any_file(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(content)
     check(lambda: load_config(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -86,7 +85,7 @@ def values_of_a_resume(cfg: RunConfig) -> dict[str, torch.Tensor]:
     return values(job, cfg)
 
 
-def test_both_copies_of_a_module_to_save_are_filled(tmp_path: Path) -> None:
+def test_both_copies_of_a_module_to_save_are_filled(tmp_path):
     """The trained copy comes from the checkpoint, the original from the model's files."""
     cfg = config(tmp_path)
     assert cfg.lora is not None

@@ -73,7 +73,7 @@ def can_chat(folder: Path) -> bool:
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing:FutureWarning"
 )  # PEFT asks by an old name
-def test_an_adapter_carries_its_tokenizer(folder: Path) -> None:
+def test_an_adapter_carries_its_tokenizer(folder):
     assert can_chat(folder / "adapter")
     loaded = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
     assert (
@@ -81,7 +81,7 @@ def test_an_adapter_carries_its_tokenizer(folder: Path) -> None:
     )  # no larger for the tokenizer's sake
 
 
-def test_a_model_carries_its_tokenizer_and_the_bases_generation_config(folder: Path) -> None:
+def test_a_model_carries_its_tokenizer_and_the_bases_generation_config(folder):
     assert can_chat(folder / "model")
     assert GenerationConfig.from_pretrained(folder / "model").eos_token_id == [0, 7]
     assert (
@@ -93,9 +93,7 @@ def test_a_model_carries_its_tokenizer_and_the_bases_generation_config(folder: P
 
 
 @pytest.mark.parametrize("source", ["adapter", "model", "neither"])
-def test_merging_takes_the_adapters_tokenizer_or_else_the_models(
-    folder: Path, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merging_takes_the_adapters_tokenizer_or_else_the_models(folder, tmp_path, source, capsys):
     for name, of in (("adapter", folder / "adapter"), ("base", folder / "base")):
         (tmp_path / name).mkdir()
         for file in of.iterdir():
@@ -125,7 +123,7 @@ def prompt_of(folder: Path, template: str | None, chat: bool) -> str:
     return tokenizer.decode(encode_prompt(cfg, tokenizer, None) or [])
 
 
-def test_a_sample_after_chats_is_asked_as_a_user_asks(folder: Path) -> None:
+def test_a_sample_after_chats_is_asked_as_a_user_asks(folder):
     assert prompt_of(folder, CHATML, chat=True) == CHAT
     assert prompt_of(folder, CHATML, chat=False) == "Where is it?"
     assert prompt_of(folder, INST, chat=True).endswith("[INST] Where is it? [/INST]")

@@ -22,7 +22,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "run.yaml")
 
 
-def test_counts_of_each_source(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_of_each_source(run_file, capsys):
     capsys.readouterr()
     train = "--data.train=[a.jsonl, {path: b.txt, format: text}]"
     assert cli.main(["data", run_file, train, "--json", "--rows=3"]) == 0
@@ -43,7 +43,7 @@ def test_counts_of_each_source(run_file: str, capsys: pytest.CaptureFixture[str]
     assert len(row["tokens"]) == len(row["targets"]) == len(row["documents"]) == 65
 
 
-def test_no_name_is_cut_in_a_pipe(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_name_is_cut_in_a_pipe(run_file, capsys):
     name = f"{'long-' * 20}name.jsonl"
     Path(name).write_text(Path("a.jsonl").read_text())
     capsys.readouterr()
@@ -51,7 +51,7 @@ def test_no_name_is_cut_in_a_pipe(run_file: str, capsys: pytest.CaptureFixture[s
     assert any(line.startswith(f"{name} ") for line in capsys.readouterr().out.splitlines())
 
 
-def test_a_sample_is_called_one(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_is_called_one(run_file, capsys):
     capsys.readouterr()
     assert cli.main(["data", run_file, "--documents=2", "--rows=1"]) == 0
     printed = capsys.readouterr().out
@@ -63,9 +63,7 @@ def test_a_sample_is_called_one(run_file: str, capsys: pytest.CaptureFixture[str
     assert "]]" in printed
 
 
-def test_weights_decide_the_share_of_a_source(
-    run_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_decide_the_share_of_a_source(run_file, capsys):
     capsys.readouterr()
     entries = "[{path: a.jsonl, weight: 1}, {path: b.txt, format: text, weight: 3}]"
     assert cli.main(["data", run_file, f"--data.train={entries}", "--rows=0", *NO_VALIDATION]) == 0
@@ -77,7 +75,7 @@ def test_weights_decide_the_share_of_a_source(
     assert "an epoch has 12 documents; its tokens fill at least" in printed
 
 
-def test_mistakes_are_those_of_a_run(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_those_of_a_run(run_file, capsys):
     for arguments, problem in (
         (["--data.fields={prompt: question}"], "a.jsonl:1: no field 'question'"),
         (["--documents=0"], "give at least 1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
 
@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import RunConfig
 from shardwise.data.best_fit import WINDOW, pack_documents
 from shardwise.data.loader import build_loaders
 from shardwise.data.packing import Document, Row
@@ -76,12 +75,7 @@ def test_the_state_behind_a_row_names_what_still_waits():
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_resumes_at_any_step(
-    tokenizer,
-    write_corpus: Callable[[Sequence[str]], str],
-    run_config: Callable[..., RunConfig],
-    workers,
-):
+def test_a_run_resumes_at_any_step(tokenizer, write_corpus, run_config, workers):
     draw = random.Random(1)
     texts = ["x" * draw.randint(1, 30) for _ in range(100)]
     keys = {"packing": "documents", "long": "split", "sequence_length": 16, "global_batch_size": 4}
@@ -103,9 +97,7 @@ def test_a_run_resumes_at_any_step(
         resumed.train.close()
 
 
-def test_an_epoch_has_each_document_once(
-    tokenizer, write_corpus: Callable[[Sequence[str]], str], run_config: Callable[..., RunConfig]
-):
+def test_an_epoch_has_each_document_once(tokenizer, write_corpus, run_config):
     alphabet = [chr(ord("A") + i) for i in range(26)]
     keys = {"packing": "documents", "sequence_length": 8, "global_batch_size": 1}
     cfg = run_config(write_corpus([letter * 3 for letter in alphabet]), **keys)
@@ -117,12 +109,7 @@ def test_an_epoch_has_each_document_once(
 
 
 @pytest.mark.parametrize("keys", [{"long": "split"}, {"long": "cut"}])
-def test_counts_say_what_rows_have_had(
-    tokenizer,
-    write_corpus: Callable[[Sequence[str]], str],
-    run_config: Callable[..., RunConfig],
-    keys,
-):
+def test_counts_say_what_rows_have_had(tokenizer, write_corpus, run_config, keys):
     """Documents of 3 rows each, of which a window holds 64 parts."""
     texts = [chr(ord("A") + i) * 20 for i in range(26)]
     cfg = run_config(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data
 from shardwise.data.corpus import open_corpus
@@ -49,13 +47,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
     ],
 )
 def test_a_field_whose_meaning_is_certain_is_taken(
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    fields: dict[str, Any],
-    messages: Any,
-    given: dict[str, Any],
-    is_table: bool,
-) -> None:
+    tokenizer, tmp_path, fields, messages, given, is_table
+):
     row = {"messages": MESSAGES, "id": 7, **fields}
     path = parquet(tmp_path / "a.parquet", [row]) if is_table else jsonl(tmp_path / "a.jsonl", row)
     text, targets = encoded(tokenizer, WRITES_ALL, path)
@@ -66,9 +59,7 @@ def test_a_field_whose_meaning_is_certain_is_taken(
     assert targets == ["Here.<|im_end|>"]
 
 
-def test_tools_choose_the_template_as_transformers_does(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_tools_choose_the_template_as_transformers_does(tokenizer, tmp_path):
     chat = chat_tokenizer(tokenizer, None)
     chat.chat_template = {"default": CHATML, "tool_use": WRITES_ALL}
     for tools in (None, [WRAPPED]):
@@ -77,7 +68,7 @@ def test_tools_choose_the_template_as_transformers_does(
         assert text == chat.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
 
 
-def test_a_system_field_that_repeats_the_message(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_system_field_that_repeats_the_message(tokenizer):
     chat = chat_tokenizer(tokenizer, CHATML)
     with_both = {"messages": [SYSTEM, *MESSAGES], "system": "Be brief."}
     assert marked(chat, with_both) == marked(chat, {"messages": [SYSTEM, *MESSAGES]})
@@ -103,8 +94,8 @@ NAMES = {"prompt": "instruction", "completion": "output"}
     ],
 )
 def test_a_field_beside_an_instruction_is_refused_or_left_out_on_purpose(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, fields: dict[str, Any], part: str
-) -> None:
+    tokenizer, tmp_path, fields, part
+):
     (name,) = fields
     rows = [{**INSTRUCTED, "id": 7, **fields}]
     columns = {key: [value] for key, value in rows[0].items()}
@@ -145,9 +136,7 @@ def test_a_field_beside_an_instruction_is_refused_or_left_out_on_purpose(
         ({"weight": 0.5}, {}, "'weight' is not read; only messages of a chat have flags"),
     ],
 )
-def test_a_field_beside_messages_that_would_be_lost_is_refused(
-    tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], keys: dict[str, Any], part: str
-) -> None:
+def test_a_field_beside_messages_that_would_be_lost_is_refused(tokenizer, fields, keys, part):
     chat = chat_tokenizer(tokenizer, CHATML)
     with pytest.raises(BadDocument, match=part):
         marked(chat, {"messages": MESSAGES, **fields}, **keys)
@@ -170,9 +159,7 @@ CHANGES_NOTHING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("data_format", ROWS)
-def test_a_flag_of_a_whole_document_is_refused_if_it_changes_the_targets(
-    tokenizer: PreTrainedTokenizerFast, data_format: str
-) -> None:
+def test_a_flag_of_a_whole_document_is_refused_if_it_changes_the_targets(tokenizer, data_format):
     chat, row = chat_tokenizer(tokenizer, CHATML), ROWS[data_format]
     right = marked(chat, row, data_format)
     for flag in CHANGES_TARGETS:
@@ -184,9 +171,7 @@ def test_a_flag_of_a_whole_document_is_refused_if_it_changes_the_targets(
         assert marked(chat, {**row, **flag}, data_format) == right
 
 
-def test_a_flag_in_a_column_is_read_like_one_in_a_line(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_flag_in_a_column_is_read_like_one_in_a_line(tokenizer, tmp_path):
     for weight, is_refused in (("1", False), ("0", True)):
         rows = {
             "a.csv": f"text,weight\nHere.,{weight}\n",
@@ -207,9 +192,7 @@ def test_a_flag_in_a_column_is_read_like_one_in_a_line(
             assert tokenizer.decode(document.tokens) == "Here.<eos>"
 
 
-def test_tools_that_data_tools_does_not_name(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_tools_that_data_tools_does_not_name(tokenizer, tmp_path):
     file = tmp_path / "tools.json"
     file.write_text(json.dumps([WRAPPED]))
     chat = chat_tokenizer(tokenizer, WRITES_ALL)

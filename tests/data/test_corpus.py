@@ -14,7 +14,6 @@ import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, RunConfig, UserError
 from shardwise.data.corpus import Corpus, open_corpus, open_groups
@@ -55,9 +54,7 @@ def data(**keys: Any) -> Data:
     return Data(train="unused", **keys)
 
 
-def test_sources_of_every_kind_are_one_corpus(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sources_of_every_kind_are_one_corpus(tmp_path, capfd):
     files = tmp_path / "files"
     write(files / "b.JSONL", '{"text": "in JSONL"}\n')
     parquet(files / "a.Parquet", {"id": [1, 2, 3], "text": ["p0", "p1", "p2"]})
@@ -79,14 +76,14 @@ def test_sources_of_every_kind_are_one_corpus(
     assert capfd.readouterr() == ("", "")  # no progress bar of datasets
 
 
-def test_a_pickled_table_holds_no_rows(tmp_path: Path) -> None:
+def test_a_pickled_table_holds_no_rows(tmp_path):
     path = parquet(tmp_path / "a.parquet", {"text": ["x" * 10_000] * 100}, row_group_size=10)
     corpus = open_corpus(str(path), data())
     assert corpus[99] == {"text": "x" * 10_000}
     assert len(pickle.dumps(corpus)) < 4_000
 
 
-def test_folder_of_a_dataset_that_its_readme_describes(tmp_path: Path) -> None:
+def test_folder_of_a_dataset_that_its_readme_describes(tmp_path):
     write(tmp_path / "data" / "rows.jsonl", '{"text": "of the train split"}\n')
     write(tmp_path / "data" / "other.jsonl", '{"text": "of another"}\n')
     files = "  data_files:\n  - split: train\n    path: data/rows.jsonl\n"
@@ -94,7 +91,7 @@ def test_folder_of_a_dataset_that_its_readme_describes(tmp_path: Path) -> None:
     assert texts(open_corpus(str(tmp_path), data())) == ["of the train split"]
 
 
-def test_a_saved_dataset_with_several_splits_must_name_one(tmp_path: Path) -> None:
+def test_a_saved_dataset_with_several_splits_must_name_one(tmp_path):
     splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
     datasets.disable_progress_bar()
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
@@ -116,8 +113,8 @@ def test_a_saved_dataset_with_several_splits_must_name_one(tmp_path: Path) -> No
 
 
 def test_the_first_documents_of_all_sources_or_of_each_weighted_entry(
-    tmp_path: Path, run_config: MakeConfig, tokenizer: PreTrainedTokenizerFast
-) -> None:
+    tmp_path, run_config, tokenizer
+):
     first = str(write(tmp_path / "a.jsonl", '{"text": "a0"}\n{"text": "a1"}\n{"text": "a2"}'))
     second = str(write(tmp_path / "b.jsonl", '{"text": "b0"}\n{"text": "b1"}'))
     rows = str(parquet(tmp_path / "c.parquet", {"text": ["c0", "c1"]}, row_group_size=1))
@@ -189,20 +186,20 @@ def test_every_cell_of_a_csv_file_is_the_text_that_was_written(
         (b"\x1f\x8b\x08\x00\x00", "gzip -d"),
     ],
 )
-def test_a_csv_file_that_cannot_be_read(tmp_path: Path, content: Any, part: str) -> None:
+def test_a_csv_file_that_cannot_be_read(tmp_path, content, part):
     path = write(tmp_path / "a.csv", content)
     with pytest.raises(UserError, match=rf"^{path}: .*{part}"):
         open_corpus(str(path), data())
 
 
-def test_a_changed_csv_file_is_read_anew(tmp_path: Path) -> None:
+def test_a_changed_csv_file_is_read_anew(tmp_path):
     for number, cell in enumerate(("a", "b", "cc")):
         path = write(tmp_path / "a.csv", f"text\n{cell}\n")
         os.utime(path, ns=(0, number))
         assert texts(open_corpus(str(path), data())) == [cell]
 
 
-def test_dialogues_in_a_csv_file_are_text_in_json(tmp_path: Path) -> None:
+def test_dialogues_in_a_csv_file_are_text_in_json(tmp_path):
     messages = json.dumps(dialogue("hi", "yes")["messages"])
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["messages", "system"], [messages, "be brief"]])
@@ -210,13 +207,13 @@ def test_dialogues_in_a_csv_file_are_text_in_json(tmp_path: Path) -> None:
     assert corpus[0] == {"messages": messages, "system": "be brief"}
 
 
-def test_compressed_dialogues_are_no_plain_text(tmp_path: Path) -> None:
+def test_compressed_dialogues_are_no_plain_text(tmp_path):
     path = write(tmp_path / "a.jsonl.gz", gzip.compress(b"{}"))
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: .* gzip -d"):
         open_corpus(str(path), data(format="chat"))
 
 
-def test_an_input_beside_an_instruction_is_seen_in_every_table(tmp_path: Path) -> None:
+def test_an_input_beside_an_instruction_is_seen_in_every_table(tmp_path):
     rows = {"instruction": ["add"], "input": ["2 2"], "output": ["four"], "id": ["a"]}
     parquet(tmp_path / "a.parquet", rows)
     write(tmp_path / "b.csv", "instruction,input,output,id\nadd,2 2,four,a\n")
@@ -232,8 +229,8 @@ def test_an_input_beside_an_instruction_is_seen_in_every_table(tmp_path: Path) -
 
 
 def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+    tmp_path, tokenizer, run_config
+):
     rows = [f"row {i} " * (i % 5 + 1) for i in range(30)]
     path = parquet(tmp_path / "a.parquet", {"text": rows}, row_group_size=7)
     jsonl = write(tmp_path / "b.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -258,16 +255,14 @@ def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
         ({"text": []}, r"a\.parquet: .*without rows; "),
     ],
 )
-def test_bad_parquet(tmp_path: Path, content: Any, message: str) -> None:
+def test_bad_parquet(tmp_path, content, message):
     path = tmp_path / "a.parquet"
     path.write_bytes(content) if isinstance(content, bytes) else parquet(path, content)
     with pytest.raises(UserError, match=message):
         open_corpus(str(path), data())
 
 
-def test_hub_name_that_cannot_be_reached_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hub_name_that_cannot_be_reached_is_one_line(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         open_corpus("owner/name", data())
@@ -276,7 +271,7 @@ def test_hub_name_that_cannot_be_reached_is_one_line(
     assert "\n" not in message
 
 
-def test_plain_text_is_no_dialogue(tmp_path: Path) -> None:
+def test_plain_text_is_no_dialogue(tmp_path):
     path = write(tmp_path / "a.txt", "hi")
     with pytest.raises(
         UserError, match=rf"^data\.train: {path} is plain text, .*data\.format chat"
@@ -285,9 +280,7 @@ def test_plain_text_is_no_dialogue(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "sep"), [("a.csv", ","), ("a.TSV", "\t")])
-def test_csv_is_rows_whether_a_file_or_its_folder_is_named(
-    tmp_path: Path, name: str, sep: str
-) -> None:
+def test_csv_is_rows_whether_a_file_or_its_folder_is_named(tmp_path, name, sep):
     content = f'id{sep}text\n1{sep}"a{sep}b\nc"\n2{sep}d\n'
     path = write(tmp_path / "folder" / name, content)
     by_name, by_glob = (
@@ -308,13 +301,13 @@ def test_csv_is_rows_whether_a_file_or_its_folder_is_named(
         open_corpus(str(bad), data())
 
 
-def test_empty_corpus(tmp_path: Path) -> None:
+def test_empty_corpus(tmp_path):
     write(tmp_path / "a.jsonl", "\n  \n"), write(tmp_path / "b.txt", "")
     with pytest.raises(UserError, match=r"^data\.train: no document in .*a\.jsonl, .*; "):
         open_corpus(str(tmp_path), data())
 
 
-def test_reading_tables_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_tables_without_datasets(tmp_path, monkeypatch):
     path = parquet(tmp_path / "a.parquet", {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"datasets, .*; pip install datasets$"):
@@ -322,8 +315,8 @@ def test_reading_tables_without_datasets(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_folder_of_many_tables_says_that_it_opens_them_and_asks_no_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     asked: list[Any] = []
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

@@ -96,12 +96,8 @@ SEAM = {"lengths": [7, 4, 1, 3, 5], "batch_size": 2, "sequence_length": 4, "epoc
 @example(case={**SEAM, "packing": "isolated"}, picks=(0, 1, 2))
 @settings(deadline=None, max_examples=25, derandomize=True)
 def test_all_steps_but_the_last_are_full_and_each_document_is_whole(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    case: dict[str, Any],
-    picks: tuple[int, int, int],
-) -> None:
+    tokenizer, write_corpus, run_config, case, picks
+):
     texts = [letter * length for letter, length in zip(LETTERS, case["lengths"])]
     size, packing, epochs = case["batch_size"], case["packing"], case["epochs"]
     length = case["sequence_length"]
@@ -170,16 +166,8 @@ def test_all_steps_but_the_last_are_full_and_each_document_is_whole(
 )
 @settings(deadline=None, max_examples=20, derandomize=True)
 def test_with_weights_too(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    lengths: list[int],
-    second: list[int],
-    weights: tuple[float, float],
-    epochs: float,
-    size: int,
-    packing: str,
-) -> None:
+    tokenizer, write_corpus, run_config, lengths, second, weights, epochs, size, packing
+):
     train = [
         write_corpus(["a" * n + "?" for n in lengths]),
         write_corpus(["b" * n for n in second]),
@@ -221,9 +209,7 @@ def test_the_last_steps_of_packed_documents_are_full(
     assert f"{padding:.1%} padding" in str(counts(states[-1]))
 
 
-def test_ranks_and_workers_find_the_same_end(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_ranks_and_workers_find_the_same_end(tokenizer, write_corpus, run_config):
     texts = [f"the text number {i} " * (i % 9) for i in range(60)]
     keys: dict[str, Any] = {"sequence_length": 16, "global_batch_size": 6, "epochs": 1.5}
     train = write_corpus(texts)
@@ -259,9 +245,7 @@ def test_ranks_and_workers_find_the_same_end(
     assert json.loads(json.dumps(merged)) == expected
 
 
-def test_a_long_document_at_the_end_is_shared_by_all_slots(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_a_long_document_at_the_end_is_shared_by_all_slots(tokenizer, write_corpus, run_config):
     for packing in ("none", "concat", "documents"):
         cfg = run_config(
             write_corpus(["a" * 400, "bcd"]),
@@ -278,9 +262,7 @@ def test_a_long_document_at_the_end_is_shared_by_all_slots(
         assert sum(row[3].count(EOS) for row in ends) == 2
 
 
-def test_a_row_without_a_text_is_padding(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_a_row_without_a_text_is_padding(tokenizer, write_corpus, run_config):
     text = "The answer to the question is forty-two, as everyone knows."
     tokens = tokenizer(text)["input_ids"]
     for packing in ("none", "concat", "isolated", "documents"):
@@ -298,12 +280,7 @@ def test_a_row_without_a_text_is_padding(
 
 
 @pytest.mark.parametrize("packing", ["none", "concat", "documents"])
-def test_more_and_fewer_epochs_than_a_state_was_of(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    packing: str,
-) -> None:
+def test_more_and_fewer_epochs_than_a_state_was_of(tokenizer, write_corpus, run_config, packing):
     texts = [letter * (2 + 7 * i % 40) for i, letter in enumerate(LETTERS)]
     keys: dict[str, Any] = {"packing": packing, "sequence_length": 8, "global_batch_size": 3}
     one, two = (
@@ -336,12 +313,8 @@ def test_more_and_fewer_epochs_than_a_state_was_of(
 
 @pytest.mark.parametrize("turns", ["together", "separate"])
 def test_a_resume_encodes_a_record_once_for_all_its_waiting_parts(
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path,
-    run_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    turns: str,
-) -> None:
+    tokenizer, tmp_path, run_config, monkeypatch, turns
+):
     if turns == "together":
         records, keys = [{"text": letter * 900} for letter in "abc"], {"long": "split"}
     else:

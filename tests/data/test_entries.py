@@ -87,9 +87,7 @@ def tokens_together(
     return found
 
 
-def test_each_entry_is_read_as_in_a_run_of_its_own(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_each_entry_is_read_as_in_a_run_of_its_own(folder, tokenizer, run_config):
     chat = chat_tokenizer(tokenizer, CHATML)
     cfg = run_config(entries_in(folder))
     assert cfg.data.packed == "documents"
@@ -102,8 +100,8 @@ def test_each_entry_is_read_as_in_a_run_of_its_own(
 
 
 def test_a_mixture_has_the_same_rows_on_other_ranks_and_after_a_resume(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+    folder, tokenizer, run_config
+):
     chat = chat_tokenizer(tokenizer, CHATML)
     cfg = run_config(entries_in(folder), sequence_length=64, global_batch_size=4)
 
@@ -123,9 +121,7 @@ def test_a_mixture_has_the_same_rows_on_other_ranks_and_after_a_resume(
         build_loaders(fewer, chat, range(4), state)
 
 
-def test_validation_has_entries_too(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_validation_has_entries_too(folder, tokenizer, run_config):
     chat = chat_tokenizer(tokenizer, CHATML)
     first, *others = entries_in(folder)
     cfg = run_config([first], validation=others, sequence_length=64, global_batch_size=4)
@@ -136,9 +132,7 @@ def test_validation_has_entries_too(
     assert cfg.data.packed == "documents"
 
 
-def test_a_stream_of_entries_has_the_documents_that_are_read_in_place(
-    folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_stream_of_entries_has_the_documents_that_are_read_in_place(folder, tmp_path, tokenizer):
     entries = []
     for name, own in KEYS.items():  # a stream reads folders
         (tmp_path / name).mkdir()
@@ -164,17 +158,17 @@ def test_a_stream_of_entries_has_the_documents_that_are_read_in_place(
         ([Entry("a", weight=-1.0)], "the weights of its entries are"),
     ],
 )
-def test_entries_that_cannot_be(entries: list[str | Entry], problem: str) -> None:
+def test_entries_that_cannot_be(entries, problem):
     with pytest.raises(UserError, match=problem):
         Data(entries)
 
 
-def test_a_weight_for_validation_is_refused() -> None:
+def test_a_weight_for_validation_is_refused():
     with pytest.raises(UserError, match=r"^data\.validation has a weight"):
         Data("a", validation=[Entry("b", weight=1.0)])
 
 
-def test_a_file_in_two_entries_is_refused(folder: Path, run_config: MakeConfig) -> None:
+def test_a_file_in_two_entries_is_refused(folder, run_config):
     path = str(folder / "chats.jsonl")
     cfg = run_config([path, Entry(path, format="chat")], format="chat")
     with pytest.raises(UserError, match=r"chats\.jsonl is in two entries; keep it in one"):
@@ -182,8 +176,8 @@ def test_a_file_in_two_entries_is_refused(folder: Path, run_config: MakeConfig) 
 
 
 def test_the_first_documents_of_each_source_are_read_before_training(
-    folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+    folder, tmp_path, tokenizer, run_config
+):
     """And the way out is for one entry, where a key of the section would break the others."""
     chat = chat_tokenizer(tokenizer, CHATML)
     paths = [str(folder / "chats.jsonl"), str(folder / "sharegpt.json")]
@@ -200,7 +194,7 @@ def test_the_first_documents_of_each_source_are_read_before_training(
     build_loaders(skipping, tokenizer, range(8)).train.close()
 
 
-def test_init_writes_an_entry_for_each_form(folder: Path) -> None:
+def test_init_writes_an_entry_for_each_form(folder):
     paths = [str(folder / name) for name in KEYS]
     found = keys_for(paths, "--data")
     assert [Entry(**entry) for entry in found["train"]] == entries_in(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +17,13 @@ STYLE = """{%- for m in messages -%}<|{{ m.role }}|>
 
 @pytest.mark.parametrize("case", ["one turn", "three turns", "system", "thinking"])
 @pytest.mark.parametrize("name", ["CHATML", "HEADERS", "MARKED", "LAST_TURN_DIFFERS"])
-def test_targets_are_exactly_the_turns(name: str, case: str) -> None:
+def test_targets_are_exactly_the_turns(name, case):
     result = outcome(getattr(templates, name), CASES[case])
     assert result.startswith("`<"), result
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 0), (1, 0), (-14, 0), (0, -1), (0, 9)])
-def test_a_turn_that_is_not_exact_is_seen(
-    monkeypatch: pytest.MonkeyPatch, first: int, last: int
-) -> None:
+def test_a_turn_that_is_not_exact_is_seen(monkeypatch, first, last):
     assert outcome(STYLE, CASES["system"]) == "`<end>`"
     runs = exact_turns.runs
 
@@ -49,6 +46,6 @@ def end_of_turn_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bug", [end_of_turn_left_out])
-def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None]) -> None:
+def test_a_planted_bug_is_seen(monkeypatch, bug):
     bug(monkeypatch)
     assert outcome(STYLE, CASES["system"]).startswith("WRONG")

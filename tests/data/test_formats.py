@@ -3,7 +3,6 @@ import json
 import re
 import resource
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,7 +96,7 @@ def test_chatml(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
     assert marked(chat_tokenizer(tokenizer, template), record) == expected
 
 
-def test_llama_3_style_headers(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_llama_3_style_headers(tokenizer):
     def header(role: str) -> str:
         return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
@@ -132,29 +131,23 @@ def test_inst_style(tokenizer: PreTrainedTokenizerFast) -> None:
         (INST, "<pad>[INST] hi [/INST]« <eos>»"),
     ],
 )
-def test_empty_turn_of_the_assistant_is_its_end(
-    tokenizer: PreTrainedTokenizerFast, template: str, expected: str
-) -> None:
+def test_empty_turn_of_the_assistant_is_its_end(tokenizer, template, expected):
     assert marked(chat_tokenizer(tokenizer, template), dialogue("hi", "")) == expected
 
 
 @pytest.mark.parametrize("packing", ["concat", "isolated"])
-def test_joined_dialogues_end_with_eos_which_nobody_said(
-    tokenizer: PreTrainedTokenizerFast, packing: str
-) -> None:
+def test_joined_dialogues_end_with_eos_which_nobody_said(tokenizer, packing):
     tokenizer = chat_tokenizer(tokenizer, CHATML)
     text = marked(tokenizer, dialogue("hi", "yes"), packing=packing)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n<eos>"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_dialogue_without_the_assistant_has_no_target(
-    tokenizer: PreTrainedTokenizerFast, template: str
-) -> None:
+def test_dialogue_without_the_assistant_has_no_target(tokenizer, template):
     assert "«" not in marked(chat_tokenizer(tokenizer, template), dialogue("hi"))
 
 
-def test_a_template_may_write_the_last_turn_differently(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_may_write_the_last_turn_differently(tokenizer):
     expected = (
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n"
         "<|im_start|>user\nand?<|im_end|>\n"
@@ -193,9 +186,7 @@ def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast,
         "{{ '{% generation %}'[:0] }}",
     ],
 )
-def test_what_only_looks_like_a_mark_is_none(
-    tokenizer: PreTrainedTokenizerFast, words: str
-) -> None:
+def test_what_only_looks_like_a_mark_is_none(tokenizer, words):
     text = marked(chat_tokenizer(tokenizer, words + CHATML), dialogue("hi", "hello!"))
     assert text.endswith(
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello!<|im_end|>»\n"
@@ -219,9 +210,7 @@ def test_what_only_looks_like_a_mark_is_none(
         ("{% for i in range(99999) %}{{ 'x' * 100 }}{% endfor %}", "writes 9,999,9.. characters"),
     ],
 )
-def test_template_without_end(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, words: str, message: str
-) -> None:
+def test_template_without_end(tokenizer, monkeypatch, words, message):
     monkeypatch.setattr(bounds, "CPU_SECONDS", 0.3)
     monkeypatch.setattr(bounds, "MEMORY_BYTES", 100 << 20)
     limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
@@ -239,9 +228,7 @@ def test_template_without_end(
     ("words", "extra"),
     [("{{ 1 / 0 }}", "a"), ("{{ messages[0].x | tojson }}", json.loads("[" * 900 + "]" * 900))],
 )
-def test_whatever_a_template_raises_is_of_the_document(
-    tokenizer: PreTrainedTokenizerFast, words: str, extra: Any
-) -> None:
+def test_whatever_a_template_raises_is_of_the_document(tokenizer, words, extra):
     messages = [{"role": "user", "content": "a", "x": extra}, {"role": "assistant", "content": "b"}]
     with pytest.raises(BadDocument, match=r"chat template refuses it \("):
         marked(chat_tokenizer(tokenizer, words + CHATML), {"messages": messages})
@@ -265,17 +252,13 @@ def test_whatever_a_template_raises_is_of_the_document(
         ),
     ],
 )
-def test_who_is_at_fault_where_a_template_refuses_a_dialogue(
-    tokenizer: PreTrainedTokenizerFast, words: str, reason: str, message: str
-) -> None:
+def test_who_is_at_fault_where_a_template_refuses_a_dialogue(tokenizer, words, reason, message):
     with pytest.raises(BadDocument, match=message) as caught:
         marked(chat_tokenizer(tokenizer, words + CHATML), dialogue("hi", "yes"))
     assert caught.value.reason == reason
 
 
-def test_white_space_that_special_tokens_strip_is_theirs_and_not_the_assistants(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_white_space_that_special_tokens_strip_is_theirs_and_not_the_assistants(tokenizer):
     template = CHATML.replace("assistant\n", "assistant>").replace("role }}\n", "role }}>")
     marks = [AddedToken(word, rstrip=True) for word in ("<|im_start|>assistant>", "<|im_end|>")]
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -291,9 +274,7 @@ def test_white_space_that_special_tokens_strip_is_theirs_and_not_the_assistants(
     assert marked(chat, record, data_format="completion") == expected
 
 
-def test_a_question_as_the_template_writes_it(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_question_as_the_template_writes_it(tokenizer, tmp_path):
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "add"}}]))
     template = "{% for t in tools %}{{ t.function.name }};{% endfor %}" + CHATML
@@ -314,15 +295,13 @@ def test_a_question_as_the_template_writes_it(
             refusing.prompt("hi")
 
 
-def test_a_header_that_no_generation_prompt_writes_is_not_learnt(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_header_that_no_generation_prompt_writes_is_not_learnt(tokenizer):
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     text = marked(chat_tokenizer(tokenizer, CHATML.replace(prompt, "")), dialogue("hi", "yes"))
     assert text.endswith("<|im_start|>assistant\n«yes<|im_end|>»\n")
 
 
-def test_template_that_is_not_jinja(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_template_that_is_not_jinja(tokenizer):
     with pytest.raises(UserError, match=r"not valid Jinja \(.*\); "):
         marked(chat_tokenizer(tokenizer, "{{ 'no end }}"), dialogue("hi", "yes"))
 
@@ -379,9 +358,7 @@ def test_completion(tokenizer: PreTrainedTokenizerFast, packing: str) -> None:
     st.sampled_from([CHATML, HEADERS, INST, MARKED]),
 )
 @settings(deadline=None, max_examples=80, derandomize=True)
-def test_what_the_assistant_says_is_what_is_learnt(
-    tokenizer: PreTrainedTokenizerFast, turns: list[str], template: str
-) -> None:
+def test_what_the_assistant_says_is_what_is_learnt(tokenizer, turns, template):
     text = marked(chat_tokenizer(tokenizer, template), dialogue(*turns))
     ends = {CHATML: "<|im_end|>", MARKED: "<|im_end|>", HEADERS: "<|eot_id|>", INST: "<eos>"}
     begins = {INST: " "}
@@ -473,9 +450,7 @@ def test_what_the_assistant_says_is_what_is_learnt(
         ),
     ],
 )
-def test_broken_chat(
-    tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str, message: str
-) -> None:
+def test_broken_chat(tokenizer, record, reason, message):
     with pytest.raises(BadDocument, match=message) as caught:
         marked(chat_tokenizer(tokenizer, CHATML), record)
     assert caught.value.reason == reason
@@ -492,9 +467,7 @@ def test_broken_chat(
         ("x('critic')", False),
     ],
 )
-def test_roles_that_a_template_compares_are_known(
-    tokenizer: PreTrainedTokenizerFast, condition: str, known: bool
-) -> None:
+def test_roles_that_a_template_compares_are_known(tokenizer, condition, known):
     template = f"{{% if false and {condition} %}}{{% endif %}}" + CHATML
     record = {
         "messages": [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -506,7 +479,7 @@ def test_roles_that_a_template_compares_are_known(
         )
 
 
-def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_fields_that_only_other_rows_have_are_left_out(tokenizer):
     template = (
         "{% for m in messages %}{{ m.role }}"
         "{% if 'name' in m %}({{ m.name }}){% endif %}:{{ m.content }};{% endfor %}"
@@ -525,12 +498,12 @@ TURNS = dialogue("hi", "yes", "and?", "no")
 HEADER = "<|im_start|>assistant\n"
 
 
-def test_only_the_last_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_the_last_turn(tokenizer):
     text = marked(chat_tokenizer(tokenizer, CHATML), TURNS, train_on="last")
     assert re.findall("«([^»]*)»", text) == ["no<|im_end|>"]
 
 
-def test_every_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_token(tokenizer):
     text = marked(chat_tokenizer(tokenizer, CHATML), TURNS, train_on="all")
     assert text.startswith("«<|im_start|>user")
     assert text.endswith("no<|im_end|>»\n")
@@ -539,18 +512,14 @@ def test_every_token(tokenizer: PreTrainedTokenizerFast) -> None:
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 @pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}])
-def test_a_message_that_is_not_to_be_trained_on(
-    tokenizer: PreTrainedTokenizerFast, template: str, mark: dict[str, Any]
-) -> None:
+def test_a_message_that_is_not_to_be_trained_on(tokenizer, template, mark):
     first, answer, *rest = TURNS["messages"]
     record = {"messages": [first, {**answer, **mark}, *rest]}
     text = marked(chat_tokenizer(tokenizer, template), record)
     assert re.findall("«([^»]*)»", text) == ["no<|im_end|>"]
 
 
-def test_every_token_except_a_message_that_is_not_to_be_trained_on(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_every_token_except_a_message_that_is_not_to_be_trained_on(tokenizer):
     first, answer, *rest = TURNS["messages"]
     record = {"messages": [first, {**answer, "train": False}, *rest]}
     text = marked(chat_tokenizer(tokenizer, CHATML), record, train_on="all")
@@ -568,24 +537,22 @@ def test_every_token_except_a_message_that_is_not_to_be_trained_on(
         ({"template_arguments": {"tokenize": True}}, "has tokenize, which is not for a template"),
     ],
 )
-def test_what_a_template_cannot_use(
-    tokenizer: PreTrainedTokenizerFast, keys: dict[str, Any], part: str
-) -> None:
+def test_what_a_template_cannot_use(tokenizer, keys, part):
     with pytest.raises(UserError, match=part):
         marked(chat_tokenizer(tokenizer, CHATML), TURNS, **keys)
 
 
-def test_template_arguments_are_plain_data() -> None:
+def test_template_arguments_are_plain_data():
     with pytest.raises(UserError, match="put dates in quotes"):
         Data(train="unused", template_arguments={"date": datetime.date(2024, 7, 26)})
 
 
-def test_a_misspelt_field_of_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_misspelt_field_of_tools(tokenizer):
     with pytest.raises(BadDocument, match=r"no field 'tolls' \(data\.tools\)"):
         marked(chat_tokenizer(tokenizer, CALLS), TURNS, tools="tolls")
 
 
-def test_a_file_of_tools_that_is_none(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_file_of_tools_that_is_none(tokenizer, tmp_path):
     file = tmp_path / "tools.json"
     file.write_text("{}")
     with pytest.raises(UserError, match=r"^data\.tools: .*tools.json .*; give a JSON file"):
@@ -602,17 +569,13 @@ def test_each_turn_as_its_own_document(tokenizer: PreTrainedTokenizerFast) -> No
     ]
 
 
-def test_a_turn_whose_end_the_template_does_not_mark_ends_with_eos(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_turn_whose_end_the_template_does_not_mark_ends_with_eos(tokenizer):
     template = CHATML.replace("<|im_end|>\n", "\n")
     text = marked(chat_tokenizer(tokenizer, template), TURNS)
     assert re.findall("«([^»]*)»", text) == ["yes", "no\n<eos>"]
 
 
-def test_a_template_file_and_its_arguments(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_template_file_and_its_arguments(tokenizer, tmp_path):
     chat_tokenizer(tokenizer, CHATML).save_pretrained(tmp_path)
     file = tmp_path / "other.jinja"
     file.write_text("{{ greeting }} " + CHATML)
@@ -637,9 +600,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 @pytest.mark.parametrize("arguments", ['{"to": "two"}', {"to": "two"}])
 @pytest.mark.parametrize("content", [None, ""])
-def test_a_tool_call_without_content(
-    tokenizer: PreTrainedTokenizerFast, arguments: Any, content: str | None, tmp_path: Path
-) -> None:
+def test_a_tool_call_without_content(tokenizer, arguments, content, tmp_path):
     function = {"name": "add", "arguments": arguments}
     messages = [
         {
@@ -670,9 +631,7 @@ def test_a_tool_call_without_content(
         CALLS.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}"),
     ],
 )
-def test_a_template_gets_a_dialogue_in_the_form_that_it_can_write(
-    tokenizer: PreTrainedTokenizerFast, template: str
-) -> None:
+def test_a_template_gets_a_dialogue_in_the_form_that_it_can_write(tokenizer, template):
     function = {"name": "add", "arguments": {"to": "two"}}
     call = {"role": "assistant", "content": "Now.", "tool_calls": [{"function": function}]}
     text = marked(
@@ -732,7 +691,7 @@ def test_what_a_marking_template_may_leave_out(
     assert text == chat.apply_chat_template(messages, tokenize=False)
 
 
-def test_fields_by_other_names(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_fields_by_other_names(tokenizer):
     record = {"instruction": "2+2=", "output": " 4"}
     names = {"prompt": "instruction", "completion": "output"}
     text = marked(tokenizer, record, "completion", fields=names)
@@ -741,7 +700,7 @@ def test_fields_by_other_names(tokenizer: PreTrainedTokenizerFast) -> None:
         Data(train="unused", fields={"answer": "output"})
 
 
-def test_fields_that_are_joined(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_fields_that_are_joined(tokenizer):
     record = {"instruction": "add", "input": "2 2", "output": "4"}
     names = {"prompt": ["instruction", "input"], "completion": "output"}
     assert marked(tokenizer, record, "completion", fields=names) == "add\n\n2 2«4<eos>»"
@@ -757,7 +716,7 @@ def test_fields_that_are_joined(tokenizer: PreTrainedTokenizerFast) -> None:
         Data(train="unused", fields={"prompt": []})
 
 
-def test_a_turn_longer_than_a_row_loses_its_beginning(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_turn_longer_than_a_row_loses_its_beginning(tokenizer):
     tokenizer = chat_tokenizer(tokenizer, CHATML)
     keys = {"turns": "separate", "packing": "documents", "sequence_length": 20}
     (turn,) = all_marked(tokenizer, dialogue("a long question", "yes"), **keys)
@@ -765,7 +724,7 @@ def test_a_turn_longer_than_a_row_loses_its_beginning(tokenizer: PreTrainedToken
     assert "question" not in turn
 
 
-def test_dialogues_in_the_form_of_sharegpt(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_dialogues_in_the_form_of_sharegpt(tokenizer):
     turns = [
         {"from": "system", "value": "be brief"},
         {"from": "human", "value": "hi"},
@@ -777,7 +736,7 @@ def test_dialogues_in_the_form_of_sharegpt(tokenizer: PreTrainedTokenizerFast) -
     assert text == marked(tokenizer, dialogue("hi", "yes", system="be brief"))
 
 
-def test_a_document_longer_than_a_row(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_document_longer_than_a_row(tokenizer):
     record = {"text": "abcdefghij"}
     keys = {"data_format": "text", "packing": "documents", "sequence_length": 4}
     assert all_marked(tokenizer, record, **keys) == ["a«bcde»"]
@@ -834,9 +793,7 @@ def test_what_a_tokenizer_adds_around_a_text_stands_there_once(
         ("<pad> $A th <eos>", "<pad>hith<eos>", "<pad>hith<eos>"),
     ],
 )
-def test_a_text_with_some_of_what_is_added_has_each_once(
-    tokenizer: PreTrainedTokenizerFast, around: str, text: str, expected: str
-) -> None:
+def test_a_text_with_some_of_what_is_added_has_each_once(tokenizer, around, text, expected):
     adding, ended = adding_around(tokenizer, around), expected.removesuffix("<eos>") + "<eos>"
     for packing in ("none", "concat"):
         assert marked(adding, {"text": text}, "text", packing) == f"«{ended}»"
@@ -858,9 +815,7 @@ def test_a_completion_teaches_every_token_with_which_it_ends(
 
 
 @pytest.mark.parametrize("packing", ["none", "concat", "isolated", "documents"])
-def test_a_text_ends_with_a_target_in_every_packing(
-    tokenizer: PreTrainedTokenizerFast, packing: str
-) -> None:
+def test_a_text_ends_with_a_target_in_every_packing(tokenizer, packing):
     for text in ("so it ends", "so it ends<eos>"):
         written = marked(tokenizer, {"text": text}, "text", packing)
         assert written.replace("«", "").endswith("so it ends<eos>»")
@@ -911,7 +866,7 @@ def test_a_turn_that_the_next_speakers_mark_ends(
         assert everything.replace("«", "").replace("»", "") == re.sub("[«»]", "", text)
 
 
-def test_a_mark_with_which_every_turn_begins_ends_none(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_mark_with_which_every_turn_begins_ends_none(tokenizer):
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.add_special_tokens(["<|im_start|>"])
     template = CHATML.replace("<|im_end|>", "")
@@ -921,12 +876,12 @@ def test_a_mark_with_which_every_turn_begins_ends_none(tokenizer: PreTrainedToke
     assert re.findall("«([^»]*)»", marked(chat, TURNS)) == ["yes", "no\n<eos>"]
 
 
-def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_a_format_takes_of_the_tokenizer(tokenizer):
     with pytest.raises(UserError, match=r"^data\.format chat .* data\.chat_template"):
         Encoder.of(chat_tokenizer(tokenizer, None), Data(train="unused", format="chat"))
 
 
-def test_a_missing_field_names_the_key_that_fits(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_missing_field_names_the_key_that_fits(tokenizer):
     cases = [
         ("completion", {"prompt": "p", "output": "o"}, {"prompt": "frage"}, r"data\.fields"),
         ("text", {"messages": []}, None, r"data\.format: chat"),

@@ -2,7 +2,6 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from itertools import islice
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,15 +101,8 @@ lengths = st.integers(1, 12)
 )
 @settings(deadline=None, max_examples=15)
 def test_ranks_and_micro_batches_share_one_global_batch(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    data: st.DataObject,
-    case: tuple[list[str], int],
-    packing: str,
-    sequence_length: int,
-    seed: int,
-) -> None:
+    tokenizer, write_corpus, run_config, data, case, packing, sequence_length, seed
+):
     texts, batch_size = case
     keys = {
         "packing": packing,
@@ -134,14 +126,8 @@ def test_ranks_and_micro_batches_share_one_global_batch(
 )
 @settings(deadline=None, max_examples=2)
 def test_workers_do_not_change_the_batches(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    case: tuple[list[str], int],
-    packing: str,
-    sequence_length: int,
-    num_ranks: int,
-) -> None:
+    tokenizer, write_corpus, run_config, case, packing, sequence_length, num_ranks
+):
     texts, half = case
     keys = {"packing": packing, "sequence_length": sequence_length, "global_batch_size": 2 * half}
     train = write_corpus([text * 2 for text in texts])
@@ -157,12 +143,7 @@ def test_workers_do_not_change_the_batches(
     "ignore:This DataLoader will create 3 worker processes"
 )  # on a machine of two cores
 @pytest.mark.parametrize("workers", some_now((1, 2, 3, 7), (7,)))
-def test_any_number_of_workers_gives_the_same_batches(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    workers: int,
-) -> None:
+def test_any_number_of_workers_gives_the_same_batches(tokenizer, write_corpus, run_config, workers):
     train = write_corpus([f"the text number {i} " * (i % 7) for i in range(40)])
     keys = {"sequence_length": 16, "global_batch_size": 6}
     slots = range(
@@ -175,13 +156,8 @@ def test_any_number_of_workers_gives_the_same_batches(
 @given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
 @settings(deadline=None, max_examples=15)
 def test_packing_none_predicts_each_token_once_an_epoch(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    case: tuple[list[str], int],
-    sequence_length: int,
-    seed: int,
-) -> None:
+    tokenizer, write_corpus, run_config, case, sequence_length, seed
+):
     texts, batch_size = case
     texts = [
         texts[i % len(texts)] + str(i) for i in range(max(len(texts), batch_size))
@@ -209,13 +185,8 @@ def test_packing_none_predicts_each_token_once_an_epoch(
 @given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
 @settings(deadline=None, max_examples=15)
 def test_packing_concat_reproduces_the_joined_stream(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    case: tuple[list[str], int],
-    sequence_length: int,
-    seed: int,
-) -> None:
+    tokenizer, write_corpus, run_config, case, sequence_length, seed
+):
     texts, batch_size = case
     texts = [texts[i % len(texts)] for i in range(max(len(texts), batch_size))]
     cfg = run_config(
@@ -239,11 +210,8 @@ def test_packing_concat_reproduces_the_joined_stream(
 
 @pytest.mark.parametrize("packing", ["none", "concat", "isolated", "documents"])
 def test_fewer_texts_than_rows_are_read_whole_by_each_slot(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    packing: str,
-) -> None:
+    tokenizer, write_corpus, run_config, packing
+):
     texts = ["abcdefghijkl", "ABCDEFGHIJKL"]
     cfg = run_config(write_corpus(texts), packing=packing, sequence_length=12, global_batch_size=5)
     loaders = build_loaders(cfg, tokenizer, range(5))
@@ -257,9 +225,7 @@ def test_fewer_texts_than_rows_are_read_whole_by_each_slot(
     assert "2 documents are fewer than the 5 rows" in note
 
 
-def test_each_epoch_has_its_own_order(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_each_epoch_has_its_own_order(tokenizer, write_corpus, run_config):
     tokenizer = without_end(tokenizer)
     texts = [f"{letter}{letter}" for letter in "abcdefghij"]
     cfg = run_config(write_corpus(texts), packing="none", sequence_length=1, global_batch_size=1)
@@ -272,14 +238,8 @@ def test_each_epoch_has_its_own_order(
 @given(data=st.data(), case=corpora(), packing=packings, sequence_length=lengths)
 @settings(deadline=None, max_examples=15)
 def test_validation_reads_each_document_once_on_any_number_of_ranks(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    data: st.DataObject,
-    case: tuple[list[str], int],
-    packing: str,
-    sequence_length: int,
-) -> None:
+    tokenizer, write_corpus, run_config, data, case, packing, sequence_length
+):
     texts, batch_size = case
     keys = {"packing": packing, "sequence_length": sequence_length, "global_batch_size": batch_size}
     cfg = run_config(
@@ -306,9 +266,7 @@ def test_validation_reads_each_document_once_on_any_number_of_ranks(
     assert {row[0] for row in rows} == {0}
 
 
-def test_validation_is_cut_to_eval_batches(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_validation_is_cut_to_eval_batches(tokenizer, write_corpus, run_config):
     tokenizer = without_end(tokenizer)
     train, validation = write_corpus(["abc" * 20]), write_corpus(["x" * 101])
     keys = {
@@ -332,9 +290,7 @@ def test_validation_is_cut_to_eval_batches(
     ]  # global rows 8 and 9 are slots 0 and 1
 
 
-def test_validation_share_is_not_trained_on(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_validation_share_is_not_trained_on(tokenizer, write_corpus, run_config):
     tokenizer = without_end(tokenizer)
     texts = [f"{letter}{letter}" for letter in "abcdefghij"]
     cfg = run_config(
@@ -350,9 +306,7 @@ def test_validation_share_is_not_trained_on(
     assert not held_out & trained
 
 
-def test_no_validation(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_no_validation(tokenizer, write_corpus, run_config):
     assert build_loaders(run_config(write_corpus(["abc"])), tokenizer, range(1)).validation is None
 
 
@@ -366,9 +320,7 @@ def test_run_generator_is_left_alone(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_document_is_the_same_one_line_from_workers(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, run_config: MakeConfig, workers: int
-) -> None:
+def test_bad_document_is_the_same_one_line_from_workers(tokenizer, tmp_path, run_config, workers):
     path = tmp_path / "a.jsonl"
     path.write_text(
         '{"text": "fine"}\n' * 20 + '{"content": "not fine"}\n' + '{"text": "fine"}\n' * 20
@@ -382,9 +334,7 @@ def test_bad_document_is_the_same_one_line_from_workers(
     assert num_workers_alive() == 0
 
 
-def test_closing_ends_the_workers(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_closing_ends_the_workers(tokenizer, write_corpus, run_config):
     cfg = run_config(write_corpus(["abc" * 300]), workers=2, sequence_length=4, global_batch_size=4)
     batches = build_loaders(cfg, tokenizer, range(4)).train
     assert num_workers_alive() == 0  # they start with the first step
@@ -395,13 +345,7 @@ def test_closing_ends_the_workers(
 
 
 @pytest.mark.parametrize(("texts", "batch_size"), [([""], 1), ([""], 4), (["", "", "x"], 3)])
-def test_corpus_too_small_for_the_slots(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    texts: list[str],
-    batch_size: int,
-) -> None:
+def test_corpus_too_small_for_the_slots(tokenizer, write_corpus, run_config, texts, batch_size):
     tokenizer = without_end(tokenizer)
     cfg = run_config(write_corpus(texts), packing="none", global_batch_size=batch_size)
     message = (
@@ -411,9 +355,7 @@ def test_corpus_too_small_for_the_slots(
         next(build_loaders(cfg, tokenizer, range(batch_size)).train)
 
 
-def test_slot_passes_over_empty_documents(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_slot_passes_over_empty_documents(tokenizer, write_corpus, run_config):
     tokenizer = without_end(tokenizer)
     cfg = run_config(
         write_corpus(["", "ab", "", ""]), packing="none", sequence_length=1, global_batch_size=4
@@ -422,20 +364,13 @@ def test_slot_passes_over_empty_documents(
     assert [predicted(rows) for rows in train_rows(cfg, tokenizer, range(4), 2)] == [ab * 4, ab * 4]
 
 
-def test_validation_files_that_are_trained_on(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_validation_files_that_are_trained_on(tokenizer, write_corpus, run_config):
     path = write_corpus(["abc"])
     with pytest.raises(UserError, match=rf"^data\.validation: {path} is in data\.train too"):
         build_loaders(run_config(path, validation=[path]), tokenizer, range(1))
 
 
-def test_places_are_drawn_a_few_at_a_time(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    monkeypatch,
-) -> None:
+def test_places_are_drawn_a_few_at_a_time(tokenizer, write_corpus, run_config, monkeypatch):
     tokenizer = without_end(tokenizer)
     drawn, documents = [], Order.documents
     monkeypatch.setattr(
@@ -452,9 +387,7 @@ def test_places_are_drawn_a_few_at_a_time(
     assert drawn == [CHUNK] * 8  # the last ones in two epochs
 
 
-def test_validation_without_a_target(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_validation_without_a_target(tokenizer, write_corpus, run_config):
     tokenizer = without_end(tokenizer)
     cfg = run_config(write_corpus(["abc"]), validation=write_corpus(["", "x"]), packing="none")
     loaders = build_loaders(cfg, tokenizer, range(1))
@@ -465,9 +398,7 @@ def test_validation_without_a_target(
         list(loaders.validation)
 
 
-def test_validation_pattern_without_files(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_validation_pattern_without_files(tokenizer, write_corpus, run_config):
     with pytest.raises(UserError, match=r"^data\.validation: gone\.jsonl matches no file"):
         build_loaders(
             run_config(write_corpus(["abc"]), validation="gone.jsonl"), tokenizer, range(1)

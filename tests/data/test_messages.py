@@ -136,9 +136,7 @@ def test_only_the_nulls_that_a_table_added_are_left_out(
 
 @pytest.mark.parametrize("content", ["", None, "I look."])
 @pytest.mark.parametrize("template", [CALLS, OLDER])
-def test_an_older_call_is_written(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, content: str | None, template: str
-) -> None:
+def test_an_older_call_is_written(tokenizer, tmp_path, content, template):
     function = {"name": "find", "arguments": '{"city":"Rome"}'}
     older = {"role": "assistant", "content": content, "function_call": function}
     newer = call(function["arguments"], content=content)
@@ -174,25 +172,19 @@ def test_an_older_call_is_written(
         ),
     ],
 )
-def test_what_would_be_lost_of_a_message_is_refused(
-    tokenizer: PreTrainedTokenizerFast, template: str, messages: Any, part: str
-) -> None:
+def test_what_would_be_lost_of_a_message_is_refused(tokenizer, template, messages, part):
     with pytest.raises(BadDocument, match=part):
         marked(chat_tokenizer(tokenizer, template), {"messages": messages})
 
 
 @pytest.mark.parametrize("flag", [{"train": False}, {"training": False}, {"loss": False}])
-def test_a_turn_that_is_marked_as_no_target(
-    tokenizer: PreTrainedTokenizerFast, flag: dict[str, Any]
-) -> None:
+def test_a_turn_that_is_marked_as_no_target(tokenizer, flag):
     messages = [QUESTION, {**ANSWER, **flag}, QUESTION, {**ANSWER, "content": "There."}]
     text = marked(chat_tokenizer(tokenizer, CHATML), {"messages": messages})
     assert re.findall("«([^»]*)»", text) == ["There.<|im_end|>"]
 
 
-def test_a_flag_that_the_template_reads_or_that_is_left_out_on_purpose(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_flag_that_the_template_reads_or_that_is_left_out_on_purpose(tokenizer):
     record = {"messages": [QUESTION, {**ANSWER, "partial": True}]}
     reading = CHATML.replace(
         "{{ message.content }}", "{{ '+' if message.partial }}{{ message.content }}"
@@ -202,9 +194,7 @@ def test_a_flag_that_the_template_reads_or_that_is_left_out_on_purpose(
     assert "«Here.<|im_end|>»" in marked(chat_tokenizer(tokenizer, CHATML), record, fields=unused)
 
 
-def test_fields_of_a_message_that_say_nothing_of_targets(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_fields_of_a_message_that_say_nothing_of_targets(tokenizer):
     part = {"type": "text", "text": "Here.", "train": True, "cache_control": {"type": "short"}}
     more = {"name": "Ada", "id": 7, "timestamp": 1, "constraint": "none", "glossary": ["a"]}
     record = {"messages": [{**QUESTION, **more}, {**ANSWER, **more, "content": [part]}]}
@@ -213,9 +203,7 @@ def test_fields_of_a_message_that_say_nothing_of_targets(
     assert text == right.replace("Here.<|im_end|>", "«Here.<|im_end|>»")
 
 
-def test_lists_and_objects_may_be_text_in_json(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_lists_and_objects_may_be_text_in_json(tokenizer, tmp_path):
     calling = call({"city": None})
     messages = [QUESTION, calling]
     right = rendered(tokenizer, CALLS, messages)

@@ -23,9 +23,7 @@ def labels(tokenizer: PreTrainedTokenizerFast, cfg: RunConfig, num_steps: int) -
     return [tokenizer.decode(predicted([row])) for row in rows]
 
 
-def test_entries_are_read_by_weight(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_entries_are_read_by_weight(tokenizer, write_corpus, run_config):
     tokenizer = without_end(tokenizer)
     # 30 documents with "a" and 10 with "b", in rows of one document; weights 1 : 1. In 100 steps of
     # 4 rows are ten epochs of 40 draws, 20 of each entry.
@@ -47,11 +45,8 @@ def test_entries_are_read_by_weight(
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_mixture_is_the_same_on_any_number_of_ranks_and_resumes(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    workers: int,
-) -> None:
+    tokenizer, write_corpus, run_config, workers
+):
     train = [
         write_corpus([f"the a {i}" * (i % 5) for i in range(30)]),
         write_corpus([f"b {i}" for i in range(7)]),
@@ -70,9 +65,7 @@ def test_mixture_is_the_same_on_any_number_of_ranks_and_resumes(
         loaders.train.close()
 
 
-def test_held_out_documents_are_drawn_from_no_entry(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_held_out_documents_are_drawn_from_no_entry(tokenizer, write_corpus, run_config):
     tokenizer = without_end(tokenizer)
     train = [write_corpus([f"{i}a" for i in range(10)]), write_corpus([f"{i}b" for i in range(10)])]
     # Of each entry round(2.5) = 2 are held out.
@@ -92,9 +85,7 @@ def test_held_out_documents_are_drawn_from_no_entry(
     assert not shown[0] & shown[1]
 
 
-def test_weights_that_cannot_be_kept(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_weights_that_cannot_be_kept(tokenizer, write_corpus, run_config):
     one, two = write_corpus(["ab"]), write_corpus(["cd", "ef", "gh"])
     with pytest.raises(UserError, match=rf"^data\.train: {one} is in two entries; keep it in one"):
         build_loaders(run_config([one, two, one], weights=[1, 1, 1]), tokenizer, range(8))
@@ -102,9 +93,7 @@ def test_weights_that_cannot_be_kept(
         build_loaders(run_config([one, two], weights=[1, 1], validation=0.75), tokenizer, range(8))
 
 
-def test_a_run_says_which_documents_its_weights_never_read(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_a_run_says_which_documents_its_weights_never_read(tokenizer, write_corpus, run_config):
     large, small = write_corpus([f"{i:03}" for i in range(100)]), write_corpus(["abc"] * 10)
     keys: dict[str, Any] = {"sequence_length": 8, "global_batch_size": 2, "weights": [0.5, 0.5]}
     loaders = build_loaders(run_config([large, small], epochs=1.0, **keys), tokenizer, range(2))

@@ -41,9 +41,7 @@ def as_bytes(line: str | bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("line", "reason", "problem"), BAD)
-def test_bad_line_is_named_by_file_and_line_or_left_out(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str | bytes, reason: str, problem: str
-) -> None:
+def test_bad_line_is_named_by_file_and_line_or_left_out(tmp_path, tokenizer, line, reason, problem):
     path = write(
         tmp_path / "a.jsonl", b'{"text": "aa"}\n\n' + as_bytes(line) + b'\n{"text": "bb"}\n'
     )
@@ -59,7 +57,7 @@ def test_bad_line_is_named_by_file_and_line_or_left_out(
     assert read_documents(corpus, 2, Encoder.of(tokenizer, skip), SlotState())[0]
 
 
-def test_text_file_that_is_not_utf8(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_text_file_that_is_not_utf8(tmp_path, tokenizer):
     path = write(tmp_path / "a.txt", b"gr\xfc\xdfe")
     data = Data(train=str(path))
     with pytest.raises(UserError, match=rf"^{path}: not UTF-8 \(byte 3\); .*iconv"):
@@ -89,12 +87,8 @@ def read(
     ("num_ranks", "workers"), [(1, 0), (2, 0), (4, 0), pytest.param(1, 2, marks=pytest.mark.slow)]
 )
 def test_left_out_lines_move_no_other_and_are_counted(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    run_config: MakeConfig,
-    num_ranks: int,
-    workers: int,
-) -> None:
+    tmp_path, tokenizer, run_config, num_ranks, workers
+):
     tokenizer = without_end(tokenizer)
     # 40 documents of two tokens, one row each: a slot reads its ten in ten steps. Of every seventh
     # nothing can be used; the same corpus with an empty text in its place gives the same rows.
@@ -117,9 +111,7 @@ def test_left_out_lines_move_no_other_and_are_counted(
     assert read_bad.finished - sum(read_bad.skipped.values()) == 120
 
 
-def test_counts_of_one_epoch(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_counts_of_one_epoch(tmp_path, tokenizer, run_config):
     tokenizer = without_end(tokenizer)
     lines = [as_bytes(line) for line, _, _ in BAD] + [b'{"text": "ab"}'] * 4
     path = str(write(tmp_path / "a.jsonl", b"\n".join(lines)))
@@ -193,9 +185,7 @@ def chat_file(path: Path, *dialogues: str) -> str:
     return str(write(path, "".join(json.dumps({"messages": m}) + "\n" for m in messages)))
 
 
-def test_role_that_nobody_knows_is_named_with_its_place(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_role_that_nobody_knows_is_named_with_its_place(tmp_path, tokenizer, run_config):
     chat = chat_tokenizer(tokenizer, CHATML)
     path = chat_file(tmp_path / "a.jsonl", "user assistant", "user bot", "user Assistant human bot")
     keys: dict[str, Any] = {"format": "chat", "global_batch_size": 1}
@@ -213,8 +203,8 @@ def test_role_that_nobody_knows_is_named_with_its_place(
 
 
 def test_dialogues_without_the_assistant_are_counted_by_the_roles_they_have(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+    tmp_path, tokenizer, run_config
+):
     chat = chat_tokenizer(tokenizer, CHATML)
     path = chat_file(tmp_path / "a.jsonl", *["user system"] * 6, *["user"] * 2)
     held_out = chat_file(tmp_path / "b.jsonl", "user")
@@ -230,13 +220,7 @@ def test_dialogues_without_the_assistant_are_counted_by_the_roles_they_have(
 
 
 @pytest.mark.parametrize(("on_error", "line"), [("fail", 1), ("skip", 3)])
-def test_a_template_is_tried_before_a_run_begins(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    run_config: MakeConfig,
-    on_error: str,
-    line: int,
-) -> None:
+def test_a_template_is_tried_before_a_run_begins(tmp_path, tokenizer, run_config, on_error, line):
     chat = chat_tokenizer(tokenizer, "{% for i in range(10**9) %}{% endfor %}")
     path = chat_file(tmp_path / "a.jsonl", "user bot", "", "user assistant")
     cfg = run_config(path, format="chat", global_batch_size=2, on_error=on_error)
@@ -246,12 +230,8 @@ def test_a_template_is_tried_before_a_run_begins(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_template_without_end_in_a_later_dialogue_names_its_place(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    run_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    workers: int,
-) -> None:
+    tmp_path, tokenizer, run_config, monkeypatch, workers
+):
     loop = "{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
     if workers:  # a worker has the limit of the library, so this takes too much at once
         loop = "{% for i in range(999999) %}{% endfor %}"
@@ -267,18 +247,14 @@ def test_a_template_without_end_in_a_later_dialogue_names_its_place(
     loaders.train.close()
 
 
-def test_nothing_but_bad_lines(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_nothing_but_bad_lines(tmp_path, tokenizer, run_config):
     path = str(write(tmp_path / "a.jsonl", "bad\n" * 3))
     cfg = run_config(path, on_error="skip", global_batch_size=1)
     with pytest.raises(UserError, match=r"3 documents; .* 104 .*: 104 not JSON; "):
         next(build_loaders(cfg, tokenizer, range(1)).train)
 
 
-def test_prompts_longer_than_a_row_name_the_key_that_holds_them(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_prompts_longer_than_a_row_name_the_key_that_holds_them(tmp_path, tokenizer, run_config):
     row = json.dumps({"prompt": "x" * 50, "completion": "y"}) + "\n"
     path = str(write(tmp_path / "a.jsonl", row * 3))
     cfg = run_config(path, format="completion", sequence_length=20, global_batch_size=1)

@@ -41,15 +41,13 @@ keys = {
 
 @given(size=sizes, **keys)
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_permute_is_a_permutation_of_any_size(size: int, seed: int, epoch: int, group: int) -> None:
+def test_permute_is_a_permutation_of_any_size(size, seed, epoch, group):
     assert sorted(permute(np.arange(size), size, seed, epoch, group).tolist()) == list(range(size))
 
 
 @given(size=st.integers(1, 2**62), numbers=st.lists(st.integers(0, 2**62), max_size=5), **keys)
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_permute_is_integer_arithmetic(
-    size: int, numbers: list[int], seed: int, epoch: int, group: int
-) -> None:
+def test_permute_is_integer_arithmetic(size, numbers, seed, epoch, group):
     numbers = [number % size for number in numbers]
     expected = [place(number, size, seed, epoch, group) for number in numbers]
     assert permute(np.array(numbers, np.int64), size, seed, epoch, group).tolist() == expected
@@ -68,7 +66,7 @@ def test_permutation_is_pinned() -> None:
     assert permute(np.arange(8), 8, 0, 1, 0).tolist() == [0, 5, 2, 6, 3, 1, 4, 7]
 
 
-def test_permutation_is_a_function_of_seed_epoch_and_group() -> None:
+def test_permutation_is_a_function_of_seed_epoch_and_group():
     drawn = {
         tuple(permute(np.arange(50), 50, seed, epoch, group).tolist())
         for seed in (0, 1, -1)
@@ -135,7 +133,7 @@ def epoch_of(order: Order, epoch: int) -> list[int]:
 @pytest.mark.parametrize(
     ("size", "share", "held_out"), [(100, 0.02, 2), (10, 0.01, 1), (2, 0.9, 1), (3, 0.99, 2)]
 )
-def test_split_parts_the_documents(size: int, share: float, held_out: int) -> None:
+def test_split_parts_the_documents(size, share, held_out):
     train, validation = (Order(groups, None, seed=0) for groups in split([size], share))
     assert (len(train), len(validation)) == (size - held_out, held_out)
     for epoch in (1, 2):  # another order, of the same documents
@@ -143,18 +141,18 @@ def test_split_parts_the_documents(size: int, share: float, held_out: int) -> No
         assert sorted(read) == list(range(size))
 
 
-def test_split_of_nothing() -> None:
+def test_split_of_nothing():
     train, validation = split([3, 1], 0.0)
     assert train == (DocumentGroup(0, 3, range(3)), DocumentGroup(3, 1, range(1)))
     assert [len(group) for group in validation] == [0, 0]
 
 
-def test_split_is_drawn_by_the_seed() -> None:
+def test_split_is_drawn_by_the_seed():
     _, held_out = split([100], 0.1)
     assert len({frozenset(epoch_of(Order(held_out, None, seed), 1)) for seed in range(5)}) == 5
 
 
-def test_split_of_each_group() -> None:
+def test_split_of_each_group():
     orders = [Order(groups, None, seed=4) for groups in split([10, 40], 0.1)]
     train, validation = (np.array(epoch_of(order, 1)) for order in orders)
     assert [np.count_nonzero(validation < 10), np.count_nonzero(validation >= 10)] == [1, 4]
@@ -162,7 +160,7 @@ def test_split_of_each_group() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[1], [5, 1]])
-def test_split_of_one_document(sizes: list[int]) -> None:
+def test_split_of_one_document(sizes):
     with pytest.raises(UserError, match=r"^data\.validation: .* 0\.5 .* one document"):
         split(sizes, 0.5)
 
@@ -172,9 +170,7 @@ weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 
 @given(weights, st.integers(0, 2000))
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_draws_are_proportional_at_any_time_and_never_fewer(
-    weights: list[float], total: int
-) -> None:
+def test_draws_are_proportional_at_any_time_and_never_fewer(weights, total):
     counts, after = draws(total, weights), draws(total + 1, weights)
     assert sum(counts) == total
     assert all(a in (b, b + 1) for a, b in zip(after, counts))  # one more in one group
@@ -182,7 +178,7 @@ def test_draws_are_proportional_at_any_time_and_never_fewer(
     assert all(abs(count - share) <= len(weights) / 2 for count, share in zip(counts, exact))
 
 
-def test_without_weights_an_epoch_holds_each_document_once() -> None:
+def test_without_weights_an_epoch_holds_each_document_once():
     order = Order((DocumentGroup(0, 4, range(4)), DocumentGroup(4, 300, range(300))), None, seed=2)
     epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
     assert all(sorted(epoch) == list(range(304)) for epoch in epochs)
@@ -195,9 +191,7 @@ def test_without_weights_an_epoch_holds_each_document_once() -> None:
     st.integers(1, 7),
 )
 @settings(deadline=None, max_examples=100, derandomize=True)
-def test_with_weights_each_group_is_read_through_before_it_is_read_again(
-    groups: list[tuple[int, float]], seed: int, num_slots: int
-) -> None:
+def test_with_weights_each_group_is_read_through_before_it_is_read_again(groups, seed, num_slots):
     ends = np.cumsum([size for size, _ in groups])
     numbers = np.split(np.arange(ends[-1]), ends[:-1])
     order = Order(

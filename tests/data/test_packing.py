@@ -59,7 +59,7 @@ def test_concat_joins_documents_and_counts_them_within_the_row() -> None:
     assert batch.document_ids.tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
 
 
-def test_batch_is_int64_contiguous_and_carries_slots_and_step() -> None:
+def test_batch_is_int64_contiguous_and_carries_slots_and_step():
     batch = to_batch(np.stack(joined(documents_of([[1, 2, 3, 4, 5]]), 2)), range(6, 8), step=7)
     for tensor in (batch.input_ids, batch.labels, batch.document_ids):
         assert tensor.dtype == torch.int64
@@ -68,7 +68,7 @@ def test_batch_is_int64_contiguous_and_carries_slots_and_step() -> None:
     assert (batch.slots, batch.step, batch.num_target_tokens()) == ((6, 7), 7, 4)
 
 
-def test_empty_row_has_no_target() -> None:
+def test_empty_row_has_no_target():
     batch = batch_of([empty_row(3, fill=9)])
     assert batch.input_ids.tolist() == [[9, 9, 9]]
     assert batch.labels.tolist() == [[IGNORED] * 3]
@@ -79,9 +79,7 @@ documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=20), max_
 
 
 @given(documents, st.integers(1, 9))
-def test_none_predicts_each_token_but_a_documents_first_once(
-    documents: list[list[int]], sequence_length: int
-) -> None:
+def test_none_predicts_each_token_but_a_documents_first_once(documents, sequence_length):
     rows = none(documents_of(documents), sequence_length)
     predicted = targets(batch_of(rows)) if rows else []
     assert predicted == [token for tokens in documents for token in tokens[1:]]
@@ -94,8 +92,8 @@ def test_none_predicts_each_token_but_a_documents_first_once(
 
 @given(documents, st.integers(1, 9))
 def test_concat_predicts_each_token_of_the_joined_stream_but_the_first_once(
-    documents: list[list[int]], sequence_length: int
-) -> None:
+    documents, sequence_length
+):
     stream = [token for tokens in documents for token in tokens]
     owners = [number for number, tokens in enumerate(documents) for _ in tokens]
     rows = joined(documents_of(documents), sequence_length)
@@ -110,7 +108,7 @@ def test_concat_predicts_each_token_of_the_joined_stream_but_the_first_once(
 
 
 @pytest.mark.parametrize("packing", ["none", "concat"])
-def test_encoder_ends_every_text(tokenizer: PreTrainedTokenizerFast, packing: str) -> None:
+def test_encoder_ends_every_text(tokenizer, packing):
     encoder = Encoder.of(tokenizer, Data(train="unused", packing=packing))
     the, space = tokenizer("the ")["input_ids"]
     for text, tokens in (
@@ -123,11 +121,7 @@ def test_encoder_ends_every_text(tokenizer: PreTrainedTokenizerFast, packing: st
         assert document.targets.tolist() == [True] * len(tokens)
 
 
-def test_long_document_gives_no_warning(
-    tokenizer: PreTrainedTokenizerFast,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_long_document_gives_no_warning(tokenizer, caplog, capfd):
     short = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", model_max_length=4
     )
@@ -136,7 +130,7 @@ def test_long_document_gives_no_warning(
     assert (caplog.records, capfd.readouterr().err) == ([], "")
 
 
-def test_special_tokens_that_packing_needs(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_that_packing_needs(tokenizer):
     backend = tokenizer.backend_tokenizer
     bare, only_pad, only_eos = (
         PreTrainedTokenizerFast(tokenizer_object=backend, **special)
@@ -170,9 +164,7 @@ def test_isolated_documents_do_not_predict_one_anothers_first_token(
 
 
 @pytest.mark.parametrize("sequence_length", [2, 4, 5])
-def test_isolated_rows_are_those_of_concat(
-    tokenizer: PreTrainedTokenizerFast, sequence_length: int
-) -> None:
+def test_isolated_rows_are_those_of_concat(tokenizer, sequence_length):
     texts = ["abcdefg", "h", "ijk", "lmnopqrstuvw"]
     rows = {}
     for packing in ("concat", "isolated"):

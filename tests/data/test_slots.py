@@ -49,9 +49,7 @@ def test_documents_behind_the_last_row_are_counted(
     assert (counted.finished, counted.skipped, counted.epochs) == (25, {"no target": 15}, 5.0)
 
 
-def test_the_first_step_can_be_read_again(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_the_first_step_can_be_read_again(tokenizer, write_corpus, run_config):
     cfg = run_config(write_corpus(["abc" * 9] * 5), sequence_length=4, global_batch_size=2)
     loaders = build_loaders(cfg, tokenizer, range(2))
     steps = [rows_of(batches) for batches in islice(loaders.train, 3)]

@@ -51,7 +51,7 @@ def both_refuse(entry: str, fragment: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_folder_with_several_splits_must_name_one(tmp_path: Path, layout: str) -> None:
+def test_a_folder_with_several_splits_must_name_one(tmp_path, layout):
     folder = lay_out(tmp_path / "ds", LAYOUTS[layout])
     for split, count in (("train", 2), ("test", 1)):
         documents = texts(f"{folder}::{split}")
@@ -66,7 +66,7 @@ def test_a_folder_with_several_splits_must_name_one(tmp_path: Path, layout: str)
     assert len(everything) == 3
 
 
-def test_a_folder_without_splits_or_with_one_is_read_whole(tmp_path: Path) -> None:
+def test_a_folder_without_splits_or_with_one_is_read_whole(tmp_path):
     plain = lay_out(tmp_path / "plain", ["contest.jsonl", "trainer/a.jsonl", "b/latest.jsonl"])
     assert len(texts(str(plain))) == 3
     both_refuse(f"{plain}::train", f"no split train, and no splits at all; give {plain} alone")
@@ -80,7 +80,7 @@ def test_a_folder_without_splits_or_with_one_is_read_whole(tmp_path: Path) -> No
     assert len(texts(f"{one}::train")) == 2
 
 
-def test_a_stream_reads_one_kind_of_file(tmp_path: Path) -> None:
+def test_a_stream_reads_one_kind_of_file(tmp_path):
     write(tmp_path / "a.jsonl", '{"text": "a"}\n'), write(tmp_path / "b.txt", "b")
     entry = str(tmp_path)
     with pytest.raises(UserError, match=r"b\.txt is of another kind; leave data\.streaming out"):
@@ -96,7 +96,7 @@ def resolved(patterns: list[str], folder: Path) -> set[Path]:
     return files
 
 
-def test_the_rule_is_that_of_datasets(tmp_path: Path) -> None:
+def test_the_rule_is_that_of_datasets(tmp_path):
     draw = random.Random(0)
     words = ["train", "test", "dev", "validation", "val", "eval", "training", "other", "latest"]
     several = 0

@@ -3,7 +3,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -52,16 +51,8 @@ def read(
 )
 @settings(deadline=None, max_examples=20, derandomize=True)
 def test_resume_goes_on_exactly_on_any_number_of_ranks(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    data: st.DataObject,
-    case: tuple[list[str], int],
-    packing: str,
-    long: str,
-    sequence_length: int,
-    before: int,
-) -> None:
+    tokenizer, write_corpus, run_config, data, case, packing, long, sequence_length, before
+):
     texts, batch_size = case
     train = write_corpus([*texts, "the cat"])
     cfg = run_config(
@@ -81,12 +72,8 @@ def test_resume_goes_on_exactly_on_any_number_of_ranks(
 
 @pytest.mark.parametrize(("workers", "workers_then"), some_now([(2, 0), (0, 2), (2, 1)], [(2, 1)]))
 def test_what_workers_have_read_ahead_is_not_in_the_state(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    workers: int,
-    workers_then: int,
-) -> None:
+    tokenizer, write_corpus, run_config, workers, workers_then
+):
     train = write_corpus([f"the text number {i} " * (i % 7) for i in range(40)])
     cfg, cfg_then = (
         run_config(train, workers=w, sequence_length=16, global_batch_size=6)
@@ -97,12 +84,7 @@ def test_what_workers_have_read_ahead_is_not_in_the_state(
     assert first + read(cfg_then, tokenizer, 2, 7, state)[0] == expected
 
 
-def test_resume_reads_no_earlier_document(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_resume_reads_no_earlier_document(tokenizer, write_corpus, run_config, monkeypatch):
     texts = [f"{i:03}" for i in range(100)]
     cfg = run_config(write_corpus(texts), packing="none", sequence_length=2, global_batch_size=1)
     _, state = read(cfg, tokenizer, 1, 90)
@@ -118,9 +100,7 @@ def test_resume_reads_no_earlier_document(
     assert tokenizer.decode(ids) == read_now[0][:2]
 
 
-def test_state_before_the_first_step_is_the_beginning(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_state_before_the_first_step_is_the_beginning(tokenizer, write_corpus, run_config):
     cfg = run_config(write_corpus(["abc" * 20, "the cat"]), global_batch_size=2, sequence_length=4)
     _, state = read(cfg, tokenizer, 2, 0)
     assert state["slots"] == dict.fromkeys(("0", "1"), json.loads(json.dumps(asdict(SlotState()))))
@@ -146,15 +126,8 @@ def test_state_counts_documents_that_rows_have_left_behind(
 )
 @settings(deadline=None, max_examples=20, derandomize=True)
 def test_counts_are_those_of_the_tokens_that_rows_had(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    data: st.DataObject,
-    texts: list[str],
-    batch_size: int,
-    sequence_length: int,
-    steps: int,
-) -> None:
+    tokenizer, write_corpus, run_config, data, texts, batch_size, sequence_length, steps
+):
     cfg = run_config(
         write_corpus(texts), sequence_length=sequence_length, global_batch_size=batch_size
     )
@@ -192,13 +165,7 @@ def test_counts_are_those_of_the_tokens_that_rows_had(
         ({"tokenizer": True}, r"the tokenizer \(was \w+, is \w+\)"),
     ],
 )
-def test_state_of_other_data_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
-    write_corpus: WriteCorpus,
-    run_config: MakeConfig,
-    change: dict[str, Any],
-    name: str,
-) -> None:
+def test_state_of_other_data_is_refused(tokenizer, write_corpus, run_config, change, name):
     keys = {"sequence_length": 4, "global_batch_size": 2}
     _, state = read(run_config(write_corpus(["abc"] * 5), **keys), tokenizer, 1, 1)
     other = tokenizer
@@ -212,9 +179,7 @@ def test_state_of_other_data_is_refused(
         build_loaders(cfg, other, range(cfg.training.global_batch_size), state)
 
 
-def test_state_with_other_validation_text_is_refused(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_state_with_other_validation_text_is_refused(tokenizer, write_corpus, run_config):
     held_out = write_corpus(["the cat"] * 3)
     cfg = run_config(
         write_corpus(["abc"] * 5), validation=held_out, sequence_length=4, global_batch_size=2
@@ -228,9 +193,7 @@ def test_state_with_other_validation_text_is_refused(
         build_loaders(cfg, tokenizer, range(2), state)
 
 
-def test_state_of_another_order_is_refused(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_state_of_another_order_is_refused(tokenizer, write_corpus, run_config):
     cfg = run_config(write_corpus(["abc"] * 5), global_batch_size=2)
     _, state = read(cfg, tokenizer, 1, 1)
     del state["read_from"][
@@ -242,9 +205,7 @@ def test_state_of_another_order_is_refused(
         build_loaders(cfg, tokenizer, range(2), state)
 
 
-def test_a_resumed_run_may_change_how_the_batch_is_read(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
+def test_a_resumed_run_may_change_how_the_batch_is_read(tokenizer, write_corpus, run_config):
     cfg = run_config(write_corpus(["abc" * 9] * 5), sequence_length=4, global_batch_size=4)
     expected, _ = read(cfg, tokenizer, 1, 4)
     _, state = read(cfg, tokenizer, 1, 2)

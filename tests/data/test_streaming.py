@@ -72,12 +72,8 @@ def read(
 
 @pytest.mark.parametrize("packing", some_now(("none", "concat", "documents"), ("documents",)))
 def test_neither_ranks_nor_a_resume_change_the_rows(
-    folder: str,
-    tokenizer: PreTrainedTokenizerFast,
-    run_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    packing: str,
-) -> None:
+    folder, tokenizer, run_config, monkeypatch, packing
+):
     monkeypatch.setattr(streaming, "BUFFER", 5)
     cfg = run_config(
         folder, streaming=True, packing=packing, sequence_length=6, global_batch_size=4
@@ -93,9 +89,7 @@ def test_neither_ranks_nor_a_resume_change_the_rows(
     assert counted.finished > NUM
 
 
-def test_workers_do_not_change_the_rows(
-    folder: str, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_workers_do_not_change_the_rows(folder, tokenizer, run_config):
     keys: dict[str, Any] = {"streaming": True, "sequence_length": 6, "global_batch_size": 4}
     without, with_workers = (
         read(run_config(folder, workers=workers, **keys), tokenizer, 1, 8) for workers in (0, 2)
@@ -107,9 +101,7 @@ def texts(stream: Streamed, count: int) -> list[str]:
     return [record["text"] for record, _ in islice(stream.endless(), count)]
 
 
-def test_each_pass_has_each_record_once_in_an_order_of_its_own(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_pass_has_each_record_once_in_an_order_of_its_own(folder, monkeypatch):
     monkeypatch.setattr(streaming, "BUFFER", 10)
     data = Data(folder, streaming=True)
     read_texts = texts(Streamed.of(data, 3), 2 * NUM)
@@ -141,7 +133,7 @@ def test_the_end_of_a_shuffled_pass_over_parquet_is_not_waited_for(
     assert sum(slept) == 5
 
 
-def test_several_data_sets_the_first_documents_and_weights(tmp_path: Path) -> None:
+def test_several_data_sets_the_first_documents_and_weights(tmp_path):
     names = []
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -160,9 +152,7 @@ def test_several_data_sets_the_first_documents_and_weights(tmp_path: Path) -> No
     assert by_name["a"] > 35
 
 
-def test_a_split_for_validation_is_streamed_too(
-    folder: str, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
-) -> None:
+def test_a_split_for_validation_is_streamed_too(folder, tokenizer, run_config):
     tokenizer = without_end(tokenizer)
     cfg = run_config(
         folder,
@@ -186,12 +176,8 @@ def test_a_split_for_validation_is_streamed_too(
 
 
 def test_a_resume_on_another_stream_is_refused(
-    folder: str,
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    run_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    folder, tmp_path, tokenizer, run_config, monkeypatch
+):
     keys: dict[str, Any] = {"streaming": True, "sequence_length": 4, "global_batch_size": 1}
     _, state = read(run_config(folder, **keys), tokenizer, 1, 1)
     write(tmp_path / "train.jsonl", '{"text": "another"}')
@@ -209,25 +195,14 @@ def test_a_resume_on_another_stream_is_refused(
         ('{"words": "a"}\n', r"record 0: no field 'text'"),
     ],
 )
-def test_a_stream_that_cannot_be_read(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    run_config: MakeConfig,
-    lines: str,
-    problem: str,
-) -> None:
+def test_a_stream_that_cannot_be_read(tmp_path, tokenizer, run_config, lines, problem):
     write(tmp_path / "train.jsonl", lines)
     cfg = run_config(str(tmp_path), streaming=True, global_batch_size=1)
     with pytest.raises(UserError, match=problem):
         next(build_loaders(cfg, tokenizer, range(1)).train)
 
 
-def test_a_stream_without_a_target_ends(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    run_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_without_a_target_ends(tmp_path, tokenizer, run_config, monkeypatch):
     monkeypatch.setattr(streaming.StreamOrder, "most_left_out", 30)
     write(tmp_path / "train.jsonl", '{"text": ""}')
     cfg = run_config(str(tmp_path), streaming=True, global_batch_size=1)
@@ -261,7 +236,7 @@ def test_a_stream_has_the_rows_that_are_read_in_place(tmp_path: Path, name: str)
     assert [row["text"] for row in joined[:3]] == ["007", "NA", ""]
 
 
-def test_csv_that_a_page_describes_is_text(tmp_path: Path) -> None:
+def test_csv_that_a_page_describes_is_text(tmp_path):
     write(tmp_path / "a.csv", "id,text\n1,007\n2,None\n3,\n")
     files = "data_files: a.csv"
     write(tmp_path / "README.md", f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
@@ -274,20 +249,20 @@ def test_csv_that_a_page_describes_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["gone", "a.jsonl", "*.parquet"])
-def test_what_cannot_be_streamed(tmp_path: Path, entry: str) -> None:
+def test_what_cannot_be_streamed(tmp_path, entry):
     write(tmp_path / "a.jsonl", '{"text": "a"}')
     with pytest.raises(UserError, match=r"^data\.train: .*; give one, or leave data\.streaming"):
         Streamed.of(Data(str(tmp_path / entry), streaming=True), 0)
 
 
-def test_without_datasets(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_datasets(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     stream = Streamed.of(Data(folder, streaming=True), 0)
     with pytest.raises(UserError, match=r"pip install datasets"):
         stream.first(1)
 
 
-def test_a_saved_dataset_is_streamed(tmp_path: Path) -> None:
+def test_a_saved_dataset_is_streamed(tmp_path):
     datasets.disable_progress_bar()
     rows: Sequence[str] = ["a", "b", "c"]
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "saved"))

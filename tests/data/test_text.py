@@ -14,7 +14,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Model, UserError
 from shardwise.data import corpus as corpus_files
@@ -31,14 +30,14 @@ def write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def test_folder_gives_text_files_at_any_depth_sorted(tmp_path: Path) -> None:
+def test_folder_gives_text_files_at_any_depth_sorted(tmp_path):
     wanted = [write(tmp_path / name, "x") for name in ("a.txt", "b/c.jsonl", "b/d/e.md", "f.py")]
     for name in ("image.png", ".hidden.txt", ".git/config.txt", "b/__pycache__/c.pyc"):
         write(tmp_path / name, "x")
     assert find_files(str(tmp_path)) == wanted
 
 
-def test_files_globs_and_folders_together_give_each_file_once(tmp_path: Path) -> None:
+def test_files_globs_and_folders_together_give_each_file_once(tmp_path):
     a, b, c = (write(tmp_path / name, "x") for name in ("a.txt", "b.log", "sub/c.txt"))
     patterns = [
         str(tmp_path / "sub" / ".." / "a.txt"),
@@ -50,9 +49,7 @@ def test_files_globs_and_folders_together_give_each_file_once(tmp_path: Path) ->
     assert [file.resolve() for file in files] == [a, b, c]
 
 
-def test_order_does_not_depend_on_how_paths_are_spelt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_does_not_depend_on_how_paths_are_spelt(tmp_path, monkeypatch):
     write(tmp_path / "a.txt", "x"), write(tmp_path / "b.txt", "x")
     monkeypatch.chdir(tmp_path)
     spelt = find_files(
@@ -61,7 +58,7 @@ def test_order_does_not_depend_on_how_paths_are_spelt(
     assert [file.name for file in spelt] == ["a.txt", "b.txt"]
 
 
-def test_existing_path_with_glob_characters_is_taken_literally(tmp_path: Path) -> None:
+def test_existing_path_with_glob_characters_is_taken_literally(tmp_path):
     file = write(tmp_path / "part[1].txt", "x")
     assert find_files(str(file)) == [file]
 
@@ -76,9 +73,7 @@ def test_existing_path_with_glob_characters_is_taken_literally(tmp_path: Path) -
         ("::train", "data.train: ::train matches no file; .*"),
     ],
 )
-def test_pattern_without_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patterns: str | list[str], message: str
-) -> None:
+def test_pattern_without_files(tmp_path, monkeypatch, patterns, message):
     write(tmp_path / "here.txt", "x")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -86,7 +81,7 @@ def test_pattern_without_files(
         find_files(patterns)
 
 
-def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused_by_name(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.mknod(tmp_path / "s.jsonl", stat.S_IFSOCK | 0o600)
     for path in (tmp_path / "pipe.jsonl", tmp_path / "s.jsonl", "/dev/zero"):
@@ -98,7 +93,7 @@ def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
         find_files(str(tmp_path))
 
 
-def test_links_that_go_in_a_circle(tmp_path: Path) -> None:
+def test_links_that_go_in_a_circle(tmp_path):
     file = write(tmp_path / "a" / "b" / "c.jsonl", "{}\n")
     (tmp_path / "a" / "aside").symlink_to(tmp_path / "a" / "b")
     assert [path.resolve() for path in find_files(str(tmp_path / "a" / "**" / "*.jsonl"))] == [
@@ -115,13 +110,13 @@ def test_links_that_go_in_a_circle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
-def test_names_that_none_can_have(name: str) -> None:
+def test_names_that_none_can_have(name):
     with pytest.raises(UserError, match=r"^data.train: .*: cannot be read \(") as caught:
         open_corpus(name, Data(train=name))
     assert len(str(caught.value)) < 300
 
 
-def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_permission(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", "{}\n")
 
     def refuse(*_args: object, **_keys: object) -> None:
@@ -135,14 +130,14 @@ def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             open_corpus(str(path), Data(train=str(path)))
 
 
-def test_link_that_leads_nowhere(tmp_path: Path) -> None:
+def test_link_that_leads_nowhere(tmp_path):
     (tmp_path / "a.jsonl").symlink_to(tmp_path / "none")
     for pattern in ("a.jsonl", "*.jsonl"):
         with pytest.raises(UserError, match=r"a.jsonl: cannot read the file \(No such file"):
             find_files(str(tmp_path / pattern))
 
 
-def test_documents_are_lines_and_whole_files(tmp_path: Path) -> None:
+def test_documents_are_lines_and_whole_files(tmp_path):
     lines = [
         json.dumps({"text": "one\ntwo"}),
         "",
@@ -163,14 +158,14 @@ def test_documents_are_lines_and_whole_files(tmp_path: Path) -> None:
     ]
 
 
-def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_not_text(tmp_path):
     jsonl = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf\n\n\xef\xbb\xbf{"text": "a"}\n')
     text = write(tmp_path / "b.txt", b"\xef\xbb\xbfb")
     corpus = index_files([jsonl, text])
     assert [corpus[0], corpus[1]] == [{"text": "a"}, {"text": "b"}]
 
 
-def test_index_holds_no_text(tmp_path: Path) -> None:
+def test_index_holds_no_text(tmp_path):
     path = write(
         tmp_path / "a.jsonl", "".join(json.dumps({"text": "x" * 10_000}) + "\n" for _ in range(100))
     )
@@ -200,7 +195,7 @@ def test_documents_are_found_from_the_places_that_are_kept(tmp_path: Path) -> No
     assert len(corpus.offsets) == -(-len(expected) // STRIDE)
 
 
-def test_file_that_has_become_shorter(tmp_path: Path) -> None:
+def test_file_that_has_become_shorter(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 3)
     corpus = index_files([path])
     write(path, '{"text": "a"}\n')
@@ -209,7 +204,7 @@ def test_file_that_has_become_shorter(tmp_path: Path) -> None:
     assert not isinstance(caught.value, BadDocument)  # else it would be left out without a word
 
 
-def test_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
+def test_file_that_grows_while_it_is_read(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 3)
     corpus = index_files([path])
     with path.open("a") as file:
@@ -236,11 +231,11 @@ def test_documents_have_a_place(tmp_path: Path) -> None:
     ]
 
 
-def test_plain_text_is_the_field_that_is_asked_for(tmp_path: Path) -> None:
+def test_plain_text_is_the_field_that_is_asked_for(tmp_path):
     assert index_files([write(tmp_path / "a.txt", "a")], text_field="body")[0] == {"body": "a"}
 
 
-def test_fingerprint_is_that_of_places_sizes_and_text(tmp_path: Path) -> None:
+def test_fingerprint_is_that_of_places_sizes_and_text(tmp_path):
     def fingerprint(name: str, *contents: str) -> str:
         paths = [
             write(tmp_path / name / f"{i}.jsonl", content) for i, content in enumerate(contents)
@@ -261,7 +256,7 @@ def test_fingerprint_is_that_of_places_sizes_and_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [BLOCK - 1, SAMPLES * BLOCK, 100 * BLOCK])
-def test_fingerprint_looks_at_blocks_of_a_file(tmp_path: Path, size: int) -> None:
+def test_fingerprint_looks_at_blocks_of_a_file(tmp_path, size):
     path = write(tmp_path / "a.txt", b"x" * size)
     before = index_files([path]).fingerprint()
     # All of a file up to SAMPLES blocks; of a larger one the first block, the last, and those
@@ -280,7 +275,7 @@ def test_fingerprint_looks_at_blocks_of_a_file(tmp_path: Path, size: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.NDJson"])
-def test_json_lines_are_known_by_names_in_any_case(tmp_path: Path, name: str) -> None:
+def test_json_lines_are_known_by_names_in_any_case(tmp_path, name):
     path = write(tmp_path / name, '{"text": "a"}\n{"text": "b"}\n')
     (file,) = find_files(str(tmp_path))
     corpus = index_files([file])
@@ -300,11 +295,11 @@ def test_json_lines_are_known_by_names_in_any_case(tmp_path: Path, name: str) ->
         "[1]\n[2]\n",
     ],
 )
-def test_text_that_is_not_json_lines_is_text(tmp_path: Path, content: bytes | str) -> None:
+def test_text_that_is_not_json_lines_is_text(tmp_path, content):
     assert len(index_files([write(tmp_path / "a.txt", content)])) == 1
 
 
-def test_json_lines_under_another_name_are_refused(tmp_path: Path) -> None:
+def test_json_lines_under_another_name_are_refused(tmp_path):
     path = write(tmp_path / "a.txt", '\n{"text": "a"}\n\n{"text": "b"}\nand so on')
     with pytest.raises(UserError, match=rf"^{path}: .*JSON objects.* \.jsonl"):
         index_files([path])
@@ -335,16 +330,14 @@ def test_items_of_a_json_file(tmp_path: Path, indent: int | None, mark: str) -> 
 
 
 @pytest.mark.parametrize("content", ['[{"text": "a"}', '[{"text": "a"}, {"te'])
-def test_json_that_is_cut_off(tmp_path: Path, content: str) -> None:
+def test_json_that_is_cut_off(tmp_path, content):
     with pytest.raises(UserError, match=r"a\.json: its JSON is cut off"):
         index_files([write(tmp_path / "a.json", content)])
     with pytest.raises(UserError, match=r"b\.json: something follows"):
         index_files([write(tmp_path / "b.json", '[{"text": "a"}]\n[1]')])
 
 
-def test_a_folder_says_what_it_leaves_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_says_what_it_leaves_out(tmp_path, capsys):
     line = '{"text": "a"}\n'
     read = {"a.jsonl": line, "b/c.json": f"[{line}]", "d.json": line * 2, "e.csv": "text\na\n"}
     others = {"f.jsonl.gz": "x", "g.xlsx": "x", "package.json": "{}", "LICENSE": "x", ".h": "x"}
@@ -365,7 +358,7 @@ def test_a_folder_says_what_it_leaves_out(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_files_that_are_no_text_are_known_by_their_first_bytes(tmp_path: Path, name: str) -> None:
+def test_files_that_are_no_text_are_known_by_their_first_bytes(tmp_path, name):
     line = b'{"text": "a"}\n'
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
@@ -386,7 +379,7 @@ def test_files_that_are_no_text_are_known_by_their_first_bytes(tmp_path: Path, n
             index_files([write(tmp_path / name, content)])
 
 
-def test_json_that_is_nested_without_end(tmp_path: Path) -> None:
+def test_json_that_is_nested_without_end(tmp_path):
     deep = '{"text": ' + "[" * 100_000
     corpus = index_files(
         [write(tmp_path / "a.jsonl", f"{deep}\n"), write(tmp_path / "b.txt", f"{deep}\n{deep}\n")]
@@ -396,7 +389,7 @@ def test_json_that_is_nested_without_end(tmp_path: Path) -> None:
     assert corpus[1]["text"].startswith(deep)
 
 
-def test_file_that_vanishes(tmp_path: Path) -> None:
+def test_file_that_vanishes(tmp_path):
     path = write(tmp_path / "a.txt", "a")
     corpus = index_files([path])
     path.unlink()
@@ -407,9 +400,7 @@ def test_file_that_vanishes(tmp_path: Path) -> None:
         index_files([path])
 
 
-def test_load_tokenizer_from_the_model_folder_or_its_own(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_load_tokenizer_from_the_model_folder_or_its_own(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "here")
     for model in (
         Model(path=str(tmp_path / "here")),
@@ -444,7 +435,7 @@ def test_a_tokenizer_of_sentencepiece_asks_for_it(
     assert ("pip install sentencepiece" in str(caught.value)) == is_named
 
 
-def test_unloadable_tokenizer_is_one_line(tmp_path: Path) -> None:
+def test_unloadable_tokenizer_is_one_line(tmp_path):
     for path, where in (
         (str(tmp_path), ""),
         (str(tmp_path / "no/such/folder"), "is no folder here, and from the hub "),
@@ -458,8 +449,8 @@ def test_unloadable_tokenizer_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_many_files_resolves_each_folder_once_and_says_that_it_opens_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     for index in range(60):
         write(tmp_path / "data" / str(index % 3) / f"{index:02}.txt", f"text {index}")
     (tmp_path / "data" / "0" / "link.txt").symlink_to(tmp_path / "data" / "1" / "01.txt")

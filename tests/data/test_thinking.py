@@ -1,7 +1,6 @@
 """Blocks of thinking that are no targets: the targets by hand, for several templates."""
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, UserError
 from shardwise.data.formats import Encoder
@@ -37,25 +36,19 @@ ASKED = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
         (BRACKETS, FULL, "none", "[THINK]\nsum\n[/THINK]\n\n«2<|im_end|>»\n"),
     ],
 )
-def test_targets_without_thinking(
-    tokenizer: PreTrainedTokenizerFast,
-    template: str,
-    record: dict[str, object],
-    which: str,
-    answer: str,
-) -> None:
+def test_targets_without_thinking(tokenizer, template, record, which, answer):
     chat = chat_tokenizer(tokenizer, template)
     assert marked(chat, record, train_on_thinking=which) == ASKED + answer
 
 
-def test_every_token_but_the_thinking(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_token_but_the_thinking(tokenizer):
     text = marked(
         chat_tokenizer(tokenizer, LIKE_QWEN), FULL, train_on="all", train_on_thinking="none"
     )
     assert text == f"«{ASKED}»<think>\nsum\n</think>\n\n«2<|im_end|>»\n"
 
 
-def test_a_template_without_thinking_is_told(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_without_thinking_is_told(tokenizer):
     data = Data("unused", format="chat", train_on_thinking="none")
     with pytest.raises(UserError, match="the chat template writes no <think>; leave it out"):
         Encoder.of(chat_tokenizer(tokenizer, CHATML), data)

@@ -3,10 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
-from transformers import PreTrainedTokenizerFast
 
 from tests.distributed import PATIENCE
 
@@ -29,9 +25,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_end_with_the_process_that_reads_them(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write_corpus: Callable[[Sequence[str]], str]
-) -> None:
+def test_workers_end_with_the_process_that_reads_them(tmp_path, tokenizer, write_corpus):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [

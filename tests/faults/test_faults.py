@@ -37,14 +37,14 @@ LATER = "numbers/bit of a gradient/clip/rank 0/ddp/lora/check_copies_every=1"
 
 
 @pytest.mark.parametrize("key", some_now(CHOSEN, CHOSEN.keys() - {LATER}))
-def test_nothing_is_lost(key: str, shared: Path, tmp_path: Path) -> None:
+def test_nothing_is_lost(key, shared, tmp_path):
     row = run_case(CASES[key], shared, tmp_path / "case")
     if row["outcome"] == NOT_ALLOWED:
         pytest.skip(NOT_ALLOWED)
     assert (row["outcome"], row["lost_steps"]) == (CHOSEN[key], 0), row
 
 
-def test_the_judge_sees_what_is_wrong(shared: Path, tmp_path: Path) -> None:
+def test_the_judge_sees_what_is_wrong(shared, tmp_path):
     runs = Runs(shared, tmp_path, "full")
     sound = runs.undisturbed("single")
     for damage in ("loss", "no loss", "step", "result", "nan", "no result"):
@@ -76,7 +76,7 @@ def test_the_judge_sees_what_is_wrong(shared: Path, tmp_path: Path) -> None:
             compare(ours, sound, to_rounding=False)
 
 
-def test_what_hangs_is_no_outcome(shared: Path, tmp_path: Path, monkeypatch) -> None:
+def test_what_hangs_is_no_outcome(shared, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "LIMIT_SECONDS", 0.5)
     with pytest.raises(Bad, match="hangs"):
         Runs(shared, tmp_path, "full").start(
@@ -84,12 +84,12 @@ def test_what_hangs_is_no_outcome(shared: Path, tmp_path: Path, monkeypatch) -> 
         )
 
 
-def test_every_case_of_the_table_ended_right() -> None:
+def test_every_case_of_the_table_ended_right():
     table = read_table()
     assert table.keys() <= CASES.keys()
     assert len(table) >= 300
     assert [key for key, row in table.items() if not is_right(row)] == []
 
 
-def test_the_page_is_that_of_the_table() -> None:
+def test_the_page_is_that_of_the_table():
     assert PAGE.read_text() == page(read_table())

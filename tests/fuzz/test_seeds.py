@@ -3,7 +3,6 @@ turns them red."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def drawn_by(seed: int, folder: Path) -> Draw:
 
 
 @pytest.mark.parametrize("seed", some_now(SEEDS, [*SEEDS][::4]))
-def test_fixed_runs_equal_one_process(seed: int, tmp_path: Path):
+def test_fixed_runs_equal_one_process(seed, tmp_path):
     drawn = drawn_by(seed, tmp_path)
     assert drawn.id == f"seed {seed}: {SEEDS[seed]}"
     result = judge(drawn)
@@ -78,7 +77,7 @@ def test_fixed_runs_cover_every_family():
         ),
     ],
 )
-def test_planted_bug_is_caught(bug: Callable[[], None], seed: int, reason: str, tmp_path: Path):
+def test_planted_bug_is_caught(bug, seed, reason, tmp_path):
     drawn = drawn_by(seed, tmp_path)
     result = judge(drawn, bug)
     assert result.status == "failed"
@@ -88,7 +87,7 @@ def test_planted_bug_is_caught(bug: Callable[[], None], seed: int, reason: str, 
     assert "1 drawn: 0 equal, 0 noise, 0 refused, 1 failed" in text
 
 
-def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_refusals_are_told_apart(tmp_path, monkeypatch):
     """One process refuses too; the layout cannot be had; nothing explains why the layout alone is
     refused."""
     drawn = drawn_by(5709, tmp_path)

@@ -23,11 +23,11 @@ def row() -> dict[str, Any]:
     }
 
 
-def test_a_row_says_how_far_each_prediction_is_off() -> None:
+def test_a_row_says_how_far_each_prediction_is_off():
     assert planned.cells(row())[2:] == ["2.00", "+0.0%", "500.0", "-20.0%", "+50.0%"]
 
 
-def test_a_run_that_failed_has_its_reason() -> None:
+def test_a_run_that_failed_has_its_reason():
     found = planned.measured({"status": "failed", "reason": "exit code 2", "record": None})
     cells = planned.cells({"run": "a run", **found})
     assert cells[:2] == ["a run", "failed: exit code 2"]
@@ -35,7 +35,7 @@ def test_a_run_that_failed_has_its_reason() -> None:
 
 
 @pytest.mark.slow
-def test_a_rehearsal(tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_rehearsal(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["planned", "--rehearse", str(tmp_path)])
     monkeypatch.chdir(tmp_path)  # the program changes the folder
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))  # and the cache

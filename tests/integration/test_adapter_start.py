@@ -94,9 +94,7 @@ whole on every rank, flat, sharded, cut by tp, in stages, and experts on other r
 
 
 @pytest.mark.parametrize(("layout", "source"), some_now([*CELLS, *REST], CELLS))
-def test_a_run_starts_with_the_factors_and_the_loss_of_the_adapter(
-    layout: str, source: str, trained, folder: Path
-) -> None:
+def test_a_run_starts_with_the_factors_and_the_loss_of_the_adapter(layout, source, trained, folder):
     adapter, loss = trained[source]
     nproc, parallel = LAYOUTS[layout]
     cfg = start(folder, f"start-{layout}-{source}", adapter, source, parallel)
@@ -138,7 +136,7 @@ def _loss_with(cfg: RunConfig, name: str, function) -> float:
 
 
 @pytest.mark.parametrize("bug", [drawn, default_scale])
-def test_a_planted_bug_changes_the_loss(bug, trained, folder: Path) -> None:
+def test_a_planted_bug_changes_the_loss(bug, trained, folder):
     adapter, loss = trained["linears"]
     cfg = start(folder, f"bug-{bug.__name__}", adapter, "linears", Parallel())
     (with_bug,) = run_ranks(1, bug, cfg)
@@ -206,7 +204,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_folder_that_does_not_fit_is_refused(case, trained, folder: Path, tmp_path) -> None:
+def test_a_folder_that_does_not_fit_is_refused(case, trained, folder, tmp_path):
     change, message = BAD[case]
     adapter = tmp_path / "adapter"
     shutil.copytree(trained["linears"][0], adapter)
@@ -222,7 +220,7 @@ def test_a_folder_that_does_not_fit_is_refused(case, trained, folder: Path, tmp_
     [{"r": 5}, {"alpha": 2.0}, {"targets": "attention"}, {"experts": "shared"}, {"dora": True}],
     ids=str,
 )
-def test_a_key_that_says_otherwise_is_refused(given, trained, folder: Path) -> None:
+def test_a_key_that_says_otherwise_is_refused(given, trained, folder):
     cfg = start(folder, "unused", trained["linears"][0], "linears", Parallel())
     cfg = replace(cfg, lora=Lora(path=cfg.lora.path, **given))
     (key,) = given
@@ -230,7 +228,7 @@ def test_a_key_that_says_otherwise_is_refused(given, trained, folder: Path) -> N
         describe(cfg, 1)
 
 
-def test_equal_keys_pass(trained, folder: Path) -> None:
+def test_equal_keys_pass(trained, folder):
     cfg = start(folder, "unused", trained["linears"][0], "linears", Parallel())
     describe(replace(cfg, lora=Lora(path=cfg.lora.path, r=4, alpha=3.0, rslora=True)), 1)
 
@@ -276,7 +274,7 @@ def other_rank(folder: Path) -> None:
         [(other_rank, "dora"), (shutil.rmtree, "sizes")],
     ),
 )
-def test_a_resume_needs_no_folder(change, source, in_two_parts) -> None:
+def test_a_resume_needs_no_folder(change, source, in_two_parts):
     """Neither one that was changed nor one that is gone."""
     whole = in_two_parts(source)
     adapter = Path(whole.lora.path)
@@ -304,7 +302,7 @@ def test_a_resume_needs_no_folder(change, source, in_two_parts) -> None:
 
 
 @pytest.mark.parametrize("layout", some_now(("tp", "fsdp2", "pp"), ("tp",)))
-def test_magnitudes_cross_layouts(layout, in_two_parts) -> None:
+def test_magnitudes_cross_layouts(layout, in_two_parts):
     whole = in_two_parts("dora")
     nproc, parallel = LAYOUTS[layout]
     cfg = resumed(whole, f"crossed-{layout}", parallel=parallel)
@@ -325,7 +323,7 @@ def magnitudes_lost(cfg: RunConfig) -> None:
         run(cfg)
 
 
-def test_magnitudes_that_are_not_resumed_change_the_result(in_two_parts) -> None:
+def test_magnitudes_that_are_not_resumed_change_the_result(in_two_parts):
     whole = in_two_parts("dora")
     cfg = resumed(whole, "magnitudes-lost")
     run_ranks(1, magnitudes_lost, cfg)

@@ -6,7 +6,6 @@ import json
 import math
 import resource
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -39,7 +38,7 @@ MODEL = {
 @pytest.mark.parametrize(
     ("nproc", "exit_code"), [(1, 3), pytest.param(4, 0, marks=pytest.mark.slow)]
 )
-def test_a_row_that_one_process_cannot_hold_trains_on_four(tmp_path: Path, nproc, exit_code):
+def test_a_row_that_one_process_cannot_hold_trains_on_four(tmp_path, nproc, exit_code):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     document = json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 20})
     (tmp_path / "documents.jsonl").write_text("\n".join([document] * 30))

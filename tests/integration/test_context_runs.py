@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,7 +92,7 @@ def test_the_record_says_what_a_step_launches_and_how_often_the_host_waits(singl
 @pytest.mark.parametrize(
     "sizes", [{"cp": 2}, pytest.param({"cp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str
 )
-def test_losses_are_those_of_one_process(train, single, bound, sizes: dict[str, Any]):
+def test_losses_are_those_of_one_process(train, single, bound, sizes):
     arguments = [f"--parallel.{axis}={size}" for axis, size in sizes.items()]
     record = train("-".join(map(str, sizes.values())), prod(sizes.values()), *arguments)
     assert 0 < bound < 1e-4 < abs(single.losses[-1] - single.losses[0])

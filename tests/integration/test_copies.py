@@ -4,7 +4,6 @@ saved; the run then resumes as if nothing had happened."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,9 +50,7 @@ def on_a_broken_device(cfg: RunConfig) -> str:
         ("zero2", 100, 1, 3),
     ],
 )
-def test_a_flipped_bit_ends_the_run_before_it_is_saved(
-    layout, every, save_every, seen, folder: Path
-) -> None:
+def test_a_flipped_bit_ends_the_run_before_it_is_saved(layout, every, save_every, seen, folder):
     name = f"broken-{layout}-{every}"
     cfg = config(
         folder, name, layout, check_copies_every=every, save_every=save_every, eval_every=0
@@ -66,7 +63,7 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(
     assert saved == ([f"step-{step}" for step in (1, 2)] if save_every else [])
 
 
-def test_the_run_resumes_as_if_nothing_had_happened(folder: Path) -> None:
+def test_the_run_resumes_as_if_nothing_had_happened(folder):
     steps = {"steps": BROKEN + 1, "eval_every": 0}
     expected = run_on(2, config(folder, "sound", "ddp", **steps))
     cfg = config(folder, "resumed", "ddp", check_copies_every=100, save_every=1, **steps)

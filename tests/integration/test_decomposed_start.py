@@ -27,7 +27,7 @@ def beginning(folder: Path, name: str, path: Path, section: Lora, parallel: Para
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("start", ["pissa", pytest.param("olora", marks=pytest.mark.slow)])
-def test_a_run_begins_at_the_loss_of_the_decomposed_base(start, folder: Path, tmp_path) -> None:
+def test_a_run_begins_at_the_loss_of_the_decomposed_base(start, folder, tmp_path):
     base, left, adapter = (tmp_path / name for name in ("base", "left", "adapter"))
     model = tiny("tiny-qwen3_5")
     save_model(on_meta(model), entries(model).items(), base)

@@ -53,7 +53,7 @@ def trained(folder: Path, name: str, keys: dict, limit: int | None) -> tuple[int
 
 @pytest.mark.slow  # tests/parallel/test_disk.py counts the weights in memory
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_model_larger_than_the_memory_of_a_process_trains(tmp_path: Path, mode: str):
+def test_a_model_larger_than_the_memory_of_a_process_trains(tmp_path, mode):
     num_layers, limit = SIZES[mode]
     assert num_layers * LAYER_BYTES > 1.06 * limit
     model = MODEL | {"num_hidden_layers": num_layers}

@@ -48,7 +48,7 @@ DISK: dict[str, Any] = {"parallel": {"offload": "disk"}}
 
 
 @pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_run_resumes_on_disk_and_in_memory(tmp_path: Path, mode: str):
+def test_a_run_resumes_on_disk_and_in_memory(tmp_path, mode):
     keys: dict[str, Any] = {"lora": {"r": 4}} if mode == "lora" else {}
     code, said, memory = trained(tmp_path, "memory", keys)
     assert code == 0, said
@@ -71,7 +71,7 @@ def test_a_run_resumes_on_disk_and_in_memory(tmp_path: Path, mode: str):
 
 
 @pytest.mark.parametrize("written", [18, pytest.param(23, marks=pytest.mark.slow)])
-def test_a_write_without_room_ends_the_run_and_keeps_what_was_saved(tmp_path: Path, written: int):
+def test_a_write_without_room_ends_the_run_and_keeps_what_was_saved(tmp_path, written):
     """As on a file system that shares blocks of files, which may be full in spite of a reserve.
 
     Each of four steps writes six units: it is the first one in the last step, or the last one.

@@ -46,7 +46,7 @@ def difference(cfg: RunConfig, other: RunConfig) -> float:
     return max(relative_error(found[key], expected[key]) for key in expected)
 
 
-def test_a_checkpoint_has_nothing_of_the_base(whole: RunConfig) -> None:
+def test_a_checkpoint_has_nothing_of_the_base(whole):
     folder = Path(whole.training.output_dir) / "checkpoints" / "step-2"
     keys = {key for file in folder.glob("tensors-*.safetensors") for key in load_file(file)}
     assert any("lora_A" in key for key in keys)
@@ -61,7 +61,7 @@ def test_a_checkpoint_has_nothing_of_the_base(whole: RunConfig) -> None:
         pytest.param(2, Parallel(tp=2), id="tp"),
     ],
 )
-def test_a_resume_goes_on_as_if_it_had_not_ended(nproc, parallel, whole: RunConfig) -> None:
+def test_a_resume_goes_on_as_if_it_had_not_ended(nproc, parallel, whole):
     again = resumed(whole, f"again-base-{parallel.data}-{parallel.tp}", parallel=parallel)
     run_on(nproc, again)
     error = difference(whole, again)
@@ -81,13 +81,13 @@ def statistics_lost(cfg: RunConfig) -> None:
         run(cfg)
 
 
-def test_statistics_of_scales_that_are_lost_change_the_result(whole: RunConfig) -> None:
+def test_statistics_of_scales_that_are_lost_change_the_result(whole):
     cfg = resumed(whole, "statistics-lost")
     run_ranks(1, statistics_lost, cfg)
     assert difference(whole, cfg) > 1e-3
 
 
-def test_another_base_is_refused(whole: RunConfig) -> None:
+def test_another_base_is_refused(whole):
     cfg = resumed(whole, "another-base", model=replace(whole.model, base="int8"))
     with pytest.raises(RuntimeError, match=r"UserError: model\.base is int8, .* with nf4; set it"):
         run_ranks(1, run, cfg)

@@ -60,7 +60,7 @@ def written(cfg: RunConfig, tmp_path: Path, *overrides: str) -> tuple[Any, Any]:
     return tuple(yaml.safe_load_all(kubernetes.script(cfg, str(run_file), overrides)))
 
 
-def test_a_name_is_a_label_and_that_of_one_folder() -> None:
+def test_a_name_is_a_label_and_that_of_one_folder():
     folders = ("/a/first run", "/b/first run", "/c/7_" + "x" * 80, f"/d/{HOSTILE}", "/e/-")
     names = [name_of(config(folder)) for folder in folders]
     assert len({*names}) == len(folders)

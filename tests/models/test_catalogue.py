@@ -27,7 +27,7 @@ def printed(table: Table, width: int) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_example_of_a_family_has_every_kind_of_layer(name: str) -> None:
+def test_the_example_of_a_family_has_every_kind_of_layer(name):
     config = every_kind(FAMILIES[name])
     kinds = {row.kind for row in layer_facts(build_meta(Model(name, init="random"), config))}
     known = {mixer.name for mixer in FAMILIES[name].mixers.values()}
@@ -37,7 +37,7 @@ def test_the_example_of_a_family_has_every_kind_of_layer(name: str) -> None:
 
 @pytest.mark.parametrize("targets", [pytest.param("auto", marks=pytest.mark.slow), "all-linear"])
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_is_said_to_be_reached_is_what_injection_adapts(name: str, targets: str) -> None:
+def test_what_is_said_to_be_reached_is_what_injection_adapts(name, targets):
     rows = layer_facts(on_meta(tiny(name)))
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
@@ -57,7 +57,7 @@ def test_what_is_said_to_be_reached_is_what_injection_adapts(name: str, targets:
 
 
 @pytest.mark.parametrize("width", [100, 120])
-def test_all_families_fit_into_a_terminal(width: int) -> None:
+def test_all_families_fit_into_a_terminal(width):
     text = printed(families_table(), width)
     assert "…" not in text
     for name, family in FAMILIES.items():
@@ -70,7 +70,7 @@ def test_all_families_fit_into_a_terminal(width: int) -> None:
     assert "experts) single, pp -cp" in " ".join(text.split())
 
 
-def test_one_model_layer_by_layer() -> None:
+def test_one_model_layer_by_layer():
     text = printed(model_table(Model(str(CONFIGS / "tiny-qwen3_next"))), 100)
     rows = [line.split() for line in text.splitlines() if re.match(r" [\d-]+ ", line)]
     # Layer 1 has an MLP, layer 3 attention.
@@ -105,7 +105,7 @@ def test_a_family_is_shown_as_transformers_makes_it_unless_a_folder_has_its_name
     )
 
 
-def test_a_model_of_no_listed_family_says_so(tmp_path: Path) -> None:
+def test_a_model_of_no_listed_family_says_so(tmp_path):
     text = printed(model_table(Model(str(write_config("olmo3", tmp_path)))), 120)
     assert "family olmo3 is not proven here" in text
     assert "may run under single" in " ".join(text.split())
@@ -114,14 +114,14 @@ def test_a_model_of_no_listed_family_says_so(tmp_path: Path) -> None:
     )
 
 
-def test_a_model_that_no_layout_trains_says_why(tmp_path: Path) -> None:
+def test_a_model_that_no_layout_trains_says_why(tmp_path):
     config = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
     text = printed(model_table(Model(str(tmp_path), init="random")), 200)
     assert "may run under no layout: attention_dropout is 0.1" in text
 
 
-def test_names_that_differ_in_one_part_are_one() -> None:
+def test_names_that_differ_in_one_part_are_one():
     names = [
         "q_proj",
         "v_proj",

@@ -72,9 +72,7 @@ def outcome(folder: Path, name: str, key: str, value: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("name", "key", "value", "message"), WRONG)
-def test_a_wrong_value_is_named(
-    name: str, key: str, value: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_value_is_named(name, key, value, message, tmp_path):
     line = outcome(tmp_path, name, key, value)
     assert line is not None
     assert message in line
@@ -83,14 +81,12 @@ def test_a_wrong_value_is_named(
 
 
 @pytest.mark.parametrize(("key", "value"), IGNORED)
-def test_what_a_model_returns_beside_logits_is_no_matter(
-    key: str, value: Any, tmp_path: Path
-) -> None:
+def test_what_a_model_returns_beside_logits_is_no_matter(key, value, tmp_path):
     assert outcome(tmp_path, "tiny-llama", key, value) is None
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_any_value_trains_or_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
+def test_any_value_trains_or_is_refused_in_a_line(name, tmp_path):
     config = AutoConfig.from_pretrained(CONFIGS / name).to_dict()
     keys = sorted(config.keys() - {"architectures", "transformers_version", "model_type"})
     draw = random.Random(name)
@@ -107,7 +103,7 @@ def test_plain_transformers_computes_by_the_presets_own_config() -> None:
         load.check_computes(Model(str(CONFIGS / name), init="random"))
 
 
-def test_a_config_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
+def test_a_config_of_many_megabytes_is_not_read(tmp_path):
     content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
     content["notes"] = ["x" * 1000] * (sizes.MOST_BYTES // 1000)
     (tmp_path / "config.json").write_text(json.dumps(content))

@@ -1,7 +1,6 @@
 """Every causal model type of the installed transformers ends in a table or in one line."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, PretrainedConfig
@@ -30,7 +29,7 @@ def default_config(model_type: str, **sizes: int) -> PretrainedConfig | None:
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_a_type_is_described_or_refused_in_one_line(model_type: str, tmp_path: Path) -> None:
+def test_a_type_is_described_or_refused_in_one_line(model_type, tmp_path):
     config = default_config(model_type, num_hidden_layers=4)
     if config is None:
         return

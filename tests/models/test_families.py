@@ -54,7 +54,7 @@ FEED_FORWARDS = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_spec_names_every_layer_and_its_kind(name: str) -> None:
+def test_spec_names_every_layer_and_its_kind(name):
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
     assert [layer.kind for layer in spec.layers] == KINDS[name]
@@ -73,12 +73,12 @@ def test_spec_names_every_layer_and_its_kind(name: str) -> None:
     )
 
 
-def test_spec_sees_tied_embeddings() -> None:
+def test_spec_sees_tied_embeddings():
     model = on_meta(tiny("tiny-qwen3_5-tied"))
     assert spec_of(model.config, model).tied
 
 
-def test_a_granite_hybrid_without_experts_has_its_shared_mlp() -> None:
+def test_a_granite_hybrid_without_experts_has_its_shared_mlp():
     config = read_config(tiny("tiny-granitemoehybrid"))
     config.num_local_experts = 0
     model = build_meta(tiny("tiny-granitemoehybrid"), config)
@@ -91,11 +91,11 @@ def test_a_granite_hybrid_without_experts_has_its_shared_mlp() -> None:
     ]
 
 
-def test_the_tiny_configs_are_of_all_families() -> None:
+def test_the_tiny_configs_are_of_all_families():
     assert {read_config(tiny(name)).model_type for name in PLAIN} == set(FAMILIES)
 
 
-def test_every_facts_name_is_there() -> None:
+def test_every_facts_name_is_there():
     for name in PLAIN:
         model = on_meta(tiny(name))
         family = family_of(model)
@@ -139,13 +139,13 @@ def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> No
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_linears_that_gate_are_there(name: str) -> None:
+def test_linears_that_gate_are_there(name):
     names = [parameter_name for parameter_name, _ in on_meta(tiny(name)).named_parameters()]
     for gate in family_of(on_meta(tiny(name))).named("gating"):
         assert any(parameter_name.endswith(f".{gate}.weight") for parameter_name in names), gate
 
 
-def test_an_unknown_kind_of_layer() -> None:
+def test_an_unknown_kind_of_layer():
     config = read_config(tiny("tiny-llama"))
     config.layer_types = ["full_attention", "sideways"]
     with pytest.raises(
@@ -157,7 +157,7 @@ def test_an_unknown_kind_of_layer() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", some_now(TINY, (*EACH_KIND, "tiny-qwen3_5-tied")))
-def test_forward_and_backward_reach_every_parameter(name: str, dtype: str) -> None:
+def test_forward_and_backward_reach_every_parameter(name, dtype):
     model = tiny(name, dtype)
     whole = load_whole(model, read_config(model)).train()
     whole(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()

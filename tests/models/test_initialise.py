@@ -13,7 +13,7 @@ from tests.models.tiny import EACH_KIND, PLAIN, TINY, entries, on_meta, same, ti
 
 
 @pytest.mark.parametrize("name", some_now(TINY, (*EACH_KIND, "tiny-qwen3_5-tied")))
-def test_random_weights_are_a_function_of_the_seed(name: str) -> None:
+def test_random_weights_are_a_function_of_the_seed(name):
     model = tiny(name)
     state = torch.get_rng_state()
     first = entries(model, seed=3)
@@ -56,7 +56,7 @@ def test_random_weights_follow_the_familys_rules(name: str) -> None:
             ), key
 
 
-def test_random_weights_do_not_depend_on_the_dtype_but_for_rounding() -> None:
+def test_random_weights_do_not_depend_on_the_dtype_but_for_rounding():
     exact, rounded = (
         entries(tiny("tiny-olmo_hybrid")),
         entries(tiny("tiny-olmo_hybrid", "bfloat16")),
@@ -65,7 +65,7 @@ def test_random_weights_do_not_depend_on_the_dtype_but_for_rounding() -> None:
     assert rounded["model.layers.0.linear_attn.A_log"].dtype == torch.float32
 
 
-def test_random_weights_of_a_layer_do_not_depend_on_the_layers_before() -> None:
+def test_random_weights_of_a_layer_do_not_depend_on_the_layers_before():
     config = read_config(tiny("tiny-llama"))
     model = tiny("tiny-llama")
     longer = dataclasses.replace(config, num_hidden_layers=6)
@@ -76,7 +76,7 @@ def test_random_weights_of_a_layer_do_not_depend_on_the_layers_before() -> None:
     assert same(four, {n: six[n] for n in four})
 
 
-def test_a_parameter_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_without_a_rule_is_refused(monkeypatch):
     built = on_meta(tiny("tiny-qwen3_next"))
     monkeypatch.setattr(
         type(built), "_init_weights", PreTrainedModel._init_weights
@@ -87,7 +87,7 @@ def test_a_parameter_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) 
         entries(tiny("tiny-qwen3_next"))
 
 
-def test_nudged_weights_are_off_by_one_unit_in_the_last_place() -> None:
+def test_nudged_weights_are_off_by_one_unit_in_the_last_place():
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     value[0] = 0.0
     moved = nudged(value, seed=0, name="a.weight")

@@ -48,17 +48,17 @@ def folder(written: Path, tmp_path: Path) -> Path:
 # --- the config
 
 
-def test_a_missing_folder_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_folder_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match=r"is no folder here, so it has no config\.json"):
         read_config(Model(str(tmp_path / "nowhere")))
 
 
-def test_what_is_neither_a_folder_nor_on_the_hub_is_the_users_mistake() -> None:
+def test_what_is_neither_a_folder_nor_on_the_hub_is_the_users_mistake():
     with pytest.raises(UserError, match=r"no folder with a config\.json, nor one of the hub"):
         read_config(Model("nobody/nothing"))  # the tests' environment keeps the hub out
 
 
-def test_a_folder_without_a_config_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="is a folder without a config"):
         read_config(Model(str(tmp_path)))
 
@@ -72,7 +72,7 @@ def test_a_folder_without_a_config_is_the_users_mistake(tmp_path: Path) -> None:
         '{"model_type": "llama", "rms_norm_eps": "wide"}',
     ],
 )
-def test_a_broken_config_is_the_users_mistake(tmp_path: Path, text: str) -> None:
+def test_a_broken_config_is_the_users_mistake(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"cannot read config\.json"):
         read_config(Model(str(tmp_path)))
@@ -114,9 +114,7 @@ LLAMA = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
     ],
     ids=str,
 )
-def test_sizes_that_no_model_has_are_refused_by_name(
-    tmp_path: Path, change: dict[str, object], named: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_that_no_model_has_are_refused_by_name(tmp_path, change, named, capfd):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     model = Model(str(tmp_path), init="random")
     with pytest.raises(UserError, match=named):
@@ -127,13 +125,13 @@ def test_sizes_that_no_model_has_are_refused_by_name(
 @pytest.mark.parametrize(
     "text", ["[" * 10**5 + "]" * 10**5, '{"a":' * 40 + "1" + "}" * 40], ids=["far too", "too"]
 )
-def test_a_config_that_is_nested_deep_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_nested_deep_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "more": ' + text + "}")
     with pytest.raises(UserError, match="nested"):
         read_config(Model(str(tmp_path)))
 
 
-def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+def test_a_quantised_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}'
     )
@@ -141,7 +139,7 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
         read_config(Model(str(tmp_path)))
 
 
-def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
+def test_remote_code_runs_only_when_asked_for(tmp_path):
     config = {"model_type": "odd", "auto_map": {"AutoConfig": "code.OddConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(
@@ -154,7 +152,7 @@ def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
-def test_a_tokenizer_that_adds_a_token_without_an_embedding_is_refused(name: str) -> None:
+def test_a_tokenizer_that_adds_a_token_without_an_embedding_is_refused(name):
     config = read_config(tiny("tiny-llama"))
     vocabulary = {"a": 0, "b": 255}
     model = WordLevel(vocabulary, unk_token="a")
@@ -179,7 +177,7 @@ def test_a_tokenizer_that_adds_a_token_without_an_embedding_is_refused(name: str
         [(name, "bfloat16") for name in (*EACH_KIND, "tiny-qwen3_5-tied")],
     ),
 )
-def test_meta_model_is_what_transformers_loads(name: str, dtype: str, tmp_path: Path) -> None:
+def test_meta_model_is_what_transformers_loads(name, dtype, tmp_path):
     model = tiny(name, dtype)
     load_whole(model, read_config(model)).save_pretrained(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
@@ -193,7 +191,7 @@ def test_meta_model_is_what_transformers_loads(name: str, dtype: str, tmp_path: 
     assert built.config.use_cache is False
 
 
-def test_parameters_that_a_family_keeps_in_float32_stay_so() -> None:
+def test_parameters_that_a_family_keeps_in_float32_stay_so():
     olmo = on_meta(tiny("tiny-olmo_hybrid", "bfloat16"))
     assert olmo.get_parameter("model.layers.0.linear_attn.A_log").dtype == torch.float32
     assert olmo.get_parameter("model.layers.0.linear_attn.q_proj.weight").dtype == torch.bfloat16
@@ -204,7 +202,7 @@ def test_parameters_that_a_family_keeps_in_float32_stay_so() -> None:
     )
 
 
-def test_tied_parameters_are_one_object_on_meta_and_when_filled() -> None:
+def test_tied_parameters_are_one_object_on_meta_and_when_filled():
     model = tiny("tiny-qwen3_5-tied")
     built = on_meta(model)
     assert built.lm_head.weight is built.model.embed_tokens.weight
@@ -223,7 +221,7 @@ class LargestAllocation(TorchDispatchMode):
         return out
 
 
-def test_building_on_meta_allocates_nothing_large() -> None:
+def test_building_on_meta_allocates_nothing_large():
     config = LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, vocab_size=128_000
     )
@@ -237,9 +235,7 @@ def test_building_on_meta_allocates_nothing_large() -> None:
     assert config.use_cache is True
 
 
-def test_the_notice_of_a_missing_kernel_is_quiet_where_there_is_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_notice_of_a_missing_kernel_is_quiet_where_there_is_no_gpu(monkeypatch, caplog):
     caplog.set_level(
         logging.WARNING, "transformers"
     )  # commands that ran in this process may have lowered it
@@ -265,7 +261,7 @@ def test_the_notice_of_a_missing_kernel_is_quiet_where_there_is_no_gpu(
 
 
 @pytest.mark.parametrize("init", ["random", "weights"])
-def test_weights_are_handed_over_one_at_a_time(init: str, folder: Path) -> None:
+def test_weights_are_handed_over_one_at_a_time(init, folder):
     model = tiny("tiny-olmo_hybrid") if init == "random" else Model(str(folder))
     before: weakref.ref[torch.Tensor] | None = None
     owner = ""
@@ -295,7 +291,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-def test_files_are_read_as_the_weights_are_asked_for(folder: Path, read: list[str]) -> None:
+def test_files_are_read_as_the_weights_are_asked_for(folder, read):
     for name, _ in weights(on_meta(Model(str(folder))), Model(str(folder)), 0):
         expected = 3 if name.endswith("conv1d.weight") else 1  # q, k and v lie apart in the file
         assert len(read) == expected, (name, read)
@@ -327,7 +323,7 @@ def test_only_what_is_wanted_is_read(name: str, tmp_path: Path, read: list[str])
     assert sorted(read) == sorted(load_file(tmp_path / "model.safetensors"))  # each key once
 
 
-def test_tied_weights_are_read_where_they_are_wanted(tmp_path: Path, read: list[str]) -> None:
+def test_tied_weights_are_read_where_they_are_wanted(tmp_path, read):
     whole = load_whole(tiny("tiny-gpt2"), read_config(tiny("tiny-gpt2")))
     whole.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -352,7 +348,7 @@ def test_tied_weights_are_read_where_they_are_wanted(tmp_path: Path, read: list[
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-kimi_linear", "tiny-gpt2"])
-def test_only_what_is_wanted_is_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_wanted_is_drawn(name, monkeypatch):
     everything = entries(tiny(name))
     drawn: list[str] = []
     original = initialise._values_of
@@ -376,7 +372,7 @@ def test_only_what_is_wanted_is_drawn(name: str, monkeypatch: pytest.MonkeyPatch
 # --- weights from files
 
 
-def test_weights_take_the_dtype_that_is_asked_for(folder: Path) -> None:
+def test_weights_take_the_dtype_that_is_asked_for(folder):
     model = Model(str(folder), dtype="bfloat16")
     rounded = load_whole(model, read_config(model)).state_dict()
     exact = load_file(folder / "model.safetensors")
@@ -405,9 +401,7 @@ def test_a_convolution_stored_as_queries_keys_and_values(folder: Path) -> None:
         ("tiny-lfm2_moe", "feed_forward.expert_bias"),
     ],
 )
-def test_persistent_buffers_come_from_the_file_too(
-    model: str, bias_name: str, tmp_path: Path
-) -> None:
+def test_persistent_buffers_come_from_the_file_too(model, bias_name, tmp_path):
     model, name = tiny(model, "bfloat16"), f"model.layers.1.{bias_name}"
     bias = torch.arange(8) / 7  # bfloat16 would round it
     save_model(on_meta(model), {**entries(model), name: bias}.items(), tmp_path)
@@ -415,7 +409,7 @@ def test_persistent_buffers_come_from_the_file_too(
     assert torch.equal(load_whole(stored, read_config(stored)).get_buffer(name), bias)
 
 
-def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path):
     text = read_config(tiny("tiny-qwen3_5"))
     vision = {
         "depth": 1,
@@ -446,7 +440,7 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     )
 
 
-def test_a_missing_entry_is_named(folder: Path) -> None:
+def test_a_missing_entry_is_named(folder):
     rewrite(folder, model__norm__weight=None)
     with pytest.raises(
         UserError, match=r"1 entries without weights in the files, such as model\.norm\.weight"
@@ -454,7 +448,7 @@ def test_a_missing_entry_is_named(folder: Path) -> None:
         entries(Model(str(folder)))
 
 
-def test_an_unexpected_entry_is_named(folder: Path) -> None:
+def test_an_unexpected_entry_is_named(folder):
     rewrite(folder, model__layers__9__mlp__up_proj__weight=torch.ones(2))
     with pytest.raises(
         UserError, match=r"no place for, such as model\.layers\.9\.mlp\.up_proj\.weight"
@@ -462,13 +456,13 @@ def test_an_unexpected_entry_is_named(folder: Path) -> None:
         entries(Model(str(folder)))
 
 
-def test_a_wrong_shape_is_named(folder: Path) -> None:
+def test_a_wrong_shape_is_named(folder):
     rewrite(folder, model__norm__weight=torch.ones(65))
     with pytest.raises(UserError, match=r"model\.norm\.weight has the shape \[65\].*it is \[64\]"):
         entries(Model(str(folder)))
 
 
-def test_a_missing_part_of_an_entry_is_named(folder: Path) -> None:
+def test_a_missing_part_of_an_entry_is_named(folder):
     rewrite(folder, model__layers__0__linear_attn__k_conv1d__weight=None)
     # 4 heads with queries and keys of 12 and values of 24 channels: 192 together, which
     # transformers writes as thirds
@@ -478,7 +472,7 @@ def test_a_missing_part_of_an_entry_is_named(folder: Path) -> None:
         entries(Model(str(folder)))
 
 
-def test_parts_that_do_not_fit_together_are_named(folder: Path) -> None:
+def test_parts_that_do_not_fit_together_are_named(folder):
     rewrite(folder, model__layers__0__linear_attn__k_conv1d__weight=torch.ones(48, 1, 5))
     with pytest.raises(
         UserError, match=r"cannot make model\.layers\.0\.linear_attn\.conv1d\.weight from"
@@ -486,19 +480,19 @@ def test_parts_that_do_not_fit_together_are_named(folder: Path) -> None:
         entries(Model(str(folder)))
 
 
-def test_no_safetensors_is_the_users_mistake() -> None:
+def test_no_safetensors_is_the_users_mistake():
     with pytest.raises(UserError, match=r"no model\.safetensors.*model\.init: random"):
         entries(Model(tiny("tiny-llama").path))
 
 
-def test_a_cut_off_file_is_named(folder: Path) -> None:
+def test_a_cut_off_file_is_named(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match=r"model\.safetensors: not a whole safetensors file"):
         entries(Model(str(folder)))
 
 
-def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
+def test_damage_to_a_sharded_checkpoint_is_named(tmp_path):
     model = tiny("tiny-llama")
     save_model(on_meta(model), entries(model).items(), tmp_path, shard_bytes=200_000)
     shards = sorted(tmp_path.glob("*.safetensors"))
@@ -514,7 +508,7 @@ def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/../../x.safetensors"])
-def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_index_that_points_outside_its_folder_is_refused(tmp_path, name):
     (tmp_path / weight_folder.INDEX).write_text(
         json.dumps({"weight_map": {"lm_head.weight": name}})
     )
@@ -534,14 +528,14 @@ UP, CONVOLUTION = (
 @pytest.mark.parametrize(
     ("key", "dtype"), [(UP, "int32"), (UP, "uint8"), (UP, "bool"), (CONVOLUTION, "float8_e4m3fn")]
 )
-def test_numbers_that_need_a_scale_are_no_weights(folder: Path, key: str, dtype: str) -> None:
+def test_numbers_that_need_a_scale_are_no_weights(folder, key, dtype):
     value = load_file(folder / "model.safetensors")[key]
     rewrite(folder, **{key.replace(".", "__"): value.to(getattr(torch, dtype))})
     with pytest.raises(UserError, match=rf"{re.escape(key)} is {dtype}"):
         entries(Model(str(folder)))
 
 
-def test_tied_weights_in_the_file_must_be_equal(tmp_path: Path) -> None:
+def test_tied_weights_in_the_file_must_be_equal(tmp_path):
     model = tiny("tiny-qwen3_5-tied")
     state = entries(model)
     save_model(on_meta(model), state.items(), tmp_path)

@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_all_forms_of_an_adapter_give_the_logits_of_the_text_class(folder: Path) -> None:
+def test_all_forms_of_an_adapter_give_the_logits_of_the_text_class(folder):
     base = Model(str(folder / "base"))
     model, _ = with_adapters(base, LORA)
     for name, parameter in model.named_parameters():
@@ -117,9 +117,7 @@ def test_all_forms_of_an_adapter_give_the_logits_of_the_text_class(folder: Path)
 # PEFT 0.21 uses a name that transformers will drop.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.visual\..*fc[12]"])
-def test_adapters_of_a_vision_tower_are_merged_too(
-    targets: str, folder: Path, tmp_path: Path
-) -> None:
+def test_adapters_of_a_vision_tower_are_merged_too(targets, folder, tmp_path):
     base = Model(str(folder / "base"))
     whole = AutoModelForImageTextToText.from_pretrained(base.path)
     config = LoraConfig(
@@ -148,7 +146,7 @@ def test_adapters_of_a_vision_tower_are_merged_too(
 # PEFT 0.21 uses a name that transformers will drop, and warns of tied layers that are adapted.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_adapters_of_the_embedding_and_the_head_are_kept(folder: Path, tmp_path: Path) -> None:
+def test_adapters_of_the_embedding_and_the_head_are_kept(folder, tmp_path):
     multimodal.write(tmp_path / "tied", "tiny-qwen3_5-tied")
     for base in (Model(str(folder / "base")), Model(str(tmp_path / "tied"))):
         targets = ["embed_tokens", "lm_head", "q_proj"]
@@ -172,7 +170,7 @@ def test_adapters_of_the_embedding_and_the_head_are_kept(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-tied", "tiny-qwen3_5_moe"])
-def test_a_model_trained_in_full_keeps_what_is_beside_it(name: str, tmp_path: Path) -> None:
+def test_a_model_trained_in_full_keeps_what_is_beside_it(name, tmp_path):
     multimodal.write(tmp_path / "base", name)
     base = Model(str(tmp_path / "base"))
     text = on_meta(base)
@@ -198,7 +196,7 @@ def test_a_model_trained_in_full_keeps_what_is_beside_it(name: str, tmp_path: Pa
         (["Qwen3_5ForSequenceClassification"], "is not found once"),
     ],
 )
-def test_a_class_without_the_language_model_is_refused(architectures, fragment, tmp_path) -> None:
+def test_a_class_without_the_language_model_is_refused(architectures, fragment, tmp_path):
     config = multimodal.config().to_dict() | {"architectures": architectures}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = Model(str(tmp_path), init="random")
@@ -208,7 +206,7 @@ def test_a_class_without_the_language_model_is_refused(architectures, fragment, 
 
 
 @pytest.mark.parametrize("architectures", [None, ["Qwen3_5ForCausalLM"]])
-def test_a_folder_that_names_the_text_class_has_its_names(architectures, tmp_path) -> None:
+def test_a_folder_that_names_the_text_class_has_its_names(architectures, tmp_path):
     config = multimodal.config().to_dict() | {"architectures": architectures}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = Model(str(tmp_path), init="random")

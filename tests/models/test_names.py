@@ -19,11 +19,11 @@ from shardwise.models.names import hf_name, is_adapter, is_saved_copy
         ("lm_head.modules_to_save.default.weight", "lm_head.weight"),
     ],
 )
-def test_a_base_parameter_keeps_its_transformers_name(name: str, expected: str) -> None:
+def test_a_base_parameter_keeps_its_transformers_name(name, expected):
     assert hf_name(name) == expected
 
 
-def test_only_lora_factors_are_adapters() -> None:
+def test_only_lora_factors_are_adapters():
     assert is_adapter("model.layers.0.mlp.experts.base_layer.lora_A.default.weight")
     assert is_adapter("model.layers.0.self_attn.q_proj.lora_B.default.weight")
     assert not is_adapter("model.layers.0.self_attn.q_proj.base_layer.weight")
@@ -32,6 +32,6 @@ def test_only_lora_factors_are_adapters() -> None:
     assert not is_saved_copy("lm_head.original_module.weight")
 
 
-def test_a_factor_has_no_transformers_name() -> None:
+def test_a_factor_has_no_transformers_name():
     with pytest.raises(AssertionError, match="no counterpart"):
         hf_name("model.layers.0.self_attn.q_proj.lora_B.default.weight")

@@ -32,9 +32,7 @@ from tests.models.tiny import (
         [("tiny-llama", 10**9), *((name, 200_000) for name in (*EACH_KIND, "tiny-qwen3_5-tied"))],
     ),
 )
-def test_what_is_saved_is_what_transformers_and_we_load(
-    name: str, shard_bytes: int, tmp_path: Path
-) -> None:
+def test_what_is_saved_is_what_transformers_and_we_load(name, shard_bytes, tmp_path):
     model = tiny(name)
     whole = load_whole(model, read_config(model), seed=1)
     saved = entries(model, seed=1)
@@ -51,7 +49,7 @@ def test_what_is_saved_is_what_transformers_and_we_load(
 
 
 @pytest.mark.parametrize("name", ["tiny-lfm2", "tiny-gpt2"])
-def test_families_that_are_tied_by_default_can_be_untied(name: str, tmp_path: Path) -> None:
+def test_families_that_are_tied_by_default_can_be_untied(name, tmp_path):
     config = json.loads((CONFIGS / name / "config.json").read_text()) | {
         "tie_word_embeddings": False
     }
@@ -66,7 +64,7 @@ def test_families_that_are_tied_by_default_can_be_untied(name: str, tmp_path: Pa
     assert not torch.equal(head, embedding)
 
 
-def test_our_files_are_byte_by_byte_what_transformers_writes(tmp_path: Path) -> None:
+def test_our_files_are_byte_by_byte_what_transformers_writes(tmp_path):
     for name in PLAIN:
         model = tiny(name)
         save_model(on_meta(model), entries(model).items(), tmp_path / "ours")
@@ -92,7 +90,7 @@ def test_checkpoints_differ_from_modules_in_names_and_layout(tmp_path: Path) -> 
         assert key in load_file(tmp_path / "model.safetensors")
 
 
-def test_saving_again_leaves_no_shards_of_before(tmp_path: Path) -> None:
+def test_saving_again_leaves_no_shards_of_before(tmp_path):
     model = tiny("tiny-llama")
     save_model(on_meta(model), entries(model).items(), tmp_path, shard_bytes=100_000)
     save_model(on_meta(model), entries(model, seed=1).items(), tmp_path)
@@ -104,7 +102,7 @@ def test_saving_again_leaves_no_shards_of_before(tmp_path: Path) -> None:
     assert same(entries(Model(str(tmp_path))), entries(model, seed=1))
 
 
-def test_saving_wants_every_parameter_once(tmp_path: Path) -> None:
+def test_saving_wants_every_parameter_once(tmp_path):
     state = entries(tiny("tiny-llama"))
     built = on_meta(tiny("tiny-llama"))
     with pytest.raises(AssertionError, match="no value for"):

@@ -346,7 +346,7 @@ def test_float16_products_of_bfloat16_weights_change_the_dtype_of_hidden_states(
     assert between_layers(cfg) == {torch.bfloat16, torch.float32}
 
 
-def test_hidden_states_in_a_view_with_gaps_are_sent_without(monkeypatch: pytest.MonkeyPatch):
+def test_hidden_states_in_a_view_with_gaps_are_sent_without(monkeypatch):
     with_gaps = torch.arange(12.0).reshape(2, 3, 2).transpose(0, 1)
     monkeypatch.setattr(CausalLM, "hidden_of", lambda self, batch, inputs: with_gaps)
     first, *_ = cut(config("llama"))

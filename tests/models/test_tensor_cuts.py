@@ -29,7 +29,7 @@ def held(rows: Rows, rank: int) -> list[int]:
 
 @settings(deadline=None)
 @given(rows=some_rows(), dim=st.sampled_from((0, 1, 2, -1)))
-def test_restoring_undoes_arranging(rows: Rows, dim: int) -> None:
+def test_restoring_undoes_arranging(rows, dim):
     shape = [2, 3, 5]
     shape[dim] = rows.size
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -42,7 +42,7 @@ def test_restoring_undoes_arranging(rows: Rows, dim: int) -> None:
 
 @settings(deadline=None)
 @given(rows=some_rows())
-def test_every_segment_is_sharded_by_itself_and_in_order(rows: Rows) -> None:
+def test_every_segment_is_sharded_by_itself_and_in_order(rows):
     """By the definition: share p of a segment goes to the ranks r with floor(r * shares / ranks) =
     p."""
     expected: list[list[int]] = [[] for _ in range(rows.num_ranks)]
@@ -58,7 +58,7 @@ def test_every_segment_is_sharded_by_itself_and_in_order(rows: Rows) -> None:
 
 @settings(deadline=None)
 @given(rows=some_rows())
-def test_the_shares_of_all_ranks_count_every_row_once(rows: Rows) -> None:
+def test_the_shares_of_all_ranks_count_every_row_once(rows):
     counted: list[int] = []
     for rank in range(rows.num_ranks):
         for start, length in rows.counted(rank):
@@ -68,7 +68,7 @@ def test_the_shares_of_all_ranks_count_every_row_once(rows: Rows) -> None:
 
 @settings(deadline=None)
 @given(rows=some_rows())
-def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
+def test_shared_rows_are_those_that_several_ranks_hold(rows):
     holders = torch.zeros(rows.size, dtype=torch.long)
     for rank in range(rows.num_ranks):
         holders[held(rows, rank)] += 1
@@ -95,14 +95,14 @@ def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
 
 @settings(deadline=None)
 @given(rows=some_rows())
-def test_in_order_means_that_joined_shares_are_the_whole(rows: Rows) -> None:
+def test_in_order_means_that_joined_shares_are_the_whole(rows):
     numbers = torch.arange(rows.size)
     unchanged = torch.equal(rows.arrange(numbers, 0), numbers)
     # One rank holds the whole, in however many segments.
     assert unchanged == (rows.in_order or rows.num_ranks == 1)
 
 
-def test_shares_are_equal() -> None:
+def test_shares_are_equal():
     with pytest.raises(AssertionError):
         Rows(4, (Segment(6, 4),))  # 6 rows in 4 shares
     with pytest.raises(AssertionError):

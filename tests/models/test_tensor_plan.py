@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -79,7 +78,7 @@ def blocks(model: PreTrainedModel, num_ranks: int) -> Iterator[tuple[str, nn.Mod
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_every_matrix_is_cut_or_named_whole(name: str) -> None:
+def test_every_matrix_is_cut_or_named_whole(name):
     assert held_whole(on_meta(tiny(name))) == WHOLE.get(name, set())
 
 
@@ -91,7 +90,7 @@ def test_every_matrix_is_cut_or_named_whole(name: str) -> None:
         ("tiny-kimi_linear", {"attention_bias": True, "q_lora_rank": 20}, {"self_attn.q_a_proj"}),
     ],
 )
-def test_so_is_what_a_config_adds(name: str, options: dict[str, Any], also_whole: set[str]) -> None:
+def test_so_is_what_a_config_adds(name, options, also_whole):
     config = read_config(tiny(name))
     plain = on_meta(tiny(name)).num_parameters()
     for option, value in options.items():
@@ -123,7 +122,7 @@ def held_whole(model: PreTrainedModel) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), SIZES)
-def test_names_and_sizes_are_the_models_own(name: str, num_ranks: int) -> None:
+def test_names_and_sizes_are_the_models_own(name, num_ranks):
     model = on_meta(tiny(name))
     for path, block, split in blocks(model, num_ranks):
         parameters = dict(block.named_parameters())
@@ -141,7 +140,7 @@ def test_names_and_sizes_are_the_models_own(name: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), SIZES)
-def test_restoring_gives_every_weight_back(name: str, num_ranks: int) -> None:
+def test_restoring_gives_every_weight_back(name, num_ranks):
     values = entries(tiny(name))
     for path, _, split in blocks(on_meta(tiny(name)), num_ranks):
         for weight, cut in split.weights.items():
@@ -152,7 +151,7 @@ def test_restoring_gives_every_weight_back(name: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_an_adapters_share_has_the_shape_of_its_bases_share(name: str) -> None:
+def test_an_adapters_share_has_the_shape_of_its_bases_share(name):
     model = on_meta(tiny(name))
     inject(model, Lora(r=4, targets="all-linear"), spec_of(model.config, model))
     adapted = 0
@@ -179,7 +178,7 @@ def test_an_adapters_share_has_the_shape_of_its_bases_share(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_3_ranks_cannot_share_is_named(name: str) -> None:
+def test_what_3_ranks_cannot_share_is_named(name):
     model = on_meta(tiny(name))
     found = problem(model, spec_of(model.config, model), 3)
     assert found == INDIVISIBLE.get(name, f"{model.config.num_attention_heads} attention heads")

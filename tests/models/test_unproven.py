@@ -63,7 +63,7 @@ def _inside(model: PreTrainedModel) -> set[str]:
 
 
 @pytest.mark.parametrize("saved", ["norm", "embed_tokens", "lm_head", "mlp"])
-def test_modules_that_peft_wraps_are_found_as_without_it(model: Model, saved: str) -> None:
+def test_modules_that_peft_wraps_are_found_as_without_it(model, saved):
     plain = inspect_family(on_meta(model))
     if saved in ("embed_tokens", "lm_head") and on_meta(model).all_tied_weights_keys:
         return  # refused: test_lora.py
@@ -71,16 +71,14 @@ def test_modules_that_peft_wraps_are_found_as_without_it(model: Model, saved: st
     assert inspect_family(adapted) == plain
 
 
-def test_checkpoints_that_could_not_be_written_are_refused_before_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_checkpoints_that_could_not_be_written_are_refused_before_training(monkeypatch):
     split = WeightConverter(["qkv"], ["q", "k", "v"], operations=[Chunk(dim=0)])
     monkeypatch.setattr(unproven, "get_model_conversion_mapping", lambda *args, **kwargs: [split])
     with pytest.raises(UserError, match="an entry of its checkpoints is made of several weights"):
         inspect_family(on_meta(tiny("tiny-llama")))
 
 
-def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> None:
+def test_layers_are_named_and_auto_reaches_every_projection(model):
     built, coverage = with_adapters(model, Lora(r=4))
     spec = spec_of(built.config, built)
     assert [layer.name for layer in spec.layers] == [f"model.layers.{i}" for i in range(4)]
@@ -104,7 +102,7 @@ def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> Non
     assert sum(row.weights for row in coverage.rows) == num_adapted + num_frozen
 
 
-def test_saved_models_and_adapters_are_loaded_by_transformers(model: Model, tmp_path: Path) -> None:
+def test_saved_models_and_adapters_are_loaded_by_transformers(model, tmp_path):
     built, _ = with_adapters(model, Lora(r=4))
     save_model(built, weights(built, model, seed=0), tmp_path / "base")
     save_adapter(
@@ -115,7 +113,7 @@ def test_saved_models_and_adapters_are_loaded_by_transformers(model: Model, tmp_
     assert relative_error(logits(loaded), logits(built)) < 1e-5
 
 
-def test_dense_layers_before_those_with_experts(tmp_path: Path) -> None:
+def test_dense_layers_before_those_with_experts(tmp_path):
     config = AutoConfig.for_model(
         "ernie4_5_moe", hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=256,
@@ -140,9 +138,7 @@ def test_dense_layers_before_those_with_experts(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_of_the_common_shape_is_refused(
-    model_type: str, changes: dict[str, int], reason: str
-) -> None:
+def test_what_is_not_of_the_common_shape_is_refused(model_type, changes, reason):
     config = AutoConfig.for_model(
         model_type, hidden_size=64, num_attention_heads=4, vocab_size=256, **changes
     )
@@ -153,9 +149,7 @@ def test_what_is_not_of_the_common_shape_is_refused(
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
-def test_attention_without_a_fused_form_computes_as_in_transformers(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_attention_without_a_fused_form_computes_as_in_transformers(model_type, tmp_path):
     folder = write_config(model_type, tmp_path / "config")
     cfg = RunConfig(
         Model(str(folder), init="random"), Data("x", sequence_length=70), Training("o", steps=1)

@@ -25,7 +25,7 @@ def rows_of(name: str, lora: Lora | None = None) -> list[WeightRow]:
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
 @pytest.mark.parametrize("name", PLAIN)
-def test_linears_are_those_that_peft_calls_all_linear(name: str) -> None:
+def test_linears_are_those_that_peft_calls_all_linear(name):
     theirs = on_meta(tiny(name))
     head = spec_of(theirs.config, theirs).head
     # Without a config around them, by whose model type PEFT leaves out some linears.
@@ -35,7 +35,7 @@ def test_linears_are_those_that_peft_calls_all_linear(name: str) -> None:
     assert ours | {head} == adapter_layers(theirs).keys()
 
 
-def test_rows_of_a_layer_with_experts() -> None:
+def test_rows_of_a_layer_with_experts():
     rows = [row for row in rows_of("tiny-qwen3_next") if row.layer and row.layer.number == 2]
     assert {row.path.removeprefix("model.layers.2."): row.role for row in rows} == {
         "input_layernorm.weight": "other",
@@ -63,7 +63,7 @@ def test_rows_of_a_layer_with_experts() -> None:
 
 
 @pytest.mark.parametrize("base", ["none", "int8"])
-def test_parts_of_adapters_and_stored_matrices_have_the_role_of_their_weight(base: str) -> None:
+def test_parts_of_adapters_and_stored_matrices_have_the_role_of_their_weight(base):
     hf = on_meta(tiny("tiny-qwen3_next"))
     spec = spec_of(hf.config, hf)
     plain = {row.path: row.role for row in weights_of(hf, spec)}
@@ -86,7 +86,7 @@ def test_parts_of_adapters_and_stored_matrices_have_the_role_of_their_weight(bas
     ) is (base == "int8")
 
 
-def test_a_shared_pair_of_factors_says_how_many_experts_have_it() -> None:
+def test_a_shared_pair_of_factors_says_how_many_experts_have_it():
     rows = rows_of("tiny-qwen3_next", Lora(r=2, targets=["experts"], experts="shared"))
     num_experts = {row.shape[0] for row in rows if row.is_stack and not row.part}
     assert {row.num_sharing for row in rows if row.part} == num_experts

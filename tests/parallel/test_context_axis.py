@@ -74,12 +74,12 @@ def _with_context(cell: Cell, sizes: Sizes) -> Outcome:
         for cell in CASES
     ],
 )
-def test_losses_and_gradients_add_up_over_data_and_context(cell: Cell):
+def test_losses_and_gradients_add_up_over_data_and_context(cell):
     outcomes = run_ranks(cell.nproc, _with_context, cell, CASES[cell])
     assert verdict(compare(outcomes, reference(cell.reference()))) == []
 
 
-def test_sums_over_data_alone_are_wrong(monkeypatch: pytest.MonkeyPatch):
+def test_sums_over_data_alone_are_wrong(monkeypatch):
     monkeypatch.setattr(Mesh, "_with_context", lambda self, axis: axis)
     cell = Cell("llama", "zero2", "lora", 4)
     errors = compare(run_ranks(4, _with_context, cell, CASES[cell]), reference(cell.reference()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -88,9 +87,7 @@ def _router_shares_of_one_rank(patch: Patch) -> None:
         (_router_shares_of_one_rank, MIXTURE),
     ],
 )
-def test_a_planted_mistake_is_seen(
-    plant: Callable[[Patch], None], cell: Cell, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_planted_mistake_is_seen(plant, cell, monkeypatch):
     expected = reference(cell.reference())
     plant(monkeypatch)
     errors = verdict(compare(run_ranks(cell.nproc, run_cell, cell), expected))

@@ -301,7 +301,7 @@ def _leftovers(cfg: RunConfig) -> list[str]:
     return os.listdir(str(cfg.parallel.offload_folder))
 
 
-def test_the_file_has_no_name(tmp_path: Path):
+def test_the_file_has_no_name(tmp_path):
     cfg = config(Cell("llama", "single", "full", 1, DISK))
     folder = tmp_path / "new"
     cfg = replace(cfg, parallel=replace(cfg.parallel, offload_folder=str(folder)))

@@ -171,7 +171,7 @@ FULL = Cell("qwen3_5_text", "single", "full", 1, "offload-disk")
     ],
     ids=str,
 )
-def test_every_number_is_that_of_a_run_in_memory(cell: Cell) -> None:
+def test_every_number_is_that_of_a_run_in_memory(cell):
     differs, copied = differ(cell, nothing)
     assert not differs
     assert copied > 0
@@ -186,5 +186,5 @@ def test_every_number_is_that_of_a_run_in_memory(cell: Cell) -> None:
         never_copied_back,
     ],
 )
-def test_a_copy_that_nobody_waits_for_is_seen(bug: Callable[[], None]) -> None:
+def test_a_copy_that_nobody_waits_for_is_seen(bug):
     assert differ(FULL, bug)[0]

@@ -159,14 +159,12 @@ DOCUMENTS = st.lists(st.integers(1, 20), max_size=40)
 @example(stretch=4, size=4, lengths=[[4, 4, 4], [8]])  # each begins at a rank's first token
 @example(stretch=4, size=4, lengths=[[3, 10], [2, 9, 3]])  # one has tokens of three ranks
 @example(stretch=3, size=4, lengths=[[1] * 12, []])  # each token is a document; one fills the row
-def test_drawn_rows_equal_complete_ones(
-    kind: str, stretch: int, size: int, lengths: list[list[int]]
-):
+def test_drawn_rows_equal_complete_ones(kind, stretch, size, lengths):
     assert _error(kind, stretch, size, lengths) < 1e-10
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_kept_across_a_border_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_state_kept_across_a_border_is_seen(kind, monkeypatch):
     monkeypatch.setattr(ThreadNeighbours, "_into", lambda self, x: x)
     assert _error(kind, 4, 4, [[4, 4, 4], [8]]) > 1e-6
 
@@ -189,6 +187,6 @@ def _under_autocast(kind: str, size: int, enabled: bool) -> Tensors:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_that_ranks_pass_on_keep_32_bits_under_autocast(kind: str):
+def test_states_that_ranks_pass_on_keep_32_bits_under_autocast(kind):
     for under, plain in zip(_under_autocast(kind, 4, True), _under_autocast(kind, 4, False)):
         torch.testing.assert_close(under, plain, rtol=0, atol=0)

@@ -92,7 +92,7 @@ def _of(seed: int) -> torch.Generator:
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_cut_rows_equal_complete_ones(size: int):
+def test_cut_rows_equal_complete_ones(size):
     assert max(run_ranks(size, _error)) < 1e-10
 
 
@@ -148,7 +148,7 @@ def _documents_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
         _documents_of_others,
     ],
 )
-def test_a_planted_mistake_is_seen(plant: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_planted_mistake_is_seen(plant, monkeypatch):
     plant(monkeypatch)
     assert max(run_ranks(3, _error)) > 1e-3
 
@@ -201,7 +201,7 @@ def _as_total(sent: Sent) -> Total:
         pytest.param(5, 3, torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_sends_what_the_formulas_say(size: int, length: int, dtype: torch.dtype):
+def test_sends_what_the_formulas_say(size, length, dtype):
     for rank, results in enumerate(run_ranks(size, _sent_and_predicted, length, dtype)):
         for counted, predicted in results:
             assert counted == predicted, rank

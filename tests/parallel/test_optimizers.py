@@ -18,12 +18,12 @@ from tests.added import RUN, SOURCE, branches, decided_by, library_with, shardwi
 FOLDER = "parallel/optimizers"
 
 
-def test_no_other_file_branches_on_the_name_of_an_optimizer() -> None:
+def test_no_other_file_branches_on_the_name_of_an_optimizer():
     assert branches(OPTIMIZERS, FOLDER) == set()
     assert [*decided_by(ast.parse('cfg.optimizer.name == "muon"'), OPTIMIZERS)]
 
 
-def test_each_file_has_the_optimizer_of_its_name_and_loads_no_torch() -> None:
+def test_each_file_has_the_optimizer_of_its_name_and_loads_no_torch():
     assert {path.stem for path in (SOURCE / FOLDER).glob("[a-z]*.py")} == OPTIMIZERS.keys()
     program = "import sys, shardwise.parallel.optimizers; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_plan_knows_the_states_of_an_optimizer_that_a_file_adds(folder: Path) -> None:
+def test_plan_knows_the_states_of_an_optimizer_that_a_file_adds(folder):
     options = ("--devices", "2xRTX4090", "--json")
     signs = json.loads(shardwise(folder, "plan", "run.yaml", *options))
     adamw = json.loads(shardwise(folder, "plan", "run.yaml", *options, "--optimizer.name=adamw"))
@@ -86,7 +86,7 @@ def test_plan_knows_the_states_of_an_optimizer_that_a_file_adds(folder: Path) ->
     assert 0 < 2 * states[0] < states[1]  # adamw counts steps, too
 
 
-def test_train_updates_by_it_and_saves_its_states(folder: Path) -> None:
+def test_train_updates_by_it_and_saves_its_states(folder):
     options = ("--parallel.data=fsdp2", "--training.save_every=1")
     shardwise(folder, "train", "run.yaml", "--nproc", "2", *options)
     steps = [folder / "out" / "checkpoints" / f"step-{step}" for step in (1, 2)]

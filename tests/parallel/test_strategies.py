@@ -20,7 +20,7 @@ BRANCHES = {("config/parallel.py", "zero3"): "another name, which run files may 
 """Where a name decides something outside of the strategies' files, and why: none is to come."""
 
 
-def test_no_other_file_branches_on_the_name_of_a_strategy() -> None:
+def test_no_other_file_branches_on_the_name_of_a_strategy():
     assert branches(NAMES, "parallel/strategies") == BRANCHES.keys()
 
 
@@ -35,11 +35,11 @@ def test_no_other_file_branches_on_the_name_of_a_strategy() -> None:
         "match data:\n    case 'single': pass",
     ],
 )
-def test_such_a_branch_is_seen(text: str) -> None:
+def test_such_a_branch_is_seen(text):
     assert [*decided_by(ast.parse(text), NAMES)]
 
 
-def test_each_file_has_the_strategy_of_its_name_and_loads_no_torch() -> None:
+def test_each_file_has_the_strategy_of_its_name_and_loads_no_torch():
     folder = SOURCE / "parallel" / "strategies"
     assert {path.stem for path in folder.glob("[a-z]*.py")} == STRATEGIES.keys()
     program = "import sys, shardwise.parallel.strategies; sys.exit('torch' in sys.modules)"
@@ -71,13 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_plan_tries_a_strategy_that_a_file_adds(folder: Path) -> None:
+def test_plan_tries_a_strategy_that_a_file_adds(folder):
     answer = json.loads(shardwise(folder, "plan", "run.yaml", "--devices", "2xRTX4090", "--json"))
     memory = {choice["layout"]: choice["memory"] for choice in answer["simpler"]}
     assert memory["echo"] == memory["ddp"]
 
 
-def test_train_runs_it_on_each_rank(folder: Path) -> None:
+def test_train_runs_it_on_each_rank(folder):
     shardwise(folder, "train", "run.yaml", "--nproc", "2")
     assert (folder / "out.0").exists()
     assert (folder / "out.1").exists()
@@ -85,13 +85,13 @@ def test_train_runs_it_on_each_rank(folder: Path) -> None:
     assert record["config"]["parallel"]["data"] == "echo"
 
 
-def test_prove_compares_it_with_one_process(folder: Path) -> None:
+def test_prove_compares_it_with_one_process(folder):
     shardwise(folder, "prove", "run.yaml", "--json", "proof.json")
     proof = json.loads((folder / "proof.json").read_text())
     assert (proof["layout"], proof["num_ranks"], proof["equal"]) == ("echo", 2, True)
 
 
-def test_bench_has_it_as_a_cell(folder: Path) -> None:
+def test_bench_has_it_as_a_cell(folder):
     strategies = {name: {"nproc": 2, "parallel.data": name} for name in ("ddp", "echo")}
     training = {key: value for key, value in RUN["training"].items() if key != "output_dir"}
     base = {"model": RUN["model"], "lora": RUN["lora"], "data": RUN["data"], "training": training}

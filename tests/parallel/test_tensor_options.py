@@ -69,7 +69,7 @@ def with_config(
 
 
 @pytest.mark.parametrize("case", some_now(OPTIONS, ("nemotron_h", "jet_nemotron")))
-def test_options_of_configs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_configs(case, tmp_path, monkeypatch):
     family = case.split()[0]
     with_config(family, OPTIONS[case], tmp_path, monkeypatch)
     cell = Cell(family, "tp", "full", 2)
@@ -79,9 +79,7 @@ def test_options_of_configs(case: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("case", some_now(SIZES, ("three ranks",)))
-def test_sizes_that_do_not_come_out_even(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_do_not_come_out_even(case, tmp_path, monkeypatch):
     changes, cell = SIZES[case]
     with_config(cell.family, changes, tmp_path, monkeypatch)
     (reference,) = run_ranks(1, run_cell, cell.reference())
@@ -95,7 +93,7 @@ def test_sizes_that_do_not_come_out_even(
         Cell("qwen3_moe", "tp", "full", 2),
     ],
 )
-def test_a_block_that_is_left_whole(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_left_whole(cell, monkeypatch):
     """Every rank computes all of a feed-forward, of a mixture with its router's own loss too."""
     (reference,) = run_ranks(1, run_cell, cell.reference())
     family = families.FAMILIES[cell.family]
@@ -103,9 +101,7 @@ def test_a_block_that_is_left_whole(cell: Cell, monkeypatch: pytest.MonkeyPatch)
     assert verdict(compare(run_ranks(2, run_cell, cell), reference)) == []
 
 
-def test_a_kernel_that_would_norm_over_a_ranks_own_features_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_would_norm_over_a_ranks_own_features_is_not_taken(tmp_path, monkeypatch):
     with_config("granitemoehybrid", {"mamba_n_groups": 1}, tmp_path, monkeypatch)
 
     def kernel(

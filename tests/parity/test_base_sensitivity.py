@@ -3,8 +3,6 @@ turn a cell red."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -116,5 +114,5 @@ BUGS = (
 
 
 @pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
-def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
+def test_a_planted_bug_is_caught(bug, cell):
     check_caught(bug, cell)

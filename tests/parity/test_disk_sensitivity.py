@@ -146,5 +146,5 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
 
 
 @pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
-def test_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
+def test_planted_bug_is_caught(bug, cell):
     check_caught(bug, cell)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     [(44, "qwen3_moe", "full", ""), (30, "nemotron_h", "lora", "experts")],
     indirect=["width"],
 )
-def test_equals_one_process(width: int, family: str, mode: str, variant: str) -> None:
+def test_equals_one_process(width, family, mode, variant):
     cell = Cell(family, "tp", mode, 2, variant)
     (reference,) = run_ranks(1, run_cell, cell.reference())
     assert verdict(compare(run_ranks(2, run_cell, cell), reference)) == []
@@ -60,9 +59,7 @@ def test_equals_one_process(width: int, family: str, mode: str, variant: str) ->
 @pytest.mark.parametrize(
     "family", [name for name, family in families.FAMILIES.items() if family.named("experts")]
 )
-def test_what_a_grouped_product_takes_of_a_ranks_share(
-    width: int, tp: int, dtype: Any, rank: int, is_grouped: bool, family: str
-) -> None:
+def test_what_a_grouped_product_takes_of_a_ranks_share(width, tp, dtype, rank, is_grouped, family):
     cfg = run_config(Cell(family, "tp", "lora", tp))
     hf = on_meta(replace(cfg.model, dtype=dtype))
     spec = spec_of(hf.config, hf)

@@ -4,7 +4,6 @@ computed again."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,7 @@ from tests.parity.harness import CONFIGS, Cell, compare, run_cell, verdict
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp", "tp-sp"])
-def test_gpt2_drops_the_same_under_every_layout(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_gpt2_drops_the_same_under_every_layout(layout, tmp_path, monkeypatch):
     config = json.loads((CONFIGS / "tiny-gpt2" / "config.json").read_text()) | {
         "resid_pdrop": 0.1,
         "embd_pdrop": 0.1,

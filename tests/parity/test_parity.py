@@ -64,7 +64,7 @@ def selected(request: pytest.FixtureRequest) -> set[Cell]:
 
 
 @pytest.mark.parametrize("cell", params())
-def test_equals_one_process(cell: Cell, selected: set[Cell]):
+def test_equals_one_process(cell, selected):
     outcomes = outcomes_together(tuple(other for other in GROUPS[cell] if other in selected))[cell]
     expected = reference(cell.reference())
     errors = compare(outcomes, expected)

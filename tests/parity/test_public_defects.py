@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ def test_there_are_many_of_many_systems():
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect["planted"])
-def test_it_is_planted_by_a_test_that_exists(defect: dict[str, Any]):
+def test_it_is_planted_by_a_test_that_exists(defect):
     assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", defect["link"])
     assert (defect["planted"], defect.get("cell", "")) in set(planted_by(defect["test"]))
     assert defect["wrong"].endswith(".")

@@ -200,7 +200,7 @@ BUGS = (
 
 
 @pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
-def test_a_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
+def test_a_planted_bug_is_caught(bug, cell):
     check_caught(bug, cell)
 
 
@@ -241,9 +241,7 @@ def adapters_that_the_layer_reads_past(patch: Patch) -> None:
         ),
     ],
 )
-def test_a_mistake_fails_a_test_of_one_process(
-    mistake: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch
-):
+def test_a_mistake_fails_a_test_of_one_process(mistake, test, monkeypatch):
     test()
     mistake(monkeypatch)
     with pytest.raises(AssertionError):

@@ -432,13 +432,13 @@ SUBJECTS = sorted(path.stem for path in Path(__file__).parent.glob("test_*sensit
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_what_bugs_replace_is_still_there(subject: str):
+def test_what_bugs_replace_is_still_there(subject):
     for bug in {bug for bug, _ in import_module(f"{__package__}.{subject}").BUGS}:
         run_ranks(1, bug)
 
 
 @pytest.mark.parametrize(("bug", "cell"), planted(BUGS))
-def test_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
+def test_planted_bug_is_caught(bug, cell):
     check_caught(bug, cell)
 
 

@@ -202,5 +202,5 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
 
 
 @pytest.mark.parametrize(("bug", "where"), planted(BUGS))
-def test_planted_bug_is_caught(bug: Callable[[], None], where: Cell):
+def test_planted_bug_is_caught(bug, where):
     check_caught(bug, where)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def one_step(cell: Cell, folder: str) -> tuple[int, list[str], float]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_products_are_handed_only_what_was_written(cell: Cell, tmp_path: Path) -> None:
+def test_products_are_handed_only_what_was_written(cell, tmp_path):
     config = json.loads((CONFIGS / FAMILIES[cell.family] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": VOCABULARY}))
     for count, poisoned, value in run_ranks(cell.nproc, one_step, cell, str(tmp_path)):

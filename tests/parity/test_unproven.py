@@ -38,7 +38,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, tuple[Outco
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_equals_one_process(cell: Cell, outcomes: dict[Cell, tuple[Outcome, ...]]):
+def test_equals_one_process(cell, outcomes):
     (reference,) = outcomes[cell.reference()]
     errors = compare(outcomes[cell], reference)
     assert not verdict(errors), errors

@@ -16,7 +16,7 @@ MEASURED = Path(__file__).parents[2] / "results" / "gpu" / "lora_step.json"
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_lora_step_with_fla(checkpointing: str, tmp_path: Path) -> None:
+def test_a_lora_step_with_fla(checkpointing, tmp_path):
     result = json.loads(MEASURED.read_text(encoding="utf-8"))
     (row,) = (
         row

@@ -64,7 +64,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", some_now(OPTIONS, ("tp", "pp", "bfloat16")))
-def test_a_layout_is_proven(name: str, folder: Path):
+def test_a_layout_is_proven(name, folder):
     code, text, data = prove(folder, *OPTIONS[name])
     assert code == 0, text
     assert data["equal"] is True
@@ -85,9 +85,7 @@ def test_a_layout_is_proven(name: str, folder: Path):
         ),
     ],
 )
-def test_a_bug_is_caught_and_its_tensors_are_named(
-    bug: Callable[[], None], options: tuple[str, ...], axes: list[str], folder: Path
-):
+def test_a_bug_is_caught_and_its_tensors_are_named(bug, options, axes, folder):
     code, text, data = prove(folder, *options, before=bug)
     assert code == 1, text
     assert data["equal"] is False
@@ -108,7 +106,7 @@ def interrupt() -> None:
     proof_of_run._compute = compute
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing(folder: Path):
+def test_ctrl_c_ends_it_and_leaves_nothing(folder):
     code, text, data = prove(folder, "--parallel.data=ddp", before=interrupt)
     assert code == 128 + signal.SIGINT
     assert "Traceback" not in text
@@ -126,7 +124,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(folder: Path):
         (("--model.path=/no/such",), "/no/such: the path of the model is no"),
     ],
 )
-def test_a_mistake_is_one_line(options: tuple[str, ...], fragment: str, folder: Path):
+def test_a_mistake_is_one_line(options, fragment, folder):
     code, text, data = prove(folder, *options)
     assert code == 2
     assert fragment in text

@@ -40,7 +40,7 @@ def small_of(folder: str) -> tuple[Small, Model]:
 
 
 @pytest.mark.parametrize("name", [*TINY, *LARGE])
-def test_the_structure_stays(name: str):
+def test_the_structure_stays(name):
     small, model = small_of(str(CONFIGS / name))
     spec, facts, num_parameters = read(model)
     small_spec, small_facts, num_small = read(model, small.config)
@@ -67,7 +67,7 @@ def written(folder: Path, name: str, **changes: Any) -> str:
     return str(folder)
 
 
-def test_a_formula_of_layers_keeps_the_first_ones(tmp_path: Path):
+def test_a_formula_of_layers_keeps_the_first_ones(tmp_path):
     period = {"attn_layer_period": 8, "attn_layer_offset": 4, "num_hidden_layers": 32}
     small, model = small_of(written(tmp_path, "tiny-jamba", **period))
     assert small.layers == (0, 1, 2, 3, 4, 5, 6, 7)  # one period
@@ -82,20 +82,20 @@ def test_a_formula_of_layers_keeps_the_first_ones(tmp_path: Path):
     }
 
 
-def test_experts_become_fewer_in_as_many_groups(tmp_path: Path):
+def test_experts_become_fewer_in_as_many_groups(tmp_path):
     groups = {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 4}
     small, _ = small_of(written(tmp_path, "tiny-nemotron_h", **groups))
     assert small.config.n_routed_experts == 16
     assert (small.config.num_experts_per_tok, small.config.n_group) == (4, 8)
 
 
-def test_heads_keep_their_ratio(tmp_path: Path):
+def test_heads_keep_their_ratio(tmp_path):
     sizes = {"linear_key_head_dim": 96, "linear_value_head_dim": 192}
     small, _ = small_of(written(tmp_path, "tiny-olmo_hybrid", **sizes))
     assert (small.config.linear_key_head_dim, small.config.linear_value_head_dim) == (8, 16)
 
 
-def test_what_no_ranks_can_share_stays_so(tmp_path: Path):
+def test_what_no_ranks_can_share_stays_so(tmp_path):
     small, model = small_of(written(tmp_path, "tiny-llama", intermediate_size=5003))
     assert "feed-forward features" in str(read(model, small.config)[1].indivisible(2))
 
@@ -114,7 +114,7 @@ def test_a_pipeline_gets_a_layer_for_each_stage():
 
 
 @pytest.mark.parametrize("model_type", UNPROVEN)
-def test_types_that_no_family_lists_become_small_too(model_type: str, tmp_path: Path):
+def test_types_that_no_family_lists_become_small_too(model_type, tmp_path):
     small, model = small_of(str(write_config(model_type, tmp_path)))
     spec = read(model)[0]
     assert {layer.kind for layer in read(model, small.config)[0].layers} == {
@@ -122,7 +122,7 @@ def test_types_that_no_family_lists_become_small_too(model_type: str, tmp_path: 
     }
 
 
-def test_a_model_that_has_no_smaller_one_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_has_no_smaller_one_is_refused(monkeypatch):
     model = Model(str(CONFIGS / "tiny-llama"), init="random")
     spec = read(model)[0]
     monkeypatch.setattr(module, "_with_layers", lambda config, narrow, layers: {})

@@ -54,9 +54,7 @@ def small(cfg: RunConfig, folder: Path, nproc: int | None = None, own: bool = Fa
         (Parallel(), None, {}),
     ],
 )
-def test_axes_are_as_short_as_may_be(
-    parallel: Parallel, nproc: int | None, axes: dict[str, int], tmp_path: Path
-):
+def test_axes_are_as_short_as_may_be(parallel, nproc, axes, tmp_path):
     run = small(config(parallel, global_batch_size=24), tmp_path, nproc)
     assert run.axes == axes
     changed = {key for key in run.changes if key.startswith("parallel.")}
@@ -67,7 +65,7 @@ def test_axes_are_as_short_as_may_be(
     }
 
 
-def test_what_decides_is_kept_and_what_would_hide_a_mistake_is_not(tmp_path: Path):
+def test_what_decides_is_kept_and_what_would_hide_a_mistake_is_not(tmp_path):
     lora = Lora(r=16, dropout=0.1, kernel="triton")
     cfg = config(
         Parallel("fsdp2", offload="optimizer"),
@@ -96,12 +94,12 @@ def test_what_decides_is_kept_and_what_would_hide_a_mistake_is_not(tmp_path: Pat
     assert (alone.parallel, alone.training.checkpointing) == (Parallel(), "none")
 
 
-def test_its_own_precision_may_be_compared(tmp_path: Path):
+def test_its_own_precision_may_be_compared(tmp_path):
     run = small(config(Parallel("ddp"), precision="bfloat16"), tmp_path, own=True)
     assert (run.cfg.training.precision, run.cfg.optimizer.lr) == ("bfloat16", 0.0)
 
 
-def test_a_ratio_of_b_is_kept_and_makes_no_update_larger(tmp_path: Path):
+def test_a_ratio_of_b_is_kept_and_makes_no_update_larger(tmp_path):
     def rates(ratio: float) -> tuple[float, float, float]:
         cfg = config(Parallel("ddp"), lora=Lora(r=4))
         cfg = replace(cfg, optimizer=replace(cfg.optimizer, lora_b_lr_ratio=ratio))
@@ -114,20 +112,20 @@ def test_a_ratio_of_b_is_kept_and_makes_no_update_larger(tmp_path: Path):
     assert rates(0.5) == (0.5, plain, plain / 2)
 
 
-def test_a_given_split_keeps_its_stages_and_empty_ends(tmp_path: Path):
+def test_a_given_split_keeps_its_stages_and_empty_ends(tmp_path):
     parallel = Parallel(pp=4, split=[0, 1, 3, 0])
     run = small(config(parallel, global_batch_size=8), tmp_path)
     assert run.cfg.parallel.split == [0, 1, 3, 0]
     assert run.axes == {"pp": 4}
 
 
-def test_heads_that_ranks_share_are_named(tmp_path: Path):
+def test_heads_that_ranks_share_are_named(tmp_path):
     run = small(config(Parallel(tp=8), "qwen3_5-9b"), tmp_path)
     assert run.num_ranks == 2
     assert "--nproc 8 proves that too" in run.notes[0]
 
 
-def test_one_process_says_that_it_proves_no_layout(tmp_path: Path):
+def test_one_process_says_that_it_proves_no_layout(tmp_path):
     for parallel, is_told in ((Parallel(), True), (Parallel("ddp"), False)):
         folder = tmp_path / parallel.data
         folder.mkdir()
@@ -149,21 +147,19 @@ def test_one_process_says_that_it_proves_no_layout(tmp_path: Path):
         (Parallel("fsdp2"), 1_000_000, "are free; lower --nproc"),
     ],
 )
-def test_layouts_that_the_run_cannot_have_are_refused(
-    parallel: Parallel, nproc: int | None, fragment: str, tmp_path: Path
-):
+def test_layouts_that_the_run_cannot_have_are_refused(parallel, nproc, fragment, tmp_path):
     with pytest.raises(UserError, match=fragment):
         small(config(parallel), tmp_path, nproc)
 
 
-def test_more_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_more_than_the_memory_is_refused(tmp_path, monkeypatch):
     memory = namedtuple("memory", "available")(2**20)
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: memory)
     with pytest.raises(UserError, match=r"2 processes with .* and 1 MiB are free"):
         small(config(Parallel("ddp")), tmp_path)
 
 
-def test_code_that_comes_with_a_model_is_refused(tmp_path: Path):
+def test_code_that_comes_with_a_model_is_refused(tmp_path):
     cfg = config(Parallel("ddp"))
     cfg = replace(cfg, model=replace(cfg.model, trust_remote_code=True))
     with pytest.raises(UserError, match=r"model\.trust_remote_code is true"):
@@ -171,7 +167,7 @@ def test_code_that_comes_with_a_model_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("training", "operators"), [({}, (1,)), ({"compile": "aot_eager"}, ())])
-def test_layers_of_a_budget_are_computed_again_in_turn(training, operators, tmp_path: Path):
+def test_layers_of_a_budget_are_computed_again_in_turn(training, operators, tmp_path):
     budget = Recomputation(budget_gib=40.0)
     run = small(config(Parallel("ddp"), checkpointing=budget, **training), tmp_path)
     chosen = run.cfg.training.checkpointing

@@ -24,7 +24,7 @@ TEXTS = "{http://www.w3.org/2000/svg}text"
 FILES = sorted(FOLDER.glob("*.svg"))
 
 
-def test_every_diagram_is_what_the_code_says() -> None:
+def test_every_diagram_is_what_the_code_says():
     tool = runpy.run_path(str(ROOT / "tools" / "diagrams.py"))
     committed = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
     drawn = dict(tool["diagrams"]())
@@ -34,7 +34,7 @@ def test_every_diagram_is_what_the_code_says() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_diagram_is_small_has_a_title_and_is_shown_with_a_text(path: Path) -> None:
+def test_a_diagram_is_small_has_a_title_and_is_shown_with_a_text(path):
     root = ElementTree.parse(path).getroot()
     assert path.stat().st_size < 60_000
     title = root.find("{http://www.w3.org/2000/svg}title")
@@ -46,7 +46,7 @@ def test_a_diagram_is_small_has_a_title_and_is_shown_with_a_text(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_texts_of_a_diagram_do_not_overlap(path: Path) -> None:
+def test_texts_of_a_diagram_do_not_overlap(path):
     boxes = [*boxes_of(ElementTree.parse(path).getroot())]
     assert boxes
     for i, (left, right, y, text) in enumerate(boxes):
@@ -67,14 +67,14 @@ def boxes_of(root: ElementTree.Element) -> Iterator[tuple[float, float, float, s
         yield left, left + width, float(element.attrib["y"]), text
 
 
-def test_a_text_that_may_not_fit_is_refused() -> None:
+def test_a_text_that_may_not_fit_is_refused():
     canvas = Canvas()
     canvas.text(0, 12, "fits")
     with pytest.raises(AssertionError, match="too wide"):
         canvas.text(WIDTH - 10, 12, "does not fit")
 
 
-def test_texts_can_be_read_on_light_and_on_dark_paper() -> None:
+def test_texts_can_be_read_on_light_and_on_dark_paper():
     assert DARK.keys() == PALETTE.keys()
     for palette in (PALETTE, DARK):
         for name in ("ink", "muted"):
@@ -95,14 +95,14 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_parts_have_the_colours_of_a_report() -> None:
+def test_parts_have_the_colours_of_a_report():
     common = PARTS.keys() & PARTS_OF_A_REPORT.keys()
     assert common >= {"weights", "gradients", "optimizer", "activations"}
     assert {part: PARTS[part] for part in common} == {p: PARTS_OF_A_REPORT[p] for p in common}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 7])
-def test_a_ring_adds_every_summand_once_and_ends_complete(num_ranks: int) -> None:
+def test_a_ring_adds_every_summand_once_and_ends_complete(num_ranks):
     states = [*ring_steps(num_ranks)]
     everyone = frozenset(range(num_ranks))
     assert len(states) == 1 + 2 * (num_ranks - 1)
@@ -119,7 +119,7 @@ def test_a_ring_adds_every_summand_once_and_ends_complete(num_ranks: int) -> Non
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8])
-def test_after_a_scan_every_rank_knows_all_before_it(num_ranks: int) -> None:
+def test_after_a_scan_every_rank_knows_all_before_it(num_ranks):
     rounds = [*scan_rounds(num_ranks)]
     assert [distance for distance, _ in rounds] == [
         2**i for i in range((num_ranks - 1).bit_length())
@@ -127,7 +127,7 @@ def test_after_a_scan_every_rank_knows_all_before_it(num_ranks: int) -> None:
     assert rounds[-1][1] == [frozenset(range(rank)) for rank in range(num_ranks)]
 
 
-def test_a_house_leaves_out_arrows_that_follow_from_others() -> None:
+def test_a_house_leaves_out_arrows_that_follow_from_others():
     arrows = {"top": frozenset("ab"), "a": frozenset("b"), "b": frozenset()}
     svg = draw_house("house", arrows, "the top", "ground", "note").svg("house")
     heads = re.findall(r'<path class="f-faint"', svg)

@@ -37,7 +37,7 @@ def held(layout: str, num_ranks: int = 4, **other: Any) -> dict[str, Held]:
     return {part.part: part for part in parts}
 
 
-def test_every_rank_of_ddp_has_the_whole() -> None:
+def test_every_rank_of_ddp_has_the_whole():
     parts = held("ddp")
     assert {*parts} == {"weights", "gradients", "buckets", "optimizer", "activations"}
     for part in parts.values():
@@ -46,7 +46,7 @@ def test_every_rank_of_ddp_has_the_whole() -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "pp"])
-def test_pieces_make_up_the_whole(layout: str) -> None:
+def test_pieces_make_up_the_whole(layout):
     parts = held(layout, parallel={"pp": 4} if layout == "pp" else {})
     for name in ("weights", "gradients", "optimizer"):
         end = 0.0
@@ -61,7 +61,7 @@ def test_pieces_make_up_the_whole(layout: str) -> None:
         assert max(map(sum, zip(*states, strict=True))) == most_state_bytes(cfg, 4)
 
 
-def test_replicas_have_the_same_pieces() -> None:
+def test_replicas_have_the_same_pieces():
     first, second, third, fourth = held("hsdp")["weights"].pieces
     assert (first, second) == (third, fourth)
     assert first != second
@@ -80,7 +80,7 @@ def test_zero1_holds_all_gradients_until_they_are_summed_and_zero2_does_not() ->
     assert [own for (own,) in zero2.pieces] == [piece for _, piece in zero1.pieces]
 
 
-def test_a_rank_of_ep_has_all_but_experts_and_its_share_of_these() -> None:
+def test_a_rank_of_ep_has_all_but_experts_and_its_share_of_these():
     parts = held("ddp-ep", model="tiny-qwen3_moe", parallel={"ep": 4})
     assert parts["weights"].pieces == [[(0.0, 1.0)]] * 4
     starts = [pieces[0] for pieces in parts["experts"].pieces]
@@ -91,12 +91,12 @@ def test_a_rank_of_ep_has_all_but_experts_and_its_share_of_these() -> None:
         assert own == pytest.approx((dense + place * (1 - dense) / 4, (1 - dense) / 4))
 
 
-def test_adapters_are_a_part_of_their_own() -> None:
+def test_adapters_are_a_part_of_their_own():
     parts = held("fsdp2", lora=True, model="tiny-qwen3_5")
     assert parts["adapters"].whole == parts["gradients"].whole < parts["weights"].whole
 
 
-def test_groups_are_those_of_the_mesh() -> None:
+def test_groups_are_those_of_the_mesh():
     model = describe(config(Parallel()), 1)
     placed = Placed.of(config(parallel_of("pp-fsdp2-tp")), model, 8)
     assert placed.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -104,12 +104,12 @@ def test_groups_are_those_of_the_mesh() -> None:
     assert placed.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def test_a_layout_that_is_refused_is_not_drawn() -> None:
+def test_a_layout_that_is_refused_is_not_drawn():
     with pytest.raises(UserError, match="fsdp1"):
         Placed.of(config(Parallel("fsdp1", tp=2)), describe(config(Parallel()), 1), 4)
 
 
-def test_under_tp_every_rank_has_whole_factors_and_its_piece_of_the_others() -> None:
+def test_under_tp_every_rank_has_whole_factors_and_its_piece_of_the_others():
     adapters = held("tp", lora=True, model="tiny-qwen3_5", parallel={"tp": 4})["adapters"]
     whole, _ = adapters.pieces[0]
     assert 0 < whole[1] < 1

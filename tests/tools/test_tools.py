@@ -35,7 +35,7 @@ def tool(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.mark.parametrize("tool", ["communication"], indirect=True)
-def test_the_page_of_communication_is_what_the_formulas_say(tool: ModuleType) -> None:
+def test_the_page_of_communication_is_what_the_formulas_say(tool):
     result = json.loads(tool.RESULTS.read_text(encoding="utf-8"))
     assert result == tool.compute(), "run python -m tools.communication"
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result)
@@ -45,7 +45,7 @@ def test_the_page_of_communication_is_what_the_formulas_say(tool: ModuleType) ->
     assert layouts & {*CONTEXT, *EXPERTS} == few
 
 
-def test_the_page_of_cores_says_what_was_measured() -> None:
+def test_the_page_of_cores_says_what_was_measured():
     root = TOOLS.parent
     page = (root / "docs" / "concepts" / "cores.md").read_text(encoding="utf-8")
     for name in ("cpu", "cpu-mamba2-kda"):
@@ -62,7 +62,7 @@ def test_the_page_of_cores_says_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)
-def test_the_page_of_the_study_says_what_was_measured(tool: ModuleType) -> None:
+def test_the_page_of_the_study_says_what_was_measured(tool):
     """The tables; figures are drawn anew by the tool alone."""
     (page,) = tool.PAGES
     results = TOOLS.parent / "results"
@@ -82,9 +82,7 @@ FIGURES = ("strategies", "memory", "losses", "sent", "lengths", "models")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)
-def test_the_tables_and_figures_of_a_study_go_into_its_page(
-    tool: ModuleType, tmp_path: Path
-) -> None:
+def test_the_tables_and_figures_of_a_study_go_into_its_page(tool, tmp_path):
     sweep, records = strategies()
     cells = tuple(replace(plan, timed=plan.id != "fsdp2") for plan in sweep.cells)
     runs, page = tmp_path / "runs", tmp_path / "page.md"
@@ -138,9 +136,7 @@ def rounds_of(folder: Path, name: str, one: RunRecord) -> None:
 
 
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)
-def test_the_summary_of_a_finished_study_has_all_that_its_bench_shows(
-    tool: ModuleType, tmp_path: Path
-) -> None:
+def test_the_summary_of_a_finished_study_has_all_that_its_bench_shows(tool, tmp_path):
     runs, results = tmp_path / "runs", tmp_path / "results"
     sweep, records = pipelines()
     folder = write(runs / "study-microbatches", sweep, records)
@@ -164,7 +160,7 @@ def test_the_summary_of_a_finished_study_has_all_that_its_bench_shows(
 
 
 @pytest.mark.parametrize("tool", ["study_summary"], indirect=True)
-def test_what_all_cells_have_stands_once_and_only_if_it_is_of_one_type(tool: ModuleType) -> None:
+def test_what_all_cells_have_stands_once_and_only_if_it_is_of_one_type(tool):
     records = [
         {"same": [1], "type": 1, "part": {"a": 1, "b": 2}, "own": 1, "whole": {"a": 1}},
         {"same": [1], "type": 1.0, "part": {"a": 1, "b": 3}, "part-of": 1, "whole": {"a": 1}},
@@ -177,7 +173,7 @@ def test_what_all_cells_have_stands_once_and_only_if_it_is_of_one_type(tool: Mod
         assert tool.merged(shared, rest) == whole
 
 
-def test_the_results_are_small() -> None:
+def test_the_results_are_small():
     """A summary of each study and the figures that pages show: the rest can be made again."""
     files = [path for path in (TOOLS.parent / "results").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 12_000_000
@@ -186,9 +182,7 @@ def test_the_results_are_small() -> None:
 
 
 @pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
-def test_the_figure_of_bubbles_has_the_medians_of_the_rounds_and_the_simulated_ones(
-    tool: ModuleType, tmp_path: Path
-) -> None:
+def test_the_figure_of_bubbles_has_the_medians_of_the_rounds_and_the_simulated_ones(tool, tmp_path):
     sweep, records = pipelines()
     rounds = {}
     summary = importlib.import_module("tools.study_summary")
@@ -214,9 +208,7 @@ def test_the_figure_of_bubbles_has_the_medians_of_the_rounds_and_the_simulated_o
 
 
 @pytest.mark.parametrize("tool", ["study_figures"], indirect=True)
-def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(
-    tool: ModuleType,
-) -> None:
+def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(tool):
     sizes = {"single": (1, 100), "ddp-2": (2, 90), "ddp-4": (4, 80), "tp-2": (2, 50)}
     plans = {
         name: CellPlan(name, {"strategy": name}, nproc, "lora", None, timed=False)
@@ -239,7 +231,7 @@ def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["study_lengths"], indirect=True)
-def test_the_longest_row_is_that_whose_planned_peak_is_in_the_memory(tool: ModuleType) -> None:
+def test_the_longest_row_is_that_whose_planned_peak_is_in_the_memory(tool):
     cells = read_sweep(TOOLS.parent / "configs" / "study-cpu.yaml", TOOLS).cells
     for name in ("single-128-lora", "pp-uniform-128-full"):
         (cell,) = (cell for cell in cells if cell.plan.id == name)
@@ -253,7 +245,7 @@ def test_the_longest_row_is_that_whose_planned_peak_is_in_the_memory(tool: Modul
 
 
 @pytest.mark.parametrize("tool", ["diagrams"], indirect=True)
-def test_the_ring_has_the_times_of_the_largest_messages(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_ring_has_the_times_of_the_largest_messages(tool, tmp_path):
     path = tmp_path / "calibration.json"
     assert tool.measured_messages(["send"], path) == ""
     sizes = {2**10: 0.001, 2**25: 0.5}
@@ -277,7 +269,7 @@ def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):
     assert all(f"\n{line}\n" in pages["published-layouts.md"] for line in rows)
 
 
-def test_the_page_on_planning_says_how_far_times_were_off() -> None:
+def test_the_page_on_planning_says_how_far_times_were_off():
     root = TOOLS.parent
     page = (root / "docs" / "concepts" / "planning.md").read_text(encoding="utf-8")
     errors = {}
@@ -303,7 +295,7 @@ def test_the_page_on_planning_says_how_far_times_were_off() -> None:
     assert all(text in " ".join(page.split()) for text in said), said
 
 
-def test_the_page_of_bases_says_what_was_measured() -> None:
+def test_the_page_of_bases_says_what_was_measured():
     root = TOOLS.parent
     result = json.loads((root / "results" / "bases" / "quality.json").read_text())
     page = (root / "docs" / "guides" / "quantised-bases.md").read_text(encoding="utf-8")
@@ -330,14 +322,7 @@ UNKNOWN = {"name": "odd", "skip_reason": "Dependency not found"}
         ([UNKNOWN], 2, ["nothing was checked"]),
     ],
 )
-def test_an_audit_counts_what_was_not_checked(
-    tool: ModuleType,
-    packages: list[Any],
-    code: int,
-    fragments: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_audit_counts_what_was_not_checked(tool, packages, code, fragments, monkeypatch, capsys):
     answer = SimpleNamespace(stdout=json.dumps({"dependencies": packages}), stderr="")
     monkeypatch.setattr(tool.subprocess, "run", lambda *_, **__: answer)
     assert tool.main() == code
@@ -346,9 +331,7 @@ def test_an_audit_counts_what_was_not_checked(
 
 
 @pytest.mark.parametrize("tool", ["audit"], indirect=True)
-def test_an_audit_without_an_index_is_one_line(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_audit_without_an_index_is_one_line(tool, monkeypatch, capsys):
     answer = SimpleNamespace(stdout="", stderr="Traceback\nProxyError: refused")
     monkeypatch.setattr(tool.subprocess, "run", lambda *_, **__: answer)
     assert tool.main() == 2
@@ -357,7 +340,7 @@ def test_an_audit_without_an_index_is_one_line(
     assert "ProxyError: refused" in line
 
 
-def test_every_version_is_pinned_and_the_checkers_are_no_requirement() -> None:
+def test_every_version_is_pinned_and_the_checkers_are_no_requirement():
     pins = [
         line
         for line in (TOOLS.parent / "constraints.txt").read_text().splitlines()
@@ -369,7 +352,7 @@ def test_every_version_is_pinned_and_the_checkers_are_no_requirement() -> None:
     assert "cyclonedx" not in project
 
 
-def test_the_page_of_peers_is_drawn_from_its_data() -> None:
+def test_the_page_of_peers_is_drawn_from_its_data():
     """The committed page, and one of made-up rows, of the sides and the work of today."""
     page = importlib.import_module("tools.peers.page")
     sides = importlib.import_module("tools.peers.sides")

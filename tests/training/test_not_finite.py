@@ -54,7 +54,7 @@ def failed_step(cell: Cell, where: str) -> tuple[NotFinite, str, str]:
     ],
     ids=lambda cell: cell.id,
 )
-def test_a_weight_is_named_on_every_rank(cell: Cell) -> None:
+def test_a_weight_is_named_on_every_rank(cell):
     messages = run_ranks(cell.nproc, failed_step, cell, "weights")
     assert len({(first, later) for _, first, later in messages}) == 1
     _, first, later = messages[0]
@@ -66,7 +66,7 @@ def test_a_weight_is_named_on_every_rank(cell: Cell) -> None:
     assert "optimizer.lr" in later
 
 
-def test_a_gradient_is_named() -> None:
+def test_a_gradient_is_named():
     ((found, first, later),) = run_ranks(
         1, failed_step, Cell("llama", "single", "full"), "gradients"
     )
@@ -87,7 +87,7 @@ def evaluated(step: int) -> str:
 
 
 @pytest.mark.parametrize(("step", "advice"), [(0, "as they were loaded"), (4, "optimizer.lr")])
-def test_an_evaluation_names_the_weight(step: int, advice: str) -> None:
+def test_an_evaluation_names_the_weight(step, advice):
     (line,) = run_ranks(1, evaluated, step)
     assert NAME in line
     assert advice in line

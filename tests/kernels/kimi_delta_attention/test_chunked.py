@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -225,7 +224,7 @@ def skip_the_length_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     "mistake",
     [ignore_documents, forget_the_decay_over_a_chunk, swap_the_halves, skip_the_length_of_keys],
 )
-def test_a_planted_mistake_turns_red(mistake: Callable[[Any], None], monkeypatch):
+def test_a_planted_mistake_turns_red(mistake, monkeypatch):
     tensors = inputs(100, torch.float64)
     documents = (torch.arange(100) >= 40).long().expand(2, -1)
     check_against_naive(tensors, documents)

@@ -260,9 +260,7 @@ def result_of(command: str, base: Model, folder: Path, out: Path) -> torch.Tenso
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_command_computes_what_peft_does_or_says_why_not(
-    case: str, bases: dict[str, Model], tmp_path: Path
-) -> None:
+def test_each_command_computes_what_peft_does_or_says_why_not(case, bases, tmp_path):
     name, config, refused = CASES[case]
     base = bases[name]
     folder = make(base, tmp_path / "adapter", **config)
@@ -320,7 +318,7 @@ def in_vllm(config: dict[str, Any], module: str) -> tuple[int, float]:
 )
 def test_any_patterns_are_read_as_peft_reads_them(
     targets, ranks, alphas, rslora, bases, tmp_path_factory
-) -> None:
+):
     base, folder = bases["llama"], tmp_path_factory.mktemp("patterns")
     # As PEFT writes them: its save sorts the entries, and which one is first decides.
     patterns = {"rank_pattern": dict(sorted(ranks.items()))}
@@ -365,7 +363,7 @@ def per_expert(base: Model, folder: Path, **config: Any) -> Path:
     return folder
 
 
-def test_factors_of_each_expert_are_read_and_merged_exactly(bases, tmp_path: Path) -> None:
+def test_factors_of_each_expert_are_read_and_merged_exactly(bases, tmp_path):
     base = bases["moe"]
     folder = per_expert(base, tmp_path / "adapter")
     model, is_whole = of_peft(base, folder)
@@ -389,7 +387,7 @@ def test_factors_of_each_expert_are_read_and_merged_exactly(bases, tmp_path: Pat
 # ------------------------------------------------------------------------------- the base changes
 
 
-def test_an_adapter_that_changed_its_base_for_good_is_told(bases, tmp_path: Path) -> None:
+def test_an_adapter_that_changed_its_base_for_good_is_told(bases, tmp_path):
     base = bases["llama"]
     folder = make(base, tmp_path / "adapter")
     file = folder / "adapter_config.json"
@@ -403,7 +401,7 @@ def test_an_adapter_that_changed_its_base_for_good_is_told(bases, tmp_path: Path
                 result_of(command, base, folder, tmp_path / command)
 
 
-def test_an_adapter_on_what_a_layer_reads_past_it_is_told_by_its_own_name(tmp_path: Path) -> None:
+def test_an_adapter_on_what_a_layer_reads_past_it_is_told_by_its_own_name(tmp_path):
     jamba = tiny("tiny-jamba")
     lora = LoraConfig(r=2, target_modules=["dt_proj", "x_proj"])
     get_peft_model(AutoModelForCausalLM.from_config(read_config(jamba)), lora).save_pretrained(
@@ -419,7 +417,7 @@ def test_an_adapter_on_what_a_layer_reads_past_it_is_told_by_its_own_name(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "mixed"])
-def test_a_merged_folder_has_the_dtypes_of_its_base(dtype: str, bases, tmp_path: Path) -> None:
+def test_a_merged_folder_has_the_dtypes_of_its_base(dtype, bases, tmp_path):
     base = bases["llama"]
     folder = make(base, tmp_path / "adapter")
     shutil.copytree(base.path, tmp_path / "base")
@@ -453,7 +451,7 @@ def test_a_merged_folder_has_the_dtypes_of_its_base(dtype: str, bases, tmp_path:
 # ----------------------------------------------------------------------------- resized vocabulary
 
 
-def test_copies_that_pefts_loader_skips_do_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+def test_copies_that_pefts_loader_skips_do_not_keep_a_run_from_starting(tmp_path):
     torch.manual_seed(0)
     small = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     small.save_pretrained(tmp_path / "small")
@@ -547,7 +545,7 @@ BAD: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_adapter_is_one_line_for_each_command(case, bases, tmp_path: Path, capsys) -> None:
+def test_a_bad_adapter_is_one_line_for_each_command(case, bases, tmp_path, capsys):
     base = bases["llama"]
     folder = make(base, tmp_path / "adapter")
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -564,7 +562,7 @@ def test_a_bad_adapter_is_one_line_for_each_command(case, bases, tmp_path: Path,
         assert "; " in str(error.value)
 
 
-def test_check_prints_the_scales_that_modules_have(bases, tmp_path: Path, capsys) -> None:
+def test_check_prints_the_scales_that_modules_have(bases, tmp_path, capsys):
     base = bases["llama"]
     patterns = {"q_proj": 64, "layers.0.self_attn.q_proj": 8}
     folder = make(base, tmp_path, target_modules=["q_proj"], r=8, alpha_pattern=patterns)

@@ -38,7 +38,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_sound_adapter_has_no_findings(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_adapter_has_no_findings(sound, capsys):
     result = audit(str(sound), LLAMA)
     assert result.findings == ()
     assert "rank 4, alpha 8, scale 2;" in str(result.table().title)
@@ -125,9 +125,7 @@ def values(**changes: Any) -> Callable[[Tensors, dict[str, Any]], None]:
         (values(target_modules="*.q_proj"), "PEFT does not take its config"),
     ],
 )
-def test_what_would_do_nothing_is_found(
-    change: Callable, fragment: str, sound: Path, tmp_path: Path
-) -> None:
+def test_what_would_do_nothing_is_found(change, fragment, sound, tmp_path):
     folder = shutil.copytree(sound, tmp_path / "adapter")
     tensors = load_file(folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -138,9 +136,7 @@ def test_what_would_do_nothing_is_found(
     assert any(fragment in finding for finding in findings), findings
 
 
-def test_the_text_names_of_a_multimodal_folder_are_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_names_of_a_multimodal_folder_are_found(tmp_path, capsys):
     config = multimodal.config()
     config.architectures = ["Qwen3_5ForConditionalGeneration"]
     config.save_pretrained(tmp_path / "base")
@@ -155,9 +151,7 @@ def test_the_text_names_of_a_multimodal_folder_are_found(
 
 # PEFT 0.21 uses a name that transformers will drop.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_multimodal_adapter_is_sound_with_its_vision_tower_and_not_half_renamed(
-    tmp_path: Path,
-) -> None:
+def test_a_multimodal_adapter_is_sound_with_its_vision_tower_and_not_half_renamed(tmp_path):
     base, folder = tmp_path / "base", tmp_path / "adapter"
     config = multimodal.config()
     config.architectures = ["Qwen3_5ForConditionalGeneration"]
@@ -176,7 +170,7 @@ def test_a_multimodal_adapter_is_sound_with_its_vision_tower_and_not_half_rename
     assert any(lost in finding for finding in findings), findings
 
 
-def test_adapters_that_a_layer_reads_past_are_found(tmp_path: Path) -> None:
+def test_adapters_that_a_layer_reads_past_are_found(tmp_path):
     write(tmp_path, tiny("tiny-jamba"), Lora(r=2))
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -211,9 +205,7 @@ def test_adapters_that_a_layer_reads_past_are_found(tmp_path: Path) -> None:
         ("adapter_config.json", "", "not the config of a LoRA adapter"),
     ],
 )
-def test_a_folder_that_cannot_be_read_is_one_line(
-    name, content, fragment, sound, tmp_path, capsys
-) -> None:
+def test_a_folder_that_cannot_be_read_is_one_line(name, content, fragment, sound, tmp_path, capsys):
     folder = shutil.copytree(sound, tmp_path / "adapter")
     if name == "adapter_model.bin":
         (folder / "adapter_model.safetensors").unlink()

@@ -91,7 +91,7 @@ def injected(name: str, lora: Lora) -> Coverage:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_each_choice_of_targets_covers(name: str) -> None:
+def test_what_each_choice_of_targets_covers(name):
     for place, targets in enumerate(("auto", "all-linear", "attention")):
         coverage = injected(name, Lora(r=4, targets=targets))  # ty: ignore[invalid-argument-type]
         assert {row.kind: (row.weights, row.adapted) for row in coverage.rows} == {
@@ -99,7 +99,7 @@ def test_what_each_choice_of_targets_covers(name: str) -> None:
         }
 
 
-def test_coverage_counts_parameters_and_names_what_is_frozen() -> None:
+def test_coverage_counts_parameters_and_names_what_is_frozen():
     coverage = injected("tiny-nemotron_h", Lora(r=4))
     base = sum(p.numel() for p in on_meta(tiny("tiny-nemotron_h")).parameters())
     # r * (in + out). Mamba2's in_proj gives gate 128, x 128, B and C 4 * 16 each and dt 8: 64 ->
@@ -117,7 +117,7 @@ def test_coverage_counts_parameters_and_names_what_is_frozen() -> None:
     assert frozen["mlp"] == ()
 
 
-def test_coverage_prints_as_a_table_and_as_plain_data() -> None:
+def test_coverage_prints_as_a_table_and_as_plain_data():
     coverage = injected("tiny-nemotron_h", Lora(r=4))
     lines = str(coverage).splitlines()
     assert lines[0].split() == ["layers", "count", "weights", "adapted", "left", "frozen"]
@@ -130,7 +130,7 @@ def test_coverage_prints_as_a_table_and_as_plain_data() -> None:
 
 @pytest.mark.parametrize("targets", [pytest.param("auto", marks=pytest.mark.slow), "all-linear"])
 @pytest.mark.parametrize("name", some_now(TINY, (*EACH_KIND, "tiny-qwen3_5-tied")))
-def test_every_adapter_is_alive_and_nothing_else_is_trained(name: str, targets: str) -> None:
+def test_every_adapter_is_alive_and_nothing_else_is_trained(name, targets):
     lora = Lora(r=3, targets=targets)  # ty: ignore[invalid-argument-type]
     model, coverage = with_adapters(tiny(name), lora)
     model.train()(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
@@ -170,7 +170,7 @@ def test_an_adapter_adds_scale_times_b_a(name: str, rslora: bool) -> None:
 
 
 @pytest.mark.parametrize("name", some_now(TINY, EACH_KIND))
-def test_a_fresh_adapter_changes_nothing(name: str) -> None:
+def test_a_fresh_adapter_changes_nothing(name):
     model, _ = with_adapters(tiny(name), Lora(r=4, targets="all-linear"))
     with torch.no_grad():
         for parameter_name, value in adapter_weights(model, seed=0):
@@ -181,7 +181,7 @@ def test_a_fresh_adapter_changes_nothing(name: str) -> None:
     )
 
 
-def test_first_values_are_a_function_of_seed_and_name() -> None:
+def test_first_values_are_a_function_of_seed_and_name():
     model = on_meta(tiny("tiny-qwen3_next"))
     inject(model, Lora(r=4, targets="all-linear"), spec_of(model.config, model))
     smaller = on_meta(tiny("tiny-qwen3_next"))
@@ -208,7 +208,7 @@ def test_first_values_are_a_function_of_seed_and_name() -> None:
         assert not torch.equal(value, other[name])
 
 
-def test_injection_leaves_the_random_state_and_everything_on_meta() -> None:
+def test_injection_leaves_the_random_state_and_everything_on_meta():
     model = on_meta(tiny("tiny-qwen3_next"))
     state = torch.get_rng_state()
     inject(
@@ -253,9 +253,7 @@ def test_injection_leaves_the_random_state_and_everything_on_meta() -> None:
         ),
     ],
 )
-def test_a_list_names_weights_by_the_end_of_their_names(
-    name: str, targets: list[str], adapted: set[str]
-) -> None:
+def test_a_list_names_weights_by_the_end_of_their_names(name, targets, adapted):
     model = on_meta(tiny(name))
     inject(model, Lora(targets=targets), spec_of(model.config, model))
     assert adapter_layers(model).keys() == adapted
@@ -291,16 +289,14 @@ def test_a_list_names_weights_by_the_end_of_their_names(
         ("tiny-llama", ["lm_head"], r"lm_head is the head; .*modules_to_save: \[lm_head\]"),
     ],
 )
-def test_a_name_that_adapts_nothing_is_the_users_mistake(
-    name: str, targets: list[str], message: str
-) -> None:
+def test_a_name_that_adapts_nothing_is_the_users_mistake(name, targets, message):
     with pytest.raises(UserError, match=message):
         injected(name, Lora(targets=targets))
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-nemotron_h", "tiny-llama"])
 @pytest.mark.parametrize("wrong", ["gate", "gate_up_pro", "up", "expert", "xyz"])
-def test_every_name_that_is_suggested_is_taken(name: str, wrong: str) -> None:
+def test_every_name_that_is_suggested_is_taken(name, wrong):
     with pytest.raises(UserError) as error:
         injected(name, Lora(targets=[wrong]))
     suggested = re.search(r"(?:did you mean|there are) (.*?)\??$", str(error.value))
@@ -314,16 +310,16 @@ def facts(name: str, lora: Lora) -> AdapterFacts:
     return adapter_facts(model, lora, spec_of(model.config, model))
 
 
-def test_the_highest_rank_is_that_of_the_largest_weight() -> None:
+def test_the_highest_rank_is_that_of_the_largest_weight():
     assert facts("tiny-llama", Lora()).highest_rank == 64  # features between layers
 
 
-def test_facts_say_whether_experts_have_adapters() -> None:
+def test_facts_say_whether_experts_have_adapters():
     assert facts("tiny-qwen3_next", Lora(targets="all-linear")).has_experts
     assert not facts("tiny-qwen3_next", Lora(targets="auto")).has_experts
 
 
-def test_dropout_is_on_the_adapters_input() -> None:
+def test_dropout_is_on_the_adapters_input():
     model, _ = with_adapters(tiny("tiny-llama"), Lora(dropout=0.5))
     dropouts = [m for layer in adapter_layers(model).values() for m in layer.lora_dropout.values()]
     assert {type(module) for module in dropouts} == {torch.nn.Dropout}
@@ -334,7 +330,7 @@ def test_dropout_is_on_the_adapters_input() -> None:
 # --- modules to save
 
 
-def test_modules_to_save_are_trained_in_full_and_start_as_the_base() -> None:
+def test_modules_to_save_are_trained_in_full_and_start_as_the_base():
     lora = Lora(
         targets=["q_proj"], modules_to_save=["lm_head", "model.norm", "layers.0.input_layernorm"]
     )
@@ -355,7 +351,7 @@ def test_modules_to_save_are_trained_in_full_and_start_as_the_base() -> None:
     assert all(model.get_parameter(name).grad is not None for name in trained)
 
 
-def test_a_module_to_save_takes_no_adapter_as_well() -> None:
+def test_a_module_to_save_takes_no_adapter_as_well():
     model = on_meta(tiny("tiny-llama"))
     inject(model, Lora(modules_to_save=["layers.0.mlp"]), spec_of(model.config, model))
     adapted = adapter_layers(model)
@@ -363,7 +359,7 @@ def test_a_module_to_save_takes_no_adapter_as_well() -> None:
     assert len(adapted) == 28 - 3
 
 
-def test_facts_name_the_targets_that_modules_to_save_train_in_full() -> None:
+def test_facts_name_the_targets_that_modules_to_save_train_in_full():
     both = facts("tiny-llama", Lora(targets=["q_proj"], modules_to_save=["self_attn"]))
     assert (both.num_weights, both.targets_to_save) == (0, ("q_proj",))
     one = facts("tiny-llama", Lora(targets=["q_proj", "up_proj"], modules_to_save=["self_attn"]))
@@ -372,13 +368,13 @@ def test_facts_name_the_targets_that_modules_to_save_train_in_full() -> None:
     assert (some.num_weights, some.targets_to_save) == (3, ())
 
 
-def test_an_unknown_module_to_save_is_the_users_mistake() -> None:
+def test_an_unknown_module_to_save_is_the_users_mistake():
     with pytest.raises(UserError, match=r"no module lm_haed in this llama; did you mean lm_head"):
         injected("tiny-llama", Lora(modules_to_save=["lm_haed"]))
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
-def test_tied_modules_to_save_are_refused(name: str) -> None:
+def test_tied_modules_to_save_are_refused(name):
     with pytest.raises(UserError, match=f"{name} is tied"):
         injected("tiny-qwen3_5-tied", Lora(modules_to_save=[name]))
 
@@ -407,7 +403,7 @@ def _exact_loss(name: str) -> float:
         for autocast in (False, True)
     ],
 )
-def test_adapters_on_a_bfloat16_model(name: str, dtype: str, autocast: bool) -> None:
+def test_adapters_on_a_bfloat16_model(name, dtype, autocast):
     lora = Lora(r=4, targets="all-linear", dtype=dtype)  # ty: ignore[invalid-argument-type]
     model, _ = with_adapters(tiny(name, "bfloat16"), lora)
     factors = {p.dtype for n, p in model.named_parameters() if is_adapter(n)}

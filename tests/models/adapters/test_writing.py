@@ -115,9 +115,7 @@ def write(names: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[Pa
 
 
 @pytest.mark.parametrize("fixture", some_now(FOLDERS, ("written",)))
-def test_peft_and_transformers_alone_load_what_is_saved(
-    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_peft_and_transformers_alone_load_what_is_saved(fixture, request, tmp_path):
     written = request.getfixturevalue(fixture)
     ids = json.dumps(tokens().tolist())
     folders = sorted(map(str, written), key=lambda folder: "jet_nemotron" in folder)
@@ -130,9 +128,7 @@ def test_peft_and_transformers_alone_load_what_is_saved(
 
 
 @pytest.mark.parametrize("fixture", some_now(FOLDERS, ("written",)))
-def test_a_merged_model_is_loaded_by_transformers_alone(
-    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_a_merged_model_is_loaded_by_transformers_alone(fixture, request, tmp_path):
     written = request.getfixturevalue(fixture)
     for folder, expected in written.items():
         out = tmp_path / folder.name
@@ -146,7 +142,7 @@ def test_a_merged_model_is_loaded_by_transformers_alone(
         )  # the adapters do something
 
 
-def test_the_saved_config_names_places_in_a_layer(written: dict[Path, torch.Tensor]) -> None:
+def test_the_saved_config_names_places_in_a_layer(written):
     folder = next(folder for folder in written if folder.name.startswith("tiny-qwen3_next-auto"))
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert sorted(config["target_modules"]) == [
@@ -165,7 +161,7 @@ def test_the_saved_config_names_places_in_a_layer(written: dict[Path, torch.Tens
     )
 
 
-def test_the_saved_config_has_one_order(tmp_path: Path) -> None:
+def test_the_saved_config_has_one_order(tmp_path):
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     for name, lora in (
         ("one", Lora(r=3, targets=targets)),
@@ -182,9 +178,7 @@ def test_the_saved_config_has_one_order(tmp_path: Path) -> None:
     assert written == sorted(written)  # one order of 5,040, were it the set's
 
 
-def test_merging_needs_an_adapter_that_fits(
-    written: dict[Path, torch.Tensor], tmp_path: Path
-) -> None:
+def test_merging_needs_an_adapter_that_fits(written, tmp_path):
     llama, olmo = (
         next(folder for folder in written if folder.name.startswith(f"{name}-auto"))
         for name in ("tiny-llama", "tiny-olmo_hybrid")
@@ -195,7 +189,7 @@ def test_merging_needs_an_adapter_that_fits(
         merge_adapter(Model(str(llama / "base")), olmo / "adapter", tmp_path / "out")
 
 
-def test_adapters_of_integers_are_refused(tmp_path: Path) -> None:
+def test_adapters_of_integers_are_refused(tmp_path):
     model, _ = with_adapters(tiny("tiny-llama"), Lora(r=3))
     save_adapter(model, Lora(r=3), trained(model), tmp_path, "base")
     file = tmp_path / "adapter_model.safetensors"
@@ -204,7 +198,7 @@ def test_adapters_of_integers_are_refused(tmp_path: Path) -> None:
         merge_adapter(tiny("tiny-llama"), tmp_path, tmp_path / "out")
 
 
-def test_merging_into_random_weights_takes_the_seed(tmp_path: Path) -> None:
+def test_merging_into_random_weights_takes_the_seed(tmp_path):
     model, _ = with_adapters(tiny("tiny-llama"), Lora(r=3))
     save_adapter(model, Lora(r=3), trained(model), tmp_path / "adapter", "base")
     merge_adapter(tiny("tiny-llama"), tmp_path / "adapter", tmp_path / "out", seed=0)
@@ -213,7 +207,7 @@ def test_merging_into_random_weights_takes_the_seed(tmp_path: Path) -> None:
     )
 
 
-def test_saving_wants_every_trainable_parameter(tmp_path: Path) -> None:
+def test_saving_wants_every_trainable_parameter(tmp_path):
     model, _ = with_adapters(tiny("tiny-llama"), Lora(r=3))
     state = trained(model)
     state.popitem()
@@ -221,9 +215,7 @@ def test_saving_wants_every_trainable_parameter(tmp_path: Path) -> None:
         save_adapter(model, Lora(r=3), state, tmp_path, "base")
 
 
-def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(tmp_path, monkeypatch):
     llama = tiny("tiny-llama")
     config = read_config(llama)
     config.save_pretrained(tmp_path / "base")

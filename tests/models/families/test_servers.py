@@ -92,7 +92,7 @@ def in_vllm(key: str, architecture: str) -> str:
     return f"{block}.{packed.get(leaf, leaf)}"
 
 
-def test_every_key_reaches_a_module_of_vllm_and_every_module_is_reached(tmp_path: Path) -> None:
+def test_every_key_reaches_a_module_of_vllm_and_every_module_is_reached(tmp_path):
     base, state = qwen(tmp_path, Lora(r=R))
     export_adapter(base, tmp_path / "adapter", tmp_path / "out", "vllm")
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -109,7 +109,7 @@ def test_every_key_reaches_a_module_of_vllm_and_every_module_is_reached(tmp_path
     assert both == server_modules("model.")
 
 
-def test_vllm_has_factors_for_all_or_none_of_a_fused_projection(tmp_path: Path) -> None:
+def test_vllm_has_factors_for_all_or_none_of_a_fused_projection(tmp_path):
     base, state = qwen(tmp_path, Lora(r=R, targets=["in_proj_z"]))
     export_adapter(base, tmp_path / "adapter", tmp_path / "out", "vllm")
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -122,7 +122,7 @@ def test_vllm_has_factors_for_all_or_none_of_a_fused_projection(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-olmo_hybrid", "tiny-lfm2"])
-def test_text_models_keep_their_names_for_vllm(name: str, tmp_path: Path) -> None:
+def test_text_models_keep_their_names_for_vllm(name, tmp_path):
     model, state = written(tmp_path / "adapter", tiny(name), Lora(r=R))
     export_adapter(model, tmp_path / "adapter", tmp_path / "out", "vllm")
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -185,7 +185,7 @@ def product(pair: dict[str, torch.Tensor], rows: list[int]) -> torch.Tensor:
     return torch.cat([b @ a for b, a in slices])
 
 
-def test_every_key_reaches_a_module_of_sglang_with_the_same_product(tmp_path: Path) -> None:
+def test_every_key_reaches_a_module_of_sglang_with_the_same_product(tmp_path):
     lora = Lora(r=R, alpha=6.0, rslora=True, targets=WITHOUT_GATES)
     base, state = qwen(tmp_path, lora)
     export_adapter(base, tmp_path / "adapter", tmp_path / "out", "sglang")
@@ -210,7 +210,7 @@ def test_every_key_reaches_a_module_of_sglang_with_the_same_product(tmp_path: Pa
     assert config["use_rslora"] is False
 
 
-def test_sglang_has_factors_for_all_parts_of_a_fused_linear(tmp_path: Path) -> None:
+def test_sglang_has_factors_for_all_parts_of_a_fused_linear(tmp_path):
     base, _ = qwen(tmp_path, Lora(r=R, targets=["in_proj_z", "q_proj", "up_proj"]))
     export_adapter(base, tmp_path / "adapter", tmp_path / "out", "sglang")
     modules = in_sglang(tmp_path / "out")
@@ -223,7 +223,7 @@ def test_sglang_has_factors_for_all_parts_of_a_fused_linear(tmp_path: Path) -> N
 # ---------------------------------------------------------------------------------------- refusals
 
 
-def test_what_a_server_would_not_use_is_refused(tmp_path: Path) -> None:
+def test_what_a_server_would_not_use_is_refused(tmp_path):
     base, _ = qwen(tmp_path, Lora(r=R))
     gpt2, _ = written(tmp_path / "gpt2", tiny("tiny-gpt2"), Lora(r=R))
     llama = tiny("tiny-llama")
@@ -256,13 +256,13 @@ def test_what_a_server_would_not_use_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_exported_adapter_replaces_nothing(tmp_path: Path) -> None:
+def test_an_exported_adapter_replaces_nothing(tmp_path):
     llama, _ = written(tmp_path / "adapter", tiny("tiny-llama"), Lora(r=R))
     with pytest.raises(UserError, match="is there already and not an empty folder"):
         export_adapter(llama, tmp_path / "adapter", tmp_path / "adapter", "peft")
 
 
-def test_targets_of_peft_reach_no_other_module_of_the_class(tmp_path: Path) -> None:
+def test_targets_of_peft_reach_no_other_module_of_the_class(tmp_path):
     base, state = qwen(tmp_path, Lora(r=R, targets=["layers.1.mlp.down_proj", "q_proj"]))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     inside = "model.language_model.layers.1.mlp.down_proj"
@@ -274,11 +274,11 @@ def test_targets_of_peft_reach_no_other_module_of_the_class(tmp_path: Path) -> N
     assert tensors.keys() == {f"base_model.model.{name}" for name in state}
 
 
-def test_the_command_knows_every_reader() -> None:
+def test_the_command_knows_every_reader():
     assert export.READERS == READERS
 
 
-def test_experts_are_renamed_with_their_parameters(tmp_path: Path) -> None:
+def test_experts_are_renamed_with_their_parameters(tmp_path):
     lora = Lora(r=R, targets="all-linear")
     model, _ = written(tmp_path / "adapter", tiny("tiny-qwen3_moe"), lora)
     export_adapter(model, tmp_path / "adapter", tmp_path / "out", "peft")

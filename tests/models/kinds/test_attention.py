@@ -27,9 +27,7 @@ def block(num_heads: int, num_kv_heads: int) -> LlamaAttention:
 
 @settings(deadline=None)
 @given(num_kv_heads=st.integers(1, 8), groups=st.integers(1, 6), num_ranks=st.integers(1, 12))
-def test_a_query_head_finds_its_own_key_head(
-    num_kv_heads: int, groups: int, num_ranks: int
-) -> None:
+def test_a_query_head_finds_its_own_key_head(num_kv_heads, groups, num_ranks):
     num_heads = groups * num_kv_heads
     try:
         split = attention.split(block(num_heads, num_kv_heads), num_ranks)
@@ -62,7 +60,7 @@ def test_a_query_head_finds_its_own_key_head(
         assert own["v_proj"] == own["k_proj"]
 
 
-def test_heads_that_cannot_be_sharded_are_named() -> None:
+def test_heads_that_cannot_be_sharded_are_named():
     with pytest.raises(Indivisible, match=r"^6 attention heads$"):
         attention.split(block(6, 2), 4)
     with pytest.raises(Indivisible, match=r"^6 key/value heads$"):

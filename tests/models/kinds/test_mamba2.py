@@ -36,7 +36,7 @@ def mixer(num_groups: int, num_heads: int = 8) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), FAMILIES)
-def test_every_matrix_is_sharded_and_comes_together_again(name: str, num_ranks: int) -> None:
+def test_every_matrix_is_sharded_and_comes_together_again(name, num_ranks):
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
     whole = set()
@@ -59,7 +59,7 @@ def test_every_matrix_is_sharded_and_comes_together_again(name: str, num_ranks: 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 8])
-def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> None:
+def test_a_ranks_heads_find_their_own_group(num_groups, num_ranks):
     heads, size = 8, 16
     split = mamba2.split(mixer(num_groups), num_ranks)
     # Rows of in_proj by what they are: z, x and dt by head, B and C by group.
@@ -95,21 +95,19 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
         (1, 6, 4, "6 heads of Mamba2"),
     ],
 )
-def test_groups_and_heads_that_cannot_be_sharded(
-    groups: int, heads: int, num_ranks: int, what: str
-) -> None:
+def test_groups_and_heads_that_cannot_be_sharded(groups, heads, num_ranks, what):
     with pytest.raises(Indivisible, match=what):
         mamba2.split(mixer(groups, heads), num_ranks)
 
 
-def test_a_norm_that_sees_no_groups_is_over_all_ranks() -> None:
+def test_a_norm_that_sees_no_groups_is_over_all_ranks():
     block = mixer(2)
     assert not mamba2.split(block, 2).norms  # a group each
     del block.norm.group_size  # as Granite's norm was in transformers 5.17
     assert mamba2.split(block, 2).norms.keys() == {"norm"}
 
 
-def test_which_sizes_a_model_has() -> None:
+def test_which_sizes_a_model_has():
     model = on_meta(tiny("tiny-falcon_h1"))
     spec = spec_of(model.config, model)
     # 6 heads of Mamba2 in 2 groups, and 4 of attention.
@@ -131,7 +129,7 @@ NORMS: dict[str, Callable[[int, int], torch.nn.Module]] = {
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("name", NORMS)
-def test_a_norm_of_which_ranks_share_a_group(name: str, groups: int) -> None:
+def test_a_norm_of_which_ranks_share_a_group(name, groups):
     width, num_ranks = 24, 4
     torch.manual_seed(0)
     norm = NORMS[name](width, groups)

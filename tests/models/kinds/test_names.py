@@ -125,7 +125,7 @@ def names_in(path: Path) -> set[tuple[int, str]]:
     return called | written
 
 
-def test_no_name_stands_elsewhere() -> None:
+def test_no_name_stands_elsewhere():
     found: dict[str, set[tuple[int, str]]] = {}
     for path in sorted(SOURCE.rglob("*")):
         if path.suffix in SUFFIXES and not any(path.is_relative_to(home) for home in HOME):
@@ -151,24 +151,24 @@ def test_no_name_stands_elsewhere() -> None:
         ('z = kind == "gated_delta_net"', {"gated_delta_net"}),
     ],
 )
-def test_the_search_finds_names(code: str, names: set[str], tmp_path: Path) -> None:
+def test_the_search_finds_names(code, names, tmp_path):
     file = tmp_path / "some.py"
     file.write_text(code + "\n")
     assert {word for _, word in names_in(file)} == names
 
 
-def test_the_search_reads_templates(tmp_path: Path) -> None:
+def test_the_search_reads_templates(tmp_path):
     file = tmp_path / "page.j2"
     file.write_text("<p>\n{{ layer.q_proj }}</p>\n")
     assert names_in(file) == {(2, "q_proj")}
 
 
-def test_what_may_have_names_needs_them() -> None:
+def test_what_may_have_names_needs_them():
     for file, names in ALLOWED.items():
         assert names == {word for _, word in names_in(SOURCE / file)}, file
 
 
-def test_all_kinds_are_listed() -> None:
+def test_all_kinds_are_listed():
     files = {path.stem for path in HOME[0].glob("*.py")} - {"__init__", "base"}
     made = [
         value
@@ -180,7 +180,7 @@ def test_all_kinds_are_listed() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}-{KINDS.index(kind)}")
-def test_a_kind_speaks_of_its_own_modules(kind: Kind) -> None:
+def test_a_kind_speaks_of_its_own_modules(kind):
     marked = {*kind.gates, *kind.gating, *kind.rates, *kind.bypassed, *kind.experts}
     assert marked <= names_of_kinds()[id(kind)]
     assert kind.cores is no_cores or kind.mixes_tokens
@@ -189,12 +189,12 @@ def test_a_kind_speaks_of_its_own_modules(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_kinds_are_families_kinds(name: str) -> None:
+def test_kinds_are_families_kinds(name):
     family = FAMILIES[on_meta(tiny(name)).config.model_type]
     assert {id(block.kind) for block in family.blocks} <= set(map(id, KINDS))
 
 
-def test_every_kind_is_some_familys() -> None:
+def test_every_kind_is_some_familys():
     assert {id(kind) for kind in KINDS} == {
         id(b.kind) for family in FAMILIES.values() for b in family.blocks
     }

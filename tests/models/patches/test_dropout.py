@@ -65,7 +65,7 @@ def test_a_share_of_the_features_is_dropped_as_in_the_whole():
 @pytest.mark.parametrize(
     "places", [[[0, 1, 2], [0, 1, 2]], [[3, 4], [3, 4]], [[0, 4], [4, 1]]], ids=str
 )
-def test_some_tokens_of_a_row_have_their_part_of_its_mask(places: list[list[int]]):
+def test_some_tokens_of_a_row_have_their_part_of_its_mask(places):
     state = DropoutState(0)
     module = SlotDropout(0.5, "x", state)
     x = torch.randn(2, 5, 12)

@@ -47,7 +47,7 @@ def hidden_of(gate: Any, size: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [0.1, 5.0, 30.0])
-def test_equals_transformers_for_ordinary_inputs(gates: tuple[Any, nn.Module], size: float) -> None:
+def test_equals_transformers_for_ordinary_inputs(gates, size):
     hidden = hidden_of(gates[0], size)
     for ours, theirs in zip(
         value_and_gradients(gates[1], hidden), value_and_gradients(gates[0], hidden), strict=True
@@ -55,7 +55,7 @@ def test_equals_transformers_for_ordinary_inputs(gates: tuple[Any, nn.Module], s
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item())
 
 
-def test_stays_finite_where_transformers_does_not(gates: tuple[Any, nn.Module]) -> None:
+def test_stays_finite_where_transformers_does_not(gates):
     hidden = hidden_of(gates[0], 200.0)
     assert all(tensor.isfinite().all() for tensor in value_and_gradients(gates[1], hidden))
     # Once transformers has mended this, models/patches/forget_gate.py can go.
@@ -72,6 +72,6 @@ def step_with_large_gates() -> float:
     return training_step(job, microbatches(cfg, mesh, 1), mesh, max_grad_norm=1.0).grad_norm
 
 
-def test_a_run_with_large_gates_is_trained() -> None:
+def test_a_run_with_large_gates_is_trained():
     (norm,) = run_ranks(1, step_with_large_gates)  # NonFiniteLossError, if it is not
     assert 0 < norm < 100

@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,7 +168,7 @@ def padded_row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 @pytest.mark.parametrize(("rope_type", "packing"), [("longrope", "documents"), ("dynamic", "none")])
-def test_layouts_and_micro_batches_rotate_alike(tmp_path: Path, rope_type, packing):
+def test_layouts_and_micro_batches_rotate_alike(tmp_path, rope_type, packing):
     scaled(config_of("llama"), rope_type).save_pretrained(tmp_path)
 
     def outcomes(cell: Cell) -> list[Any]:
