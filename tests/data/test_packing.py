@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.base.batches import IGNORED, Batch
-from shardwise.config import Data, UserError
+from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError
 from shardwise.data.formats import Encoder
-from shardwise.data.packing import Document, empty_row, pack_joined, pack_none, to_batch
+from shardwise.data.packing import (
+    PADDING,
+    Document,
+    RowLengths,
+    empty_row,
+    pack_joined,
+    pack_none,
+    to_batch,
+    to_microbatches,
+)
 from shardwise.data.state import SlotState
 
 FILL = 0
@@ -198,3 +207,52 @@ def test_row_without_a_target_is_left_out() -> None:
         (row,) = pack(documents_of([[10, 11, 12, 13, 14, 15, 16]], [[0, 0, 0, 0, 0, 1, 1]]), 2)
         batch = batch_of([row])
         assert (batch.input_ids.tolist(), batch.labels.tolist()) == ([[14, 15]], [[15, 16]])
+
+
+@given(
+    counts=st.lists(st.integers(1, 40), min_size=4, max_size=4),
+    length=st.integers(8, 40),
+    multiple=st.integers(1, 12),
+    is_of_step=st.booleans(),
+)
+def test_microbatches_end_with_their_longest_document(counts, length, multiple, is_of_step):
+    rows = none(documents_of([list(range(1, count + 2)) for count in counts]), length)[:4]
+    full, cut = (
+        to_microbatches(rows, range(len(rows)), 2, 1, RowLengths(length, up_to, is_of_step))
+        for up_to in (None, multiple)
+    )
+    lengths = []
+    for whole, batch in zip(full, cut, strict=True):
+        width = batch.input_ids.shape[1]
+        lengths.append(width)
+        for name in ("input_ids", "labels", "document_ids"):
+            assert torch.equal(getattr(batch, name), getattr(whole, name)[:, :width])
+        assert whole.document_ids[:, width:].eq(PADDING).all()
+        assert whole.labels[:, width:].eq(IGNORED).all()
+        used = int(whole.document_ids.ne(PADDING).any(0).sum())
+        assert width == min(length, -(-used // multiple) * multiple) or is_of_step
+    if is_of_step:
+        used = max(int(batch.document_ids.ne(PADDING).any(0).sum()) for batch in full)
+        assert set(lengths) == {min(length, -(-used // multiple) * multiple)}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "compile", "packing", "expected"),
+    [
+        ({}, "none", "none", RowLengths(512, 8, False)),
+        ({}, "none", "concat", RowLengths(512, None, False)),
+        ({}, "inductor", "none", RowLengths(512, None, False)),
+        ({"tp": 3, "sequence_parallel": True}, "none", "none", RowLengths(512, 24, False)),
+        ({"pp": 2}, "none", "none", RowLengths(512, 8, True)),
+        ({"cp": 2}, "none", "none", RowLengths(512, 128, False)),
+        ({"cp": 2, "tp": 3}, "none", "none", RowLengths(512, 384, False)),
+    ],
+)
+def test_lengths_are_what_the_axes_can_cut(parallel, compile, packing, expected):
+    cfg = RunConfig(
+        model=Model("model"),
+        data=Data("texts.txt", packing=packing, sequence_length=512),
+        parallel=Parallel(**parallel),
+        training=Training("out", compile=compile),
+    )
+    assert RowLengths.of(cfg) == expected

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -149,3 +150,12 @@ class TensorBatch:
 
 AnyBatch = Batch | TensorBatch
 """A micro-batch, which strategies pass on to the model as it is."""
+
+
+def positions_of(microbatches: Iterable[AnyBatch]) -> Counter[int]:
+    """Return how many positions the rows of a language model's batches have, by their length."""
+    positions = Counter[int]()
+    for batch in microbatches:
+        if isinstance(batch, Batch):
+            positions[batch.input_ids.shape[1]] += batch.input_ids.numel()
+    return positions

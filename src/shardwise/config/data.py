@@ -92,11 +92,12 @@ class Data(Section):
     packing: Literal["auto", "none", "concat", "isolated", "documents"] = with_facts(
         "auto", reported=True
     )
-    """`none`: a row holds one document (a long one continues in the next row). `concat`: documents
-    are joined by the end-of-text token and cut into full rows; a document sees the one before it
-    in its row. `isolated`: rows as with `concat`, but no layer of any kind carries anything from
-    one document into the next. `documents`: a row holds whole documents, isolated in the same way.
-    `auto`: `concat` where all is text, else `documents`."""
+    """`none`: a row holds one document (a long one continues in the next row), and a micro-batch
+    ends with its longest one. `concat`: documents are joined by the end-of-text token and cut into
+    full rows; a document sees the one before it in its row. `isolated`: rows as with `concat`, but
+    no layer of any kind carries anything from one document into the next. `documents`: a row holds
+    whole documents, isolated in the same way. `auto`: `concat` where all is text, else
+    `documents`."""
     long: Literal["cut", "split", "skip"] = with_facts("cut", timed=False)
     """Packing `documents`: a document longer than a row is cut to its beginning, split into several
     documents, or skipped. The record counts these documents."""

@@ -29,7 +29,7 @@ from shardwise.data.corpus import Corpus, join, open_groups
 from shardwise.data.dealing import Gather, deal
 from shardwise.data.formats import Encoder
 from shardwise.data.order import Order, draws, split
-from shardwise.data.packing import PADDING, to_microbatches
+from shardwise.data.packing import PADDING, RowLengths, to_microbatches
 from shardwise.data.record import BadDocument
 from shardwise.data.slots import Documents, SlotRows, TrainStream, encoded, items
 from shardwise.data.state import LoaderState, Position, SlotState, read_from, starts
@@ -61,7 +61,8 @@ class Loaders:
     state: Callable[[], LoaderState]
     """Returns the state of the rank's slots after the last step from `train`; safe for JSON."""
     first_step: Callable[[], list[Batch]]
-    """Returns the rank's micro-batches of step 1, read again."""
+    """Returns the rank's micro-batches of step 1, read again, with rows of their full length: the
+    most that a step of this run can take."""
     num_steps: Callable[[range, Gather], int]
     """Deals out the rows up to the end of `training.epochs`, a collective of all ranks, and returns
     the last step. Each rank tokenises what its share of the slots has not read yet."""
@@ -106,14 +107,18 @@ def build_loaders(
     def stream(at: Position) -> TrainStream:
         return TrainStream(corpus, order, encoder, batch_size, at.step, dict(at.slots), at.rest)
 
-    def batches(at: Position, workers: int) -> Generator[list[Batch], None, None]:
-        return _train_batches(stream, at, workers, micro_batch_size)
+    lengths = RowLengths.of(cfg)
+
+    def batches(
+        at: Position, workers: int, lengths: RowLengths
+    ) -> Generator[list[Batch], None, None]:
+        return _train_batches(stream, at, workers, micro_batch_size, lengths)
 
     def first_step() -> list[Batch]:
         at = starts(None, source, slots, order)
         if position.rest is not None:
             at.rest = replace(position.rest, row=0, state=SlotState())
-        return next(batches(at, 0))
+        return next(batches(at, 0, replace(lengths, multiple=None)))
 
     def num_steps(slots: range, gather: Gather) -> int:
         if position.rest is None:
@@ -122,8 +127,8 @@ def build_loaders(
         return position.rest.num_steps
 
     return Loaders(
-        batches(position, cfg.data.workers),
-        None if held_out is None else Validation(*held_out, encoder, cfg.training, slots),
+        batches(position, cfg.data.workers, lengths),
+        None if held_out is None else Validation(*held_out, encoder, cfg.training, slots, lengths),
         lambda: position.to_dict(source),
         first_step,
         num_steps,
@@ -242,6 +247,7 @@ def _train_batches(
     position: Position,
     num_workers: int,
     micro_batch_size: int,
+    lengths: RowLengths,
 ) -> Generator[list[Batch], None, None]:
     """Yield the micro-batches of step after step, and move the position behind them."""
     slots, train = list(position.slots), stream(position)
@@ -263,7 +269,8 @@ def _train_batches(
                     position.slots[slot] = state
                 elif position.rest is not None and state[0] >= position.rest.row:
                     position.rest = replace(position.rest, row=state[0], state=state[1])
-            yield to_microbatches([rows[slot][0] for slot in slots], slots, micro_batch_size, step)
+            of_slots = [rows[slot][0] for slot in slots]
+            yield to_microbatches(of_slots, slots, micro_batch_size, step, lengths)
     finally:
         # The last reference, so workers end here. A traceback would keep it until the garbage
         # collector frees it after the queues that tell workers to end, and torch would wait five

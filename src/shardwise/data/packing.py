@@ -11,6 +11,7 @@ row without a target is dropped, since nothing is learnt from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from shardwise.base.batches import IGNORED, Batch
+from shardwise.config import RunConfig
 from shardwise.data.state import SlotState
 
 PADDING = -1
@@ -132,10 +134,55 @@ def to_batch(rows: np.ndarray, slots: Iterable[int], step: int) -> Batch:
     )
 
 
+@dataclass(frozen=True)
+class RowLengths:
+    """How many positions of their rows micro-batches have.
+
+    Where each document has a row of its own, a micro-batch ends with the longest of its documents:
+    what follows is padding, which has no target and which nothing before it sees.
+    """
+
+    full: int
+    """`data.sequence_length`."""
+    multiple: int | None
+    """What a length is rounded up to; None: all rows have their full length."""
+    is_of_step: bool
+    """Whether all micro-batches of a rank's step have one length, as the stages of a pipeline pass
+    tensors of one shape on."""
+
+    @staticmethod
+    def of(cfg: RunConfig) -> RowLengths:
+        """Return the lengths of a run: equal on all ranks that share the tokens of a row."""
+        # Compiled layers would be compiled again for each length.
+        may_differ = cfg.data.packed == "none" and cfg.training.compile == "none"
+        tp, cp = cfg.parallel.tp, cfg.parallel.cp
+        # A rank of `cp` has more tokens than a convolution reads before its own.
+        multiple = cp * math.lcm(tp, 8 if cp == 1 else 64)
+        return RowLengths(
+            cfg.data.sequence_length, multiple if may_differ else None, cfg.parallel.pp > 1
+        )
+
+    def cut(self, rows: list[np.ndarray]) -> np.ndarray:
+        """Stack rows [3, T+1] without what is padding in all of them: [B, 3, at most T+1]."""
+        stacked, length = np.stack(rows), self.full
+        if self.multiple is not None:
+            used = np.flatnonzero((stacked[:, 1] != PADDING).any(0))
+            last = int(used[-1]) + 1 if len(used) else 1
+            length = min(length, -(-last // self.multiple) * self.multiple)
+        return stacked[..., : length + 1]
+
+
 def to_microbatches(
-    rows: list[np.ndarray], slots: Sequence[int], micro_batch_size: int, step: int
+    rows: list[np.ndarray],
+    slots: Sequence[int],
+    micro_batch_size: int,
+    step: int,
+    lengths: RowLengths,
 ) -> list[Batch]:
     """Stack the rows [3, T+1] of these slots into micro-batches."""
     begins = range(0, len(slots), micro_batch_size)
     pieces = [slice(begin, begin + micro_batch_size) for begin in begins]
-    return [to_batch(np.stack(rows[piece]), slots[piece], step) for piece in pieces]
+    if lengths.is_of_step:
+        all_rows = lengths.cut(rows)
+        return [to_batch(all_rows[piece], slots[piece], step) for piece in pieces]
+    return [to_batch(lengths.cut(rows[piece]), slots[piece], step) for piece in pieces]

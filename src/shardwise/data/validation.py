@@ -11,7 +11,7 @@ from shardwise.base.batches import Batch
 from shardwise.config import Training, UserError
 from shardwise.data.corpus import Corpus
 from shardwise.data.formats import LONGER_ROWS, TOO_LONG, Encoder
-from shardwise.data.packing import Document, empty_row, to_microbatches
+from shardwise.data.packing import Document, RowLengths, empty_row, to_microbatches
 from shardwise.data.slots import read_documents
 from shardwise.data.state import Counts, SlotState, describe
 from shardwise.data.streaming import StreamPass
@@ -32,6 +32,7 @@ class Validation:
     encoder: Encoder
     training: Training
     slots: range
+    lengths: RowLengths
     read: Counts = field(default_factory=lambda: Counts(0, 0, 0, {}))
     """Counts of what the last evaluation has read, the same on every rank."""
     _all: Counts = field(init=False)
@@ -46,7 +47,8 @@ class Validation:
             num_rows, end = num_rows + len(taken), taken[-1][1]
             self.read = Counts(num_rows, end.begun, end.finished, end.skipped, end.long)
             batch = [row for row, _ in taken] + [padding] * (batch_size - len(taken))
-            yield to_microbatches([batch[slot] for slot in self.slots], self.slots, size, step=0)
+            own = [batch[slot] for slot in self.slots]
+            yield to_microbatches(own, self.slots, size, 0, self.lengths)
         if num_rows != limit:
             # Everything was read, also the documents behind the last row that were left out.
             self.read = replace(self._all, rows=num_rows)

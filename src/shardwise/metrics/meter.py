@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -20,6 +22,8 @@ class Meter:
         self.seconds: list[float] = []  # of every step, also of the warm-up
         self.first_step_seconds: float | None = None
         """From this moment to the end of the first step; None before that."""
+        self.positions = Counter[int]()
+        """The positions of this rank's rows in the timed steps, by the length of the row."""
         self._timed_seconds, self._timed_tokens = 0.0, 0
         self._made = time.perf_counter()
         self._start: float | None = None
@@ -29,8 +33,8 @@ class Meter:
         _wait_for_device()
         self._start = time.perf_counter()
 
-    def stop(self, tokens: int) -> None:
-        """End a step of `tokens` target tokens over all ranks."""
+    def stop(self, tokens: int, positions: Mapping[int, int] | None = None) -> None:
+        """End a step of `tokens` target tokens over all ranks, and of so many positions here."""
         assert self._start is not None, "stop() without start()"
         _wait_for_device()
         now = time.perf_counter()
@@ -41,6 +45,7 @@ class Meter:
         if len(self.seconds) > self.warmup_steps:
             self._timed_seconds += self.seconds[-1]
             self._timed_tokens += tokens
+            self.positions.update(positions or {})
 
     def tokens_per_second(self) -> float | None:
         """Return all tokens over all seconds of the timed steps, or None before the first one."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
@@ -19,6 +20,7 @@ from shardwise.base.interfaces import Mesh, Part
 from shardwise.base.records.record import RunRecord
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
+from shardwise.data.packing import RowLengths
 from shardwise.data.state import Counts, counts, merge_states
 from shardwise.metrics.allocations import AllocationRecorder
 from shardwise.metrics.dispatch import Dispatches, counts_of_steps
@@ -31,9 +33,8 @@ from shardwise.metrics.flops import (
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory, StateTensors, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
-from shardwise.models.counts import ModelCounts
 from shardwise.models.part import ModelPart
-from shardwise.parallel.reduce import from_every_rank
+from shardwise.parallel.reduce import from_every_rank, sum_over
 from shardwise.training.reporter import Reporter
 from shardwise.training.step import NonFiniteLossError, Phase, training_step
 
@@ -143,7 +144,8 @@ def write_record(
     cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter
 ) -> RunRecord | None:
     """Write `record.json` and return the record on rank 0; the other ranks wait and return None."""
-    record = _record(cfg, mesh, job, reporter, meter) if dist.get_rank() == 0 else None
+    work = _work(cfg, mesh, job, meter) if job.counts else None
+    record = _record(cfg, mesh, job, reporter, meter, work) if dist.get_rank() == 0 else None
     return _write(cfg, record)
 
 
@@ -162,10 +164,12 @@ def _write(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
     return record
 
 
-def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter) -> RunRecord:
+def _record(
+    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, work: _Work | None
+) -> RunRecord:
     seconds = meter.step_seconds()
     mean_seconds = seconds["mean"] if seconds else None
-    figures = _flops(cfg, mesh, job, job.counts, mean_seconds) if job.counts else {}
+    figures = _flops(cfg, mesh, work, mean_seconds) if work else {}
     start, early_stop, history = reporter.start, reporter.early_stop, reporter.history
     routing = {name: values.tolist() for name, values in history.routing.items()}
     return RunRecord(
@@ -195,32 +199,58 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     )
 
 
-def _flops(
-    cfg: RunConfig, mesh: Mesh, job: Job, counts: ModelCounts, step_seconds: float | None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Work:
+    """Positions that a step computes on all ranks, and the FLOPs of each: means of timed steps."""
+
+    positions: float
+    """Not only targets: the device computes padding too."""
+    model: float
+    hardware: float
+
+
+def _work(cfg: RunConfig, mesh: Mesh, job: Job, meter: Meter) -> _Work:
+    """Return what the timed steps computed, a collective of all ranks where rows are cut."""
+    counts = job.counts
+    assert counts is not None
+
+    def flops(length: int) -> tuple[float, float]:
+        checkpointing = job.cfg.training.checkpointing
+        return (
+            model_flops_per_token(counts, length),
+            hardware_flops_per_token(counts, length, checkpointing),
+        )
+
+    full, num_steps = cfg.data.sequence_length, len(meter.seconds) - meter.warmup_steps
+    if RowLengths.of(cfg).multiple is None or num_steps < 1:
+        return _Work(cfg.training.global_batch_size * full, *flops(full))
+    totals = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+    for length, number in meter.positions.items():
+        totals += torch.tensor([1.0, *flops(length)], dtype=torch.float64).to(mesh.device) * number
+    # Three numbers of 8 bytes from every rank to all.
+    positions, model, hardware = sum_over(totals, mesh, mesh.ROW_AXES).tolist()
+    return _Work(positions / num_steps, model / positions, hardware / positions)
+
+
+def _flops(cfg: RunConfig, mesh: Mesh, work: _Work, step_seconds: float | None) -> dict[str, Any]:
     """Return the fields of the record that come from counting the model's FLOPs.
 
     `step_seconds` is the mean time of a step, None where no step was timed.
     """
-    length = cfg.data.sequence_length
-    model = model_flops_per_token(counts, length)
-    hardware = hardware_flops_per_token(counts, length, job.cfg.training.checkpointing)
     peak = peak_of(cfg, mesh.device)
-    # All positions of a row count, not only targets: the device computes padding too.
-    positions = cfg.training.global_batch_size * length
 
     def share(flops_per_token: float) -> float | None:
         if not step_seconds:
             return None
-        rate, num_ranks = positions / step_seconds, dist.get_world_size()
+        rate, num_ranks = work.positions / step_seconds, dist.get_world_size()
         return utilization(flops_per_token, rate, peak.flops_per_second, num_ranks)
 
     return {
-        "mfu": share(model),
-        "hfu": share(hardware),
+        "mfu": share(work.model),
+        "hfu": share(work.hardware),
         "flops": {
-            "model_per_token": model,
-            "hardware_per_token": hardware,
+            "model_per_token": work.model,
+            "hardware_per_token": work.hardware,
             "convention": CONVENTION,
             "peak_per_second": peak.flops_per_second,
             "peak_source": peak.source,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.moved import MovedState
-from shardwise.base.batches import AnyBatch
+from shardwise.base.batches import AnyBatch, positions_of
 from shardwise.base.interfaces import Evaluation, Mesh
 from shardwise.base.process.ending import RunError, Stopped
 from shardwise.base.process.stop import agreed_signal, on_signals
@@ -155,7 +155,7 @@ class Session:
                 result = training_step(self.job, microbatches, self.mesh, max_norm)
         except NonFiniteLossError as error:
             raise self.reporter.non_finite(number, microbatches, error) from None
-        self._meter.stop(result.tokens)
+        self._meter.stop(result.tokens, positions_of(microbatches))
         events = self.job.pm.events()
         self._observer.took(events)
         if self._watch is not None:
