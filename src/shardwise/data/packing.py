@@ -145,7 +145,7 @@ class RowLengths:
     full: int
     """`data.sequence_length`."""
     multiple: int | None
-    """What a length is rounded up to; None: all rows have their full length."""
+    """Number of which every length is a multiple; None: all rows have their full length."""
     is_of_step: bool
     """Whether all micro-batches of a rank's step have one length, as the stages of a pipeline pass
     tensors of one shape on."""
