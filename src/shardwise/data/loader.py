@@ -269,8 +269,8 @@ def _train_batches(
                     position.slots[slot] = state
                 elif position.rest is not None and state[0] >= position.rest.row:
                     position.rest = replace(position.rest, row=state[0], state=state[1])
-            of_slots = [rows[slot][0] for slot in slots]
-            yield to_microbatches(of_slots, slots, micro_batch_size, step, lengths)
+            rank_rows = [rows[slot][0] for slot in slots]
+            yield to_microbatches(rank_rows, slots, micro_batch_size, step, lengths)
     finally:
         # The last reference, so workers end here. A traceback would keep it until the garbage
         # collector frees it after the queues that tell workers to end, and torch would wait five

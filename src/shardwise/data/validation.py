@@ -47,8 +47,8 @@ class Validation:
             num_rows, end = num_rows + len(taken), taken[-1][1]
             self.read = Counts(num_rows, end.begun, end.finished, end.skipped, end.long)
             batch = [row for row, _ in taken] + [padding] * (batch_size - len(taken))
-            own = [batch[slot] for slot in self.slots]
-            yield to_microbatches(own, self.slots, size, 0, self.lengths)
+            rank_rows = [batch[slot] for slot in self.slots]
+            yield to_microbatches(rank_rows, self.slots, size, 0, self.lengths)
         if num_rows != limit:
             # Everything was read, also the documents behind the last row that were left out.
             self.read = replace(self._all, rows=num_rows)
