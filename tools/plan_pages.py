@@ -87,11 +87,8 @@ def _best(asked: Question) -> Iterator[str]:
     kinds = {layout_name(choice.candidate.division) for choice in fitting}
     enough = (("one device", {"single", "ddp"}), ("fsdp2", {"fsdp2", "hsdp"}), ("more axes", kinds))
     yield next((words for words, names in enough if kinds & names), "nothing fits")
-    best = (
-        answer.best
-        if answer.choices
-        else min(answer.computed, key=lambda choice: choice.memory.total)
-    )
+    best = answer.explained
+    assert best is not None
     candidate = best.candidate
     yield f"`{best.title}`" + (f", {candidate.schedule}" if candidate.division.pp > 1 else "")
     yield str(candidate.micro_batch_size)

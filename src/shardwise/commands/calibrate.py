@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from shardwise.base.safety import check_output
-from shardwise.commands.command import Command
+from shardwise.commands.command import Command, show
 from shardwise.config import require
 
 
@@ -49,8 +49,7 @@ def run(args: Namespace) -> int:
     console = Console()
     if calibration.collectives:
         console.print(collectives_table(calibration))
-    for line in summary(calibration):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    show(console, summary(calibration))
     print(f"wrote {path}")
     return 0
 

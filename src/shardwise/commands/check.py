@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from shardwise.commands.command import Command
+from shardwise.commands.command import Command, show
 from shardwise.config import Model
 
 
@@ -19,8 +19,8 @@ def run(args: Namespace) -> int:
     result = audit(args.adapter, Model(path=args.model))
     console = Console()
     console.print(result.table())
-    for line in (*(result.findings or ["all of it takes effect"]), *result.notes):
-        console.print(f"- {line}", soft_wrap=True, highlight=False, markup=False)
+    lines = [*(result.findings or ["all of it takes effect"]), *result.notes]
+    show(console, [f"- {line}" for line in lines])
     return 1 if result.findings else 0
 
 

@@ -6,12 +6,17 @@ import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.config import RunConfig
 from shardwise.config.presets import MODELS, preset_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwise.lab.drawing.text_table import TextTable
 
 OVERRIDE = "--section.key=value"
 
@@ -74,6 +79,15 @@ def overrides_of(args: Namespace) -> list[str]:
     if args.resume is None:
         return args.overrides
     return [*args.overrides, f"--training.resume={json.dumps(args.resume)}"]
+
+
+def show(console: Console, parts: Iterable[str | TextTable]) -> None:
+    """Print lines as they are, and tables that have rows."""
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, soft_wrap=True, highlight=False, markup=False)
+        elif part.rows:
+            console.print(part.for_terminal())
 
 
 def is_completing() -> bool:

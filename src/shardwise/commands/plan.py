@@ -5,10 +5,9 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from shardwise.base.safety import check_output, write_output
-from shardwise.commands.command import OVERRIDE, Command
+from shardwise.commands.command import OVERRIDE, Command, show
 from shardwise.commands.plan_request import (
     not_taken,
     question_of,
@@ -18,13 +17,6 @@ from shardwise.commands.plan_request import (
     write_run_file,
 )
 from shardwise.config import UserError, require
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from shardwise.lab.planner.candidates import Question, Subject
-    from shardwise.lab.planner.exact import Choice
-    from shardwise.lab.planner.search import Answer
 
 
 def run(args: Namespace) -> int:
@@ -57,30 +49,27 @@ def run(args: Namespace) -> int:
         fixed |= {f"parallel.{key}" for key in sections.get("parallel") or {}}
     if Path(args.run).is_file() and (keys := not_taken(sections, fixed)):
         devices = f"--devices {args.devices}" + f" --nodes {args.nodes}" * (args.nodes > 1)
-        lines(
-            console,
-            [
-                f"searched, not taken from {args.run}: {', '.join(keys)}; give one as "
-                f"--{keys[0]}=VALUE to keep it, or plan the file as it stands with shardwise train "
-                f"{args.run} --dry-run {devices}"
-            ],
+        line = (
+            f"searched, not taken from {args.run}: {', '.join(keys)}; give one as "
+            f"--{keys[0]}=VALUE to keep it, or plan the file as it stands with shardwise train "
+            f"{args.run} --dry-run {devices}"
         )
+        show(console, [line])
     if args.json:
         from shardwise.base.records.record import dumps
 
         print(dumps(plan_page.as_data(answer), indent=1))
     elif args.explain is None:
-        show(console, answer)
-    elif answer.computed:
-        show_one(console, plan_page.explained(answer), question, answer.subject)
+        show(console, plan_page.overview(answer))
+    elif (choice := answer.explained) is not None:
+        show(console, plan_page.details(choice, question, answer.subject))
     if args.html is not None:
         from shardwise.lab.report.plan import page
 
-        write_output(args.html, page(plan_page.as_data(answer)))
-        lines(console, [f"wrote {args.html}"])
+        write_output(args.html, page(plan_page.page_data(answer)))
+        show(console, [f"wrote {args.html}"])
     if not answer.choices:
-        least = min(answer.computed, key=lambda choice: choice.memory.total, default=None)
-        if least is None:  # the last refusal is of a whole run
+        if (least := answer.explained) is None:  # the last refusal is of a whole run
             raise UserError(["no layout of this run was found", *answer.refused.values()][-1])
         ways = ["more --devices", "a shorter --sequence"]
         if "training.checkpointing" in fixed and question.cfg.training.checkpointing == "none":
@@ -99,41 +88,8 @@ def run(args: Namespace) -> int:
         )
     if args.write is not None:
         for path in write_run_file(Path(args.write), args.run, sections, answer):
-            lines(console, [f"wrote {path}"])
+            show(console, [f"wrote {path}"])
     return 0
-
-
-def show(console: Console, answer: Answer) -> None:
-    """Print the best layouts and the reasons."""
-    from shardwise.lab.planner import plan_page
-
-    lines(console, plan_page.heading(answer.question, answer.subject))
-    tables = [plan_page.simpler_table(answer)]
-    if answer.choices:
-        console.print(plan_page.best_table(answer))
-        lines(console, plan_page.reasons(answer))
-        tables.insert(0, plan_page.changes_table(answer))
-    for table in tables:
-        if table.row_count:  # one device has no other layouts
-            console.print(table)
-    lines(console, [*plan_page.refusal_lines(answer), plan_page.footer(answer)])
-
-
-def show_one(console: Console, choice: Choice, question: Question, subject: Subject) -> None:
-    """Print the arithmetic of one layout."""
-    from shardwise.lab.planner import plan_page
-
-    lines(console, plan_page.heading(question, subject))
-    lines(console, [f"{choice.title}: {choice.details}"])
-    console.print(plan_page.memory_table(choice))
-    console.print(plan_page.time_table(choice))
-    lines(console, plan_page.arithmetic(choice, question, subject))
-
-
-def lines(console: Console, texts: Any) -> None:
-    """Print lines as they are."""
-    for text in texts:
-        console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def check_can_write(option: str, name: str | None) -> None:

@@ -16,7 +16,7 @@ from shardwise.base.safety import check_no_pipes
 from shardwise.base.words import size
 from shardwise.commands.command import with_preset
 from shardwise.config import Parallel, RunConfig, UserError, require
-from shardwise.config.keys import facts_of, is_searched, nearest
+from shardwise.config.keys import facts_of, is_searched, meant, nearest
 from shardwise.config.presets import MODELS, preset_names, published_runs
 from shardwise.config.presets.compose import FirstRun, compose, write_new
 from shardwise.config.run_file import apply_override, parse_config, read_config, read_yaml
@@ -99,7 +99,7 @@ def sections_of_model(name: str, lora: str | None) -> dict[str, Any]:
     path = str(MODELS / name) if is_preset else name
     if not is_preset and not Path(name).is_dir() and name.count("/") != 1:
         raise UserError(
-            f"{name[:80]}: no run file, folder or preset; {near(name, preset_names())}shardwise "
+            f"{name[:80]}: no run file, folder or preset; {meant(name, preset_names())}shardwise "
             "init --list lists the presets"
         )
     length = SEQUENCE_LENGTH
@@ -229,7 +229,7 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
     name = "-".join(parts)
     require(
         name in (known := layout_names()),
-        f"--explain {text[:80]}: no layout is called {name[:80]}; {near(name, known)}the order of "
+        f"--explain {text[:80]}: no layout is called {name[:80]}; {meant(name, known)}the order of "
         "parts is pp, data, cp, ep, tp, sp",
     )
     for part in MODEL_AXES:
@@ -245,12 +245,6 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
             f"--explain {text[:80]}: {part} has two sizes, replicas x shards, such as {part}:2x8",
         )
     return parts
-
-
-def near(name: str, known: Sequence[str]) -> str:
-    """Return "did you mean ...? " where a known name is near."""
-    text = nearest(name, known)
-    return f"{text} " if text.startswith("did you mean") else ""
 
 
 def question_of(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.base.process.stop import on_signals
 from shardwise.base.safety import check_output, write_output
-from shardwise.commands.command import Command, add_run_file, with_preset
+from shardwise.commands.command import Command, add_run_file, show, with_preset
 from shardwise.config.run_file import load_config
 
 
@@ -39,26 +38,22 @@ def run(args: Namespace) -> int:
     torch.set_num_threads(1)
     console = Console()
 
-    def show(lines: Iterable[str]) -> None:
-        for line in lines:
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-
     # A signal ends this process as an exception does, so that the folder is removed.
     with (
         on_signals(lambda number: sys.exit(128 + number)),
         tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
     ):
         small = small_run(cfg, args.nproc, args.precision == "run", Path(folder))
-        show(heading(small))
+        show(console, heading(small))
         proof = prove(small, Path(folder))
     if isinstance(proof, int):
         return proof
     if args.json is not None:
         write_output(args.json, dumps(as_data(proof), indent=1) + "\n")
     console.print(differences_table(proof))
-    show(f"note: {text}" for text in proof.weaknesses[:MOST_TENSORS])
+    show(console, [f"note: {text}" for text in proof.weaknesses[:MOST_TENSORS]])
     if proof.wrong:
-        show(wrong_lines(proof))
+        show(console, wrong_lines(proof))
         print("NOT equal: the layout does not compute what one process computes")
         return 1
     print("equal: the layout computes what one process computes")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.base.layouts import fewest_ranks
-from shardwise.commands.command import Command, add_run_file, with_preset
+from shardwise.commands.command import Command, add_run_file, show, with_preset
 from shardwise.config.run_file import load_config
 
 
@@ -44,8 +44,7 @@ def run(args: Namespace) -> int:
     console = Console()
     console.print(stages_table(planned))
     more = [] if args.out is not None else ["-o DIR draws it, and writes it for Perfetto"]
-    for line in (*text_chart(planned.drawn), *more, "", *summary(planned)):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    show(console, [*text_chart(planned.drawn), *more, "", *summary(planned)])
     if args.out is not None:
         write_files(planned, Path(args.out))
         print(f"wrote {', '.join(FILES)} to {args.out}")

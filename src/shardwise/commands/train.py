@@ -5,7 +5,14 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
-from shardwise.commands.command import Command, add_resume, add_run_file, overrides_of, with_preset
+from shardwise.commands.command import (
+    Command,
+    add_resume,
+    add_run_file,
+    overrides_of,
+    show,
+    with_preset,
+)
 from shardwise.config import RunConfig, require
 from shardwise.config.run_file import load_config
 
@@ -39,10 +46,10 @@ def dry_run(
     from rich.console import Console
     from transformers.utils import logging
 
-    from shardwise.commands.plan import show_one
     from shardwise.lab.planner.candidates import Question
     from shardwise.lab.planner.cluster import HERE, cluster_of
     from shardwise.lab.planner.exact import explain
+    from shardwise.lab.planner.plan_page import details
 
     logging.set_verbosity_error()
     cluster = cluster_of(devices or HERE, nodes, link)
@@ -50,7 +57,7 @@ def dry_run(
         cluster = replace(cluster, per_node=nproc)
     question = Question(with_preset(cfg), cluster)
     choice, subject = explain(question)
-    show_one(Console(), choice, question, subject)
+    show(Console(), details(choice, question, subject))
     return 0 if choice.fits else 3
 
 

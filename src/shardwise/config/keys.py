@@ -53,6 +53,12 @@ def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
     return f"did you mean {near[0]}?" if near else f"known {what}: {', '.join(known)}"
 
 
+def meant(name: str, known: Sequence[str]) -> str:
+    """Return "did you mean ...? " where a known name is near; nothing where none is."""
+    text = nearest(name, known)
+    return f"{text} " if text.startswith("did you mean") else ""
+
+
 _ALIASES = {
     "learning_rate": "optimizer.lr",
     "optim": "optimizer.name",

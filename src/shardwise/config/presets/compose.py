@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from shardwise.config import UserError, require
-from shardwise.config.keys import nearest
+from shardwise.config.keys import meant
 from shardwise.config.presets import MODELS, STARTER, Recipe, preset_names, recipes, sections_of
 from shardwise.config.run_file import json_schema, parse_config
 
@@ -45,7 +45,7 @@ def find_recipe(name: str) -> Recipe:
     """Return a recipe; UserError where there is none of that name."""
     known = recipes()
     if name not in known:
-        near = _near(name, list(known))
+        near = meant(name, list(known))
         raise UserError(f"--recipe {name}: no such recipe; {near}shardwise init --list lists all")
     return known[name]
 
@@ -104,14 +104,8 @@ def _check_model(name: str) -> None:
     elif not _HUB_ID.fullmatch(name):
         raise UserError(
             f"--model {name}: no such folder or preset, nor a hub id such as owner/name; "
-            f"{_near(name, preset_names())}shardwise init --list lists the presets"
+            f"{meant(name, preset_names())}shardwise init --list lists the presets"
         )
-
-
-def _near(name: str, known: list[str]) -> str:
-    """Return "did you mean ...? " where a known name is near."""
-    text = nearest(name, known)
-    return f"{text} " if text.startswith("did you mean") else ""
 
 
 def text_of(run: FirstRun) -> str:

@@ -1,18 +1,17 @@
-"""Text that `shardwise plan` prints: the best layouts, why they are the best, and their
-arithmetic.
+"""What `shardwise plan` says: the best layouts, why they are the best, and their arithmetic.
+
+Lines and tables are for the terminal and for the page; data is for `--json` and for the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.table import Table
-
 from shardwise.base.words import counted, number, percent, size
 from shardwise.base.words import seconds as seconds_text
+from shardwise.lab.drawing.text_table import TextTable
 from shardwise.lab.planner.candidates import Question, Subject
 from shardwise.lab.planner.choices import written
 from shardwise.lab.planner.cluster import efficiency
@@ -100,11 +99,11 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
             yield "not calibrated: the host is priced as without training.compile"
 
 
-def best_table(answer: Answer) -> Table:
+def best_table(answer: Answer) -> TextTable:
     """Return a table of the best layouts, the fastest first."""
-    table = _table("layout", "how a rank works", ">memory", ">step", ">tokens/s", ">MFU")
-    for choice in answer.choices:
-        table.add_row(
+    columns = ("layout", "how a rank works", ">memory", ">step", ">tokens/s", ">MFU")
+    rows = [
+        (
             choice.title,
             choice.details,
             size(choice.memory.total),
@@ -112,7 +111,9 @@ def best_table(answer: Answer) -> Table:
             number(choice.tokens_per_second),
             percent(choice.mfu, 1),
         )
-    return table
+        for choice in answer.choices
+    ]
+    return TextTable(columns, rows)
 
 
 def reasons(answer: Answer) -> Iterator[str]:
@@ -147,33 +148,30 @@ def on_the_host(choice: Choice, question: Question) -> Iterator[str]:
         yield f"each node needs {size(node_bytes)} of its own memory for what is offloaded"
 
 
-def changes_table(answer: Answer) -> Table:
+def changes_table(answer: Answer) -> TextTable:
     """Return a table of the best layout with one thing changed."""
-    table = _table("the best with", ">memory", ">step", "")
-    for change, choice in answer.changes.items():
-        table.add_row(
-            change,
-            size(choice.memory.total),
-            seconds_text(choice.time.total),
-            verdict(choice, answer),
-        )
-    return table
+    return _compared("the best with", "", answer.changes.items(), answer)
 
 
-def simpler_table(answer: Answer) -> Table:
+def simpler_table(answer: Answer) -> TextTable:
     """Return a table of other layouts of few parts, each with the reason why it is not the best."""
-    table = _table("layout", ">memory", ">step", "why not")
-    titles = {choice.title for choice in answer.choices[:1]}
+    titles, others = {choice.title for choice in answer.choices[:1]}, []
     for choice in answer.simpler.values():
         if choice.title not in titles:
             offload = choice.cfg.parallel.offload
-            table.add_row(
-                choice.title + f", offload {offload}" * (offload != "none"),
-                size(choice.memory.total),
-                seconds_text(choice.time.total),
-                verdict(choice, answer),
-            )
-    return table
+            others.append((choice.title + f", offload {offload}" * (offload != "none"), choice))
+    return _compared("layout", "why not", others, answer)
+
+
+def _compared(
+    what: str, why: str, choices: Iterable[tuple[str, Choice]], answer: Answer
+) -> TextTable:
+    """Return a table of choices by name beside the best one."""
+    rows = [
+        (name, size(choice.memory.total), seconds_text(choice.time.total), verdict(choice, answer))
+        for name, choice in choices
+    ]
+    return TextTable((what, ">memory", ">step", why), rows)
 
 
 def verdict(choice: Choice, answer: Answer) -> str:
@@ -256,48 +254,56 @@ def refusal_lines(answer: Answer, most: int = 3) -> Iterator[str]:
         yield f"and {len(messages) - most} more refusals, which --json lists"
 
 
-def explained(answer: Answer) -> Choice:
-    """Return the best choice, or where none fits that which needs least memory."""
-    return (
-        answer.choices[0]
-        if answer.choices
-        else min(answer.computed, key=lambda choice: choice.memory.total)
-    )
-
-
-def footer(answer: Answer) -> str:
-    """Return a line on the search itself."""
+def overview(answer: Answer) -> Iterator[str | TextTable]:
+    """Yield what is said of a search: the best layouts and the reasons."""
+    yield from heading(answer.question, answer.subject)
+    if answer.choices:
+        yield best_table(answer)
+        yield from reasons(answer)
+        yield changes_table(answer)
+    yield simpler_table(answer)
+    yield from refusal_lines(answer)
     divisions, layouts = answer.num_divisions, len(answer.computed)
-    return (
+    yield (
         f"{divisions:,} division{'s' * (divisions != 1)} of the devices, "
         f"{counted(layouts, 'layout')} computed exactly, in {answer.seconds:.1f} s"
     )
 
 
-def memory_table(choice: Choice) -> Table:
+def details(choice: Choice, question: Question, subject: Subject) -> Iterator[str | TextTable]:
+    """Yield what is said of one layout: its arithmetic."""
+    yield from heading(question, subject)
+    yield f"{choice.title}: {choice.details}"
+    yield memory_table(choice)
+    yield time_table(choice)
+    yield from arithmetic(choice, question, subject)
+
+
+def memory_table(choice: Choice) -> TextTable:
     """Return the arithmetic of the fullest rank's memory."""
-    table = _table("memory of the fullest rank", ">", ">share", "")
-    for part, num_bytes in memory_parts(choice.memory).items():
-        share = percent(num_bytes / choice.memory.total)
-        table.add_row(part, size(num_bytes), share, MEMORY_PARTS[part])
-    table.add_row("all", size(choice.memory.total), "", f"at the {choice.memory.moment}")
-    return table
+    total = choice.memory.total
+    rows = [
+        (part, size(num_bytes), percent(num_bytes / total), MEMORY_PARTS[part])
+        for part, num_bytes in memory_parts(choice.memory).items()
+    ]
+    rows.append(("all", size(total), "", f"at the {choice.memory.moment}"))
+    return TextTable(("memory of the fullest rank", ">", ">share", ""), rows)
 
 
-def time_table(choice: Choice) -> Table:
+def time_table(choice: Choice) -> TextTable:
     """Return the arithmetic of a step's time."""
-    table = _table("time of a step", ">", ">share", "")
-    for part, seconds in time_parts(choice.time).items():
-        share = percent(seconds / choice.time.total)
-        if part != "host" or seconds:  # no datasheet tells it
-            table.add_row(part, seconds_text(seconds), share, TIME_PARTS[part])
+    total, parts = choice.time.total, time_parts(choice.time)
+    rows = [
+        (part, seconds_text(seconds), percent(seconds / total), TIME_PARTS[part])
+        for part, seconds in parts.items()
+        if part != "host" or seconds  # no datasheet tells it
+    ]
     if moved := choice.time.elementwise:
-        share = percent(moved / choice.time.total)
         what = "of the first three: what reads and writes whole tensors"
-        table.add_row("elementwise", seconds_text(moved), share, what)
+        rows.append(("elementwise", seconds_text(moved), percent(moved / total), what))
     hidden = seconds_text(choice.time.hidden_communication)
-    table.add_row("all", seconds_text(choice.time.total), "", f"{hidden} of communication hidden")
-    return table
+    rows.append(("all", seconds_text(total), "", f"{hidden} of communication hidden"))
+    return TextTable(("time of a step", ">", ">share", ""), rows)
 
 
 def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator[str]:
@@ -326,15 +332,12 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
     )
     yield from on_the_host(choice, question)
     limit = usable_bytes(question)
-    yield (
-        f"fits: {size(limit - choice.memory.total)} left of {size(limit)}"
-        if choice.fits
-        else why_not_fitting(choice, question)
-    )
+    left = f"fits: {size(limit - choice.memory.total)} left of {size(limit)}"
+    yield left if choice.fits else why_not_fitting(choice, question)
 
 
 def as_data(answer: Answer) -> dict[str, Any]:
-    """Return an answer as plain data, for `--json` and the page."""
+    """Return an answer as plain data, for `--json`."""
     question, cluster = answer.question, answer.question.cluster
     return {
         "schema_version": 1,
@@ -358,6 +361,14 @@ def as_data(answer: Answer) -> dict[str, Any]:
         "num_divisions": answer.num_divisions,
         "seconds": answer.seconds,
     }
+
+
+def page_data(answer: Answer) -> dict[str, Any]:
+    """Return what the page shows: the data, the tables, and the parts that its bars are made of."""
+    tables = {"best": best_table, "changes": changes_table, "simpler": simpler_table}
+    shown = {name: table(answer) for name, table in tables.items()}
+    parts = {"memory": [*MEMORY_PARTS], "time": [*TIME_PARTS]}
+    return as_data(answer) | {"tables": shown, "parts": parts}
 
 
 def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
@@ -384,12 +395,3 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
 
 def _memory_data(memory: PeakBytes) -> dict[str, Any]:
     return memory._asdict() | {"total": memory.total}
-
-
-def _table(*columns: str) -> Table:
-    """Return a table; a column whose name begins with > is set flush right."""
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in columns:
-        justify = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
-    return table

@@ -68,6 +68,13 @@ class Answer:
         return self.choices[0]
 
     @property
+    def explained(self) -> Choice | None:
+        """The best choice, or where none fits the computed one that needs least memory."""
+        if self.choices:
+            return self.best
+        return min(self.computed, key=lambda choice: choice.memory.total, default=None)
+
+    @property
     def too_large(self) -> list[tuple[str, Choice]]:
         """The changes that would be faster and do not fit, the fastest first."""
         limit, losses = 0.995 * self.best.time.total, self.best.loss_settings

@@ -1,4 +1,4 @@
-"""Draws what `shardwise plan` has found as one HTML page, from the data that `--json` prints."""
+"""Draws what `shardwise plan` has found as one HTML page."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import importlib.resources
 from typing import Any
 
 from shardwise.base.layouts import strategies
-from shardwise.base.words import number, percent, seconds, size
+from shardwise.base.words import number, seconds, size
+from shardwise.lab.drawing.text_table import TextTable
 from shardwise.lab.report.page import page_templates
 
-MEMORY_PARTS = (
-    *("weights", "gradients", "optimizer", "activations", "buffers", "temporary", "overhead"),
-)
-TIME_PARTS = (
-    *("layers", "head", "recomputation", "communication", "bubble", "optimizer", "data", "host"),
-)
 COLOURS = ("#3b6fb6", "#d98032", "#4c9a5b", "#b6524e", "#8065a9", "#8a6a54", "#8f98a5", "#c2a33a")
 """One for each part."""
 WIDTH, HEIGHT = 620, 300
@@ -35,46 +30,39 @@ MOST_RANKS = 128
 
 
 def page(plan: dict[str, Any]) -> str:
-    """Return the page of a plan (`planner.plan_page.as_data`)."""
+    """Return the page of a plan (`planner.plan_page.page_data`)."""
     limit = plan["cluster"]["usable_bytes"]
     unfit = {choice["title"]: choice for choice in plan["simpler"] if not choice["fits"]}
     if not plan["choices"]:
         unfit = _nearest(plan["computed"]) | unfit
     shown = [*plan["choices"], *unfit.values()]
     widest = min(WIDEST * limit, _largest(shown, "memory", limit))
+    slowest = _largest(plan["choices"], "time")
     best = plan["choices"][0] if plan["choices"] else None
+    parts = {kind: list(zip(names, COLOURS)) for kind, names in plan["parts"].items()}
     content = {
         "plan": plan,
         "style": importlib.resources.files("shardwise.lab.report")
         .joinpath("style.css")
         .read_text("utf-8"),
-        "memory": [bar(choice, "memory", MEMORY_PARTS, widest) for choice in shown],
-        "time": [
-            bar(choice, "time", TIME_PARTS, _largest(plan["choices"], "time"))
-            for choice in plan["choices"]
-        ],
-        "stages": [bar(stage, "memory", MEMORY_PARTS, widest) for stage in stages(best)],
+        "parts": parts,
+        "memory": [bar(choice, "memory", parts, widest) for choice in shown],
+        "time": [bar(choice, "time", parts, slowest) for choice in plan["choices"]],
+        "stages": [bar(stage, "memory", parts, widest) for stage in stages(best)],
         "limit_share": 100 * limit / widest,
-        "memory_legend": list(zip(MEMORY_PARTS, COLOURS)),
-        "time_legend": list(zip(TIME_PARTS, COLOURS)),
         "points": points(plan),
         "plane": (WIDTH, HEIGHT, WIDTH / WIDEST),
         "fastest": _fastest(plan),
         "ranks": ranks(best["division"], plan["cluster"]) if best else [],
-        "groups": groups(best["division"]) if best else [],
+        "groups": groups(best["division"]) if best else None,
         "most_ranks": MOST_RANKS,
-        "others": [
-            (other["title"], other)
-            for other in plan["simpler"]
-            if best is None or other["title"] != best["title"]
-        ],
         "refused": [*dict.fromkeys(plan["refused"].values())],
-        "words": {"size": size, "seconds": seconds, "number": number, "percent": percent},
+        "words": {"size": size, "number": number},
     }
     return page_templates().get_template("plan.html.j2").render(content)
 
 
-def bar(choice: dict[str, Any], kind: str, parts: tuple[str, ...], most: float) -> dict[str, Any]:
+def bar(choice: dict[str, Any], kind: str, parts: dict[str, Any], most: float) -> dict[str, Any]:
     """Return a stacked bar: the title of a choice, and its parts as percents of the longest bar."""
     text = size if kind == "memory" else seconds
     pieces = [
@@ -84,7 +72,7 @@ def bar(choice: dict[str, Any], kind: str, parts: tuple[str, ...], most: float) 
             "share": 100 * choice[kind][part] / most,
             "colour": colour,
         }
-        for part, colour in zip(parts, COLOURS)
+        for part, colour in parts[kind]
     ]
     return {
         "title": choice["title"],
@@ -146,28 +134,28 @@ def ranks(division: dict[str, Any], cluster: dict[str, Any]) -> list[list[dict[s
     return nodes
 
 
-def groups(division: dict[str, Any]) -> list[dict[str, Any]]:
+def groups(division: dict[str, Any]) -> TextTable:
     """Return for each axis of several ranks the group of rank 0, and what its ranks share.
 
     Ranks of `ep` are neighbours among those of the data-parallel axis.
     """
-    lines, stride = [], 1
+    rows, stride = [], 1
     for axis in ("tp", "cp", "shards", "replicas", "pp"):
         number_of_ranks = division[axis]
         if axis == "shards" and division["ep"] > 1:
-            lines.append(_group("ep", division["ep"], division["tp"]) | {"share": SHARED["ep"]})
+            rows.append(_group("ep", division["ep"], division["tp"], SHARED["ep"]))
         if number_of_ranks > 1:
             own = strategies()[division["data"]].shares if axis == "replicas" else ""
-            lines.append(_group(axis, number_of_ranks, stride) | {"share": own or SHARED[axis]})
+            rows.append(_group(axis, number_of_ranks, stride, own or SHARED[axis]))
         stride *= number_of_ranks
-    return lines
+    return TextTable(("axis", ">ranks", "those of rank 0", "what they divide"), rows)
 
 
-def _group(axis: str, number_of_ranks: int, stride: int) -> dict[str, Any]:
+def _group(axis: str, number_of_ranks: int, stride: int, share: str) -> tuple[str, ...]:
     members = [str(stride * place) for place in range(number_of_ranks)]
     if number_of_ranks > 8:
         members = [*members[:4], "...", members[-1]]
-    return {"axis": axis, "size": number_of_ranks, "members": members}
+    return axis, str(number_of_ranks), " ".join(members), share
 
 
 def _nearest(choices: list[dict[str, Any]], most: int = 5) -> dict[str, Any]:
