@@ -1,4 +1,4 @@
-"""What `shardwise plan` says: the best layouts, why they are the best, and their arithmetic.
+"""The view of a plan: the best layouts, why they are the best, and their arithmetic.
 
 Lines and tables are for the terminal and for the page; data is for `--json` and for the page.
 """
