@@ -1,9 +1,10 @@
-"""Private names of libraries stand on one page, and the libraries have them."""
+"""Private names of libraries are listed in private_names.toml, and the libraries have them."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
@@ -14,27 +15,15 @@ import pytest
 from tests.added import SOURCE
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reference" / "private-names.md"
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
 """Names of Python's that its own pages describe."""
 
 
-def rows() -> list[list[str]]:
-    """The cells of each row of the page's table."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
+ROWS = tomllib.loads((ROOT / "tests" / "private_names.toml").read_text(encoding="utf-8"))["name"]
 
 
-def listed() -> list[str]:
-    """The names of the page; a short one is that of what the name before it lies in."""
-    names: list[str] = []
-    for first, *_ in rows():
-        for group in first.split("; "):
-            home = ""
-            for name in re.findall(r"`([^`]+)`", group):
-                home = name.rpartition(".")[0] or home
-                names.append(f"{home}.{name.rpartition('.')[2]}".lstrip("."))
-    return names
+def names_in(row: dict[str, Any]) -> list[str]:
+    return [name for key in ("names", "instances", "operators") for name in row.get(key, ())]
 
 
 def is_private_module(name: str) -> bool:
@@ -81,29 +70,25 @@ def names_of_ours(tree: ast.AST) -> set[str]:
     return names
 
 
-def test_the_page_has_every_private_name_that_the_source_reads():
+def test_the_list_has_every_private_name_that_the_source_reads():
     trees = {p: ast.parse(p.read_text(encoding="utf-8")) for p in SOURCE.rglob("*.py")}
     ours = set().union(*map(names_of_ours, trees.values()))
     found: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for name in of_libraries(tree, ours):
             found[name].append(str(path.relative_to(SOURCE)))
-    page = {part for name in listed() for part in name.split(".")}
-    assert {name: files for name, files in found.items() if name not in page} == {}
+    listed = {part for row in ROWS for name in names_in(row) for part in name.split(".")}
+    assert {name: files for name, files in found.items() if name not in listed} == {}
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[1])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["files"][0])
 def test_a_row_names_files_that_read_it_and_a_test(row):
-    first, files, _, test = row
-    source = "".join(
-        (SOURCE / file).read_text(encoding="utf-8") for file in files.strip("`").split("`, `")
-    )
-    for name in re.findall(r"`([^`]+)`", first):
-        assert name.rpartition(".")[2] in source
-    assert (ROOT / test.strip("`")).is_file()
+    source = "".join((SOURCE / file).read_text(encoding="utf-8") for file in row["files"])
+    assert [name for name in names_in(row) if name.rpartition(".")[2] not in source] == []
+    assert (ROOT / row["test"]).is_file()
 
 
-@pytest.mark.parametrize("name", [name for name in listed() if "." in name])
+@pytest.mark.parametrize("name", [name for row in ROWS for name in row.get("names", ())])
 def test_a_library_still_has_it(name):
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
