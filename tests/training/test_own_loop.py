@@ -56,7 +56,8 @@ def outcome(tmp_path_factory) -> Callable[..., tuple[RunRecord, dict[str, torch.
     def run_once(example: Any, layout: str) -> tuple[RunRecord, dict[str, torch.Tensor]]:
         folder = tmp_path_factory.mktemp("run") / layout
         parallel, nproc = LAYOUTS[layout]
-        run_example(example, folder, nproc, parallel=parallel)
+        measure = {"memory": layout == "single"}
+        run_example(example, folder, nproc, parallel=parallel, measure=measure)
         return outcome_in(folder)
 
     return run_once
@@ -70,11 +71,13 @@ def outcome_in(folder: Path) -> tuple[RunRecord, dict[str, torch.Tensor]]:
 def run_example(
     example: Any, folder: Path, nproc: int | None = None, main: Any = None, **sections: Any
 ) -> None:
-    """Run an example with SGD, whose steps are no larger than its gradients.
+    """Run an example with SGD, whose steps are no larger than its gradients, and without a
+    measurement of memory.
 
     Several ranks are forks of this process, whatever threads it has; the launcher would spawn them.
     """
-    config = {**example.CONFIG, "optimizer": {"name": "sgd", "lr": 0.05}, **sections}
+    plain = {"optimizer": {"name": "sgd", "lr": 0.05}, "measure": {"memory": False}}
+    config = {**example.CONFIG, **plain, **sections}
     training = {**example.CONFIG["training"], **sections.get("training", {})}
     config["training"] = {**training, "output_dir": str(folder), "device": "cpu"}
     if "model" in config:
@@ -504,7 +507,7 @@ def test_a_folder_that_goes_in_mid_run_is_told(is_replaced, tmp_path, capfd):
                         folder.mkdir()
             run.finish()
 
-    options = {"training": {"steps": 2}, "measure": {"memory": False}}
+    options = {"training": {"steps": 2}}
     if is_replaced:  # the weights are saved all the same
         run_example(own_module, folder, main=main, **options)
         (note,) = RunRecord.read(folder / "record.json").notes
@@ -525,7 +528,7 @@ def test_an_evaluation_after_the_loop_may_be_the_best(tmp_path):
             run.finish()
 
     training = {"steps": 2, "keep_best": True}
-    run_example(own_module, tmp_path, main=main, training=training, measure={"memory": False})
+    run_example(own_module, tmp_path, main=main, training=training)
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-2"
 
 
