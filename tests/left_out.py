@@ -63,7 +63,10 @@ NOT_QUICK = (
     ),
 )
 """Folders and files of tests; `make test` prints what each costs."""
-EXPENSIVE_FIRST = ("parity", "integration", "parallel", "training", "gpu", "benchmark", "models")
+EXPENSIVE_FIRST = (
+    *("parity", "integration", "parallel", "planner", "models", "training"),
+    *("kernels", "gpu", "benchmark"),
+)
 """Folders in this order, then the others: workers that take a file at a time then end at about the
 same time."""
 
