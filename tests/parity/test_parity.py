@@ -27,18 +27,20 @@ from tests.parity.harness import (
     verdict,
 )
 from tests.parity.layouts import PROVEN, WITH_TENSOR
-from tests.parity.references import reference
+from tests.parity.references import compute_together, reference
 from tests.parity.together import groups, run_together
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = 12
-"""Cells of a group: one that fails, with an error instead of a difference, takes the others along."""
+"""Cells of a group: an error in one, where a difference is expected, is that of all."""
 GROUPS = {cell: group for group in groups(FAST, TOGETHER) for cell in group}
 
 
 @cache
 def outcomes_together(group: tuple[Cell, ...]) -> dict[Cell, tuple[Outcome, ...]]:
-    """By cell of a group: what each rank saw."""
+    """By cell of a group: what each rank saw. Their references are on disk then."""
+    controls = [other.reference() for cell in group if (other := control(cell))]
+    compute_together([*(cell.reference() for cell in group), *controls])
     return run_together(group)
 
 

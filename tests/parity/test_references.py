@@ -55,6 +55,22 @@ def test_a_second_process_reads_what_the_first_computed(computed):
     assert computed == [CELL]
 
 
+def test_what_is_computed_together_is_read_by_whoever_asks(computed, monkeypatch):
+    other = Cell("llama", "single", "full")
+    together: list[tuple[Cell, ...]] = []
+
+    def run_together(cells):
+        together.append(cells)
+        return dict.fromkeys(cells, (OUTCOME,))
+
+    monkeypatch.setattr(references, "run_together", run_together)
+    ask()
+    for _ in range(2):
+        references.compute_together([CELL, other, other])
+    assert ask(other).losses == OUTCOME.losses
+    assert (computed, together) == ([CELL], [(other,)])
+
+
 @pytest.mark.parametrize(
     "damage", [lambda content: content[:-5], lambda content: content[:40] + b"!" + content[41:]]
 )
