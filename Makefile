@@ -114,8 +114,7 @@ plan-grid: setup  ## memory peaks that the planner predicts beside measured ones
 budget-grid: setup  ## what budgets of memory choose to compute again, measured on 24 small models; resumable; writes results/plan/budgets.json
 	$(BIN)/python -m tools.budget_grid
 
-plan-pages: setup  ## what elementwise operators move, and the tables of "What do I need?" and "Published layouts" (15 minutes)
-	$(BIN)/python -m tools.elementwise_traffic
+plan-pages: setup  ## the tables of "What do I need?" and "Published layouts"
 	$(BIN)/python -m tools.plan_pages
 
 parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json and its page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -23,10 +23,12 @@ from shardwise.kernels.grouped_linear import loop
 from shardwise.models.activations import is_trained_below
 from shardwise.models.adapters.lora import inject
 from shardwise.models.causal_lm import CausalLM
+from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.patches import patch
 from shardwise.models.spec import LayerSpec, ModelSpec
+from tests.models.counted_operators import CountedOperators
 
 
 class Real(NamedTuple):
@@ -40,6 +42,9 @@ class Real(NamedTuple):
     """The most bytes alive at once in a forward, beside what was there before."""
     flops: int
     """Of products with weights, in a forward."""
+    forward_moves: list[int]
+    """Bytes that each operator moves in a forward."""
+    backward_moves: list[int]
 
 
 class Watch(TorchDispatchMode):
@@ -140,6 +145,37 @@ def _passed_through(part: CausalLM) -> Iterator[dict[str, Any]]:
         yield calls
 
 
+def head_moves(
+    cfg: RunConfig, loss_of: Callable[..., torch.Tensor]
+) -> tuple[PreTrainedModel, ModelSpec, tuple[list[int], list[int]]]:
+    """The model on meta, and what the operators of its final norm, head and loss move.
+
+    `loss_of`: of the norm, the head, hidden states and rows.
+    """
+    hf = build_meta(cfg.model, read_config(cfg.model))
+    spec = spec_of(hf.config, hf)
+    if cfg.lora:
+        inject(hf, cfg.lora, spec)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        norm, head = (hf.get_submodule(path) for path in (spec.norm, spec.head))
+        _make(norm)
+        _make(head)
+        part = CausalLM(hf, spec, family_of(hf), cfg)
+        patch(part, cfg, torch.device("cpu")).train()
+        length = cfg.data.sequence_length
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        batch = Batch(tokens, tokens, torch.zeros_like(tokens), (0,), step=1)
+        x = torch.empty(1, length, spec.hidden_size, dtype=hidden_dtype(cfg))
+        leaf = x.requires_grad_(is_trained_below(hf, spec, len(spec.layers) + 1))
+        rows = torch.arange(length)
+
+        def forward() -> torch.Tensor:
+            with part.autocast(batch):
+                return loss_of(norm, head, leaf.clone(), tokens, rows)
+
+        return hf, spec, _moves(nn.ModuleList([norm, head]), leaf, forward)
+
+
 def _real(part: CausalLM, batch: Batch, place: int, calls: dict[str, Any]) -> Real:
     layer = part.spec.layers[place]
     module, (x, args, kwargs) = part.hf.get_submodule(layer.name), calls[layer.name]
@@ -153,4 +189,21 @@ def _real(part: CausalLM, batch: Batch, place: int, calls: dict[str, Any]) -> Re
     forward()  # what the first call makes for all
     with Watch(module) as watch:
         out = forward()
-    return Real(place, layer, watch.kept(out), watch.peak - x.nbytes, watch.flops)
+    kept, peak = watch.kept(out), watch.peak - x.nbytes
+    del out
+    moves = _moves(module, leaf, forward)
+    return Real(place, layer, kept, peak, watch.flops, *moves)
+
+
+def _moves(
+    module: nn.Module, leaf: torch.Tensor, forward: Callable[[], torch.Tensor]
+) -> tuple[list[int], list[int]]:
+    """What operators move in a forward and a backward, without the copy of the leaf."""
+    with CountedOperators() as in_forward:
+        out = forward()
+    gradient = torch.empty_like(out)
+    with CountedOperators() as in_backward:
+        torch.autograd.backward(out, gradient)
+    for p in (leaf, *module.parameters()):
+        p.grad = None
+    return in_forward.moves[1:], in_backward.moves

@@ -17,7 +17,7 @@ from shardwise.config import Lora
 from shardwise.lab.planner import measure_machine, measure_messages, measured_models
 from shardwise.lab.planner.calibration import FACTORS, read
 from shardwise.lab.planner.calibration_view import collectives_table, summary
-from shardwise.lab.planner.unit_time import amounts_of
+from shardwise.lab.planner.unit_time import in_bytes
 from shardwise.lab.planner.unit_work import RestQuantities, work_of_units
 from shardwise.parallel.mesh import build_mesh
 from tests.assembly.test_costs import config, tiny
@@ -67,7 +67,7 @@ def backward_seconds(folder: Path) -> dict[str, float]:
     mesh = build_mesh(config(tiny("llama"), pp=1), torch.device("cpu"))
     cfg = measured_models.reference_run(folder, "cpu", "qwen3_5_text", (32, 1, 32), None)
     units = measure_machine._unit_seconds(cfg, mesh)
-    return {work.key: seconds["backward"] for _, work, seconds, _ in units if work.has_backward}
+    return {work.key: seconds["backward"] for work, seconds, _ in units if work.has_backward}
 
 
 def test_each_kind_of_unit_takes_time(tmp_path):
@@ -110,9 +110,9 @@ def test_the_measured_models_tell_prices_apart(device, lora, tmp_path):
         cfg = measured_models.reference_run(tmp_path, device, model_type, point, lora)
         cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
         facts = describe(cfg, 1)
-        for work in work_of_units(cfg, facts.hf, facts.spec):
-            of = cfg, facts.spec.family, device, work.key, "backward"
-            amounts[work.key].append(amounts_of(*of, work.rest_backward))
+        for place, work in enumerate(work_of_units(cfg, facts.hf, facts.spec)):
+            priced = in_bytes(cfg, facts, place, work) if device == "cuda" else work
+            amounts[work.key].append(priced.rest_backward)
     for key, rows in amounts.items():
         columns = np.array(rows)
         columns = columns[:, columns.any(axis=0)]

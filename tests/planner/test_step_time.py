@@ -20,6 +20,7 @@ from shardwise.lab.planner.unit_time import UnitSeconds, seconds_of_units
 from shardwise.lab.planner.unit_work import work_of_units
 from shardwise.lab.planner.weights import shapes_of
 from shardwise.metrics.flops import is_again, unit_flops_per_token
+from shardwise.models.activations import unit_moves
 from shardwise.models.counts import count_model
 from tests.assembly.test_costs import build, config, tiny
 
@@ -93,14 +94,26 @@ def test_autocast_costs_a_calibrated_gpu_the_bytes_that_it_moves():
     def step(dtype: str) -> StepTime:
         cfg = single(precision="bfloat16")
         cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
-        made = replace(calibrated().calibration, device="cuda")
-        device = replace(cluster_of("1xH200").device, memory_bandwidth=1e6)
-        return step_time(cfg, 1, replace(cluster_of("1xH200"), device=device, calibration=made))
+        of = speeds()
+        prices = {"forward": [0, 1e-6, 0, 0], "backward": [0, 1e-6, 0, 0]}
+        of = replace(of, units=dict.fromkeys(of.units, prices))
+        made = replace(calibrated().calibration, device="cuda", speeds={1: of, 2: of})
+        return step_time(cfg, 1, replace(cluster_of("1xH200"), calibration=made))
 
-    works = work_of_units(single(), *build(single()))
-    moved = 6 * sum(work.matrices for work in works[1:-1])  # 4 bytes read, 2 written
+    cfg = single(precision="bfloat16")
+    moved = []
+    for dtype in ("bfloat16", "float32"):
+        cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
+        run = describe(cfg, 1)
+        on_gpu = replace(cfg, training=replace(cfg.training, device="cuda"))
+        units = [unit_moves(on_gpu, run.hf, run.spec, i) for i in range(len(run.spec.layers) + 1)]
+        moved.append(sum(sum(unit.forward) + sum(unit.backward) for unit in units))
     layers = step("float32").layers - step("bfloat16").layers
-    assert layers == pytest.approx(2 * 2 * moved / 1e6)
+    assert layers == pytest.approx(2 * (moved[1] - moved[0]) * 1e-6)
+    # 4 bytes of a weight are read and 2 written, and the other way round of its gradient.
+    modules = [run.hf.get_submodule(layer.name) for layer in run.spec.layers]
+    weights = [p for module in modules for p in module.parameters() if p.ndim == 2]
+    assert moved[1] - moved[0] > 2 * 6 * sum(p.numel() for p in weights)
 
 
 def test_a_step_is_its_products_by_shape_and_the_rest_of_its_units():

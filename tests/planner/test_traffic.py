@@ -1,134 +1,88 @@
-"""How often elementwise operators move the numbers of a layer's products."""
+"""What elementwise operators cost a GPU: bytes, of the operators of each unit's walk."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from tools.elementwise_traffic import DTYPES, Traffic, passes_of
 
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.lab.planner.cluster import cluster_of
 from shardwise.lab.planner.step_time import time_of_step
-from shardwise.lab.planner.traffic import PATH, passes
-from shardwise.models.families import FAMILIES
-from tests.left_out import some_now
+from shardwise.lab.planner.unit_time import in_bytes
+from shardwise.lab.planner.unit_work import UnitWork, work_of_units
+from tests.models.counted_operators import CountedOperators
 
-TABLE = yaml.safe_load(PATH.read_text(encoding="utf-8"))
 ROOT = Path(__file__).parents[2]
 MEASURED, MODELS = ROOT / "results" / "gpu" / "lora_step.json", ROOT / "configs" / "models"
 
 
 def test_bytes_that_operators_read_and_write_are_counted():
     x, w = torch.ones(8, 4), torch.ones(4, 4)  # 128 and 64 bytes
-    with Traffic() as traffic:
-        y = (x @ w).t()  # a product and a view: nothing
+    with CountedOperators() as counted:
+        y = (x @ w).t()  # a product and a view
         z = y * x.t()  # two are read, one is written
         z.mul_(z)  # one is read, once, and one is written
         z.copy_(y)  # the same
         torch.empty_like(z)
-    assert traffic.bytes == {None: 3 * 128 + 2 * 128 + 2 * 128}
+        (y + torch.ones(4, 1).expand(4, 8)).sum()  # four numbers are read eight times
+    assert counted.moves[:4] == [0, 3 * 128, 2 * 128, 2 * 128]
+    assert counted.moves[-2:] == [16 + 2 * 128, 128 + 4]
 
 
-def test_what_a_kernel_computes_is_left_out():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, *gradients):
-            return gradients[0] * 2
-
-    x = torch.ones(4, requires_grad=True)
-    traffic = Traffic()
-    with traffic.without(Double), traffic:
-        y = Double.apply(x) + 1
-        assert traffic.bytes[None] == 32
-        y.sum().backward()
-    # The sum reads 16 bytes and writes 4, and its gradient of 4 is made and expanded.
-    assert traffic.bytes[None] < 32 + 32
-
-
-@pytest.mark.parametrize(
-    ("name", "loss", "mode", "dtypes"),
-    some_now(
-        [
-            ("qwen3_moe", "triton", "lora", "bfloat16"),
-            ("jamba", "triton", "full", "mixed"),
-            ("falcon-h1-1.5b", "triton", "lora", "float32"),  # its multipliers are a large buffer
-            ("qwen3_5-2b", "triton", "full", "bfloat16"),
-            ("llama-3.1-8b", "plain", "lora", "bfloat16"),
-        ],
-        now=[("qwen3_moe", "triton", "lora", "bfloat16")],
-    ),
-)
-def test_the_table_is_what_is_counted(name, loss, mode, dtypes):
-    with get_context("fork").Pool(1) as pool:  # its process group is no other test's
-        family, rows = pool.apply(passes_of, ((name, loss, mode, dtypes),))
-    assert {key: TABLE[family][key][dtypes] for key in rows} == rows
-
-
-def test_the_table_has_every_listed_family_and_way_to_train():
-    assert TABLE.keys() == FAMILIES.keys()
-    for of_family in TABLE.values():
-        modes = [[key for key in of_family if f", {mode}" in key] for mode in ("lora", "full")]
-        assert len(modes[0]) == len(modes[1]) == len(of_family) / 2
-        assert all(f"{end}, lora" in " ".join(modes[0]) for end in ("embed", "head"))
-        assert all(row.keys() == DTYPES.keys() for row in of_family.values())
-
-
-@pytest.mark.parametrize("config", sorted(MODELS.glob("tiny-*")), ids=lambda path: path.name)
-def test_some_family_in_the_table_has_such_layers_as_a_tiny_model(config):
-    run = describe(RunConfig(Model(str(config)), Data("unused"), Training("unused")), 1)
-    keys = {f"{x.kind}, {x.feed_forward}, lora" for x in run.spec.layers}
-    assert keys <= {key for of_family in TABLE.values() for key in of_family}
-
-
-def test_what_is_not_in_the_table_takes_means():
-    key = "full_attention, dense, lora"
-    rows = [of[key]["bfloat16"][0] for of in TABLE.values() if key in of]
-    in_16 = run_in("bfloat16", "bfloat16")
-    assert passes(in_16, "new", key, "forward") == pytest.approx(sum(rows) / len(rows))
-    layers = [item for of in TABLE.values() for item in of.items() if item[0].count(", ") == 2]
-    every = [r["float32"][1] for k, r in layers if k.endswith("full") and "head" not in k]
-    mean = sum(every) / len(every)
-    in_32 = run_in("float32", "float32")
-    assert passes(in_32, "new", "new, dense, full", "backward") == pytest.approx(mean)
-    mixed = passes(run_in("float32", "bfloat16"), "qwen3", key, "forward")
-    assert mixed == TABLE["qwen3"][key]["mixed"][0] != TABLE["qwen3"][key]["bfloat16"][0]
+def units_of(cfg: RunConfig, num_ranks: int = 1) -> list[UnitWork]:
+    """The units of a run as a GPU prices them."""
+    # Its description is that of a CPU, where Triton cannot run.
+    run = describe(replace(cfg, training=replace(cfg.training, loss="auto")), num_ranks)
+    works = work_of_units(cfg, run.hf, run.spec)
+    return [in_bytes(cfg, run, place, work) for place, work in enumerate(works)]
 
 
 def test_a_head_has_the_traffic_of_its_loss():
     auto, triton, chunked, plain = (
-        passes(run_in("bfloat16", "bfloat16", loss), "qwen3", "head, lora", "forward")
-        for loss in ("auto", "triton", "chunked", "plain")
+        units_of(tiny("qwen3", loss))[-1] for loss in ("auto", "triton", "chunked", "plain")
     )
-    assert 1 < auto == triton < plain < chunked
+    assert auto == triton
+    assert triton.rest_forward.elements < plain.rest_forward.elements
+    assert plain.rest_forward.elements < chunked.rest_forward.elements
     # The chunked loss knows the gradients when its forward ends; logits take part in no backward.
-    backwards = [
-        passes(run_in("bfloat16", "bfloat16", loss), "qwen3", "head, lora", "backward")
-        for loss in ("triton", "plain")
-    ]
-    assert backwards[0] < 1 < 4 < backwards[1]
+    logits = 4 * 512 * 256
+    assert triton.rest_backward.elements + 3 * logits < plain.rest_backward.elements
 
 
 def test_compiled_layers_move_each_number_once_but_for_experts_and_the_head():
-    cfg = run_in("bfloat16", "bfloat16")
+    cfg = tiny("qwen3_moe")
     compiled = replace(cfg, training=replace(cfg.training, compile="inductor"))
-    spread = replace(compiled, parallel=Parallel(data="ddp", ep=2))
-    moe = ("qwen3_moe", "full_attention, moe, lora", "forward")
-    assert passes(compiled, *moe) == 1
-    assert passes(spread, *moe) == passes(cfg, *moe) > 1
-    head = ("qwen3_moe", "head, lora", "forward")
-    assert passes(compiled, *head) == passes(cfg, *head) > 1
+    parallel = Parallel(data="ddp", ep=2)
+    spread = replace(compiled, parallel=parallel)
+    run = describe(cfg, 1)
+    once = 2 * 2 * work_of_units(cfg, run.hf, run.spec)[1].rest_forward.elements
+    of = [units_of(c) for c in (cfg, compiled)]
+    assert of[1][1].rest_forward.elements == once < of[0][1].rest_forward.elements
+    assert of[1][-1] == of[0][-1]
+    eager, traced = (units_of(c, 2) for c in (replace(cfg, parallel=parallel), spread))
+    assert traced[1] == eager[1]
+
+
+def test_compiled_code_still_copies_weights():
+    cfg = tiny("qwen3")
+    cfg = replace(cfg, training=replace(cfg.training, compile="inductor"))
+    wide = replace(cfg, model=replace(cfg.model, dtype="float32"))
+    run = describe(cfg, 1)
+    layer = run.hf.get_submodule(run.spec.layers[0].name)
+    copied = 6 * sum(p.numel() for p in layer.parameters() if p.ndim == 2)  # 4 read, 2 written
+    moved = units_of(wide)[1].rest_forward.elements - units_of(cfg)[1].rest_forward.elements
+    assert moved == pytest.approx(copied, rel=0.01)
+
+
+def tiny(name: str, loss: Any = "auto") -> RunConfig:
+    cfg = run_in("bfloat16", "bfloat16", loss)
+    return replace(cfg, model=Model(str(MODELS / f"tiny-{name}"), init="random", dtype="bfloat16"))
 
 
 def run_in(weights: str, products: str, loss: Any = "auto") -> RunConfig:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -21,17 +21,29 @@ from shardwise.kernels.attention.blocks import queries_computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.elementwise import SharedRows
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.facts import context_facts
 from shardwise.models.families import spec_of
-from shardwise.models.operations import WIDE, SharedRows, TapedBlock
+from shardwise.models.moves import SMALL, WIDE, loss_in_chunks
+from shardwise.models.operations import TapedBlock
 from shardwise.models.published import stored_form
 from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import LayerSpec, ModelSpec
-from shardwise.models.tape import Memory, Slot, Tape, Tensor
+from shardwise.models.tape import Memory, Moves, Slot, Tape, Tensor
 from shardwise.models.tensor_cuts import unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
 from shardwise.models.walk import norm_of, run_layer, tensors_of_layer
+
+
+class UnitMoves(NamedTuple):
+    """Moves of the operators that one micro-batch runs one by one in a unit on a rank."""
+
+    forward: Moves
+    backward: Moves
+    """Empty where no backward reaches the unit."""
+    weight_bytes: int
+    """Bytes that copies of weights in another dtype move in the forward."""
 
 
 class UnitMemory(NamedTuple):
@@ -67,6 +79,17 @@ def unit_memory(
         return memory
     halved = _Unit(cfg, hf, spec, unit_index, is_halved=True).memory_of_unit()
     return memory._replace(late=halved.late, inputs=halved.backward)
+
+
+def unit_moves(cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, unit_index: int) -> UnitMoves:
+    """Return what the operators of a unit read and write, computed once and not recomputed."""
+    unit = _Unit(cfg, hf, spec, unit_index)
+    out = unit.forward()(unit.x)
+    num_bytes, slot = out.num_bytes, out.slot
+    del out
+    if slot is not None:
+        unit.tape.backward(slot, Memory(unit.tape, num_bytes))
+    return UnitMoves(unit.tape.forward_moves, unit.tape.backward_moves, unit.tape.weight_bytes)
 
 
 def offloaded(layers: Sequence[UnitMemory]) -> list[UnitMemory]:
@@ -106,15 +129,24 @@ class _Unit:
 
     def memory_of_unit(self) -> UnitMemory:
         """Return the memory of the unit."""
+        forward = self.forward()
         if self.unit_index == 0:
-            return self.memory(self.embedding, itself=False)
+            return self.memory(forward, itself=False)
         if self.unit_index == len(self.spec.layers) + 1:
-            return self.memory(self.head)
+            return self.memory(forward)
         layer = self.spec.layers[self.unit_index - 1]
         way = way_of(self.cfg.training.checkpointing, layer.number, layer.kind)
         if way != "none":
-            return self.memory_recomputed(lambda x: self.layer(layer, x), way == "operators")
-        return self.memory(lambda x: self.layer(layer, x))
+            return self.memory_recomputed(forward, way == "operators")
+        return self.memory(forward)
+
+    def forward(self) -> Callable[[Tensor], Tensor]:
+        """Return the forward of the unit."""
+        if self.unit_index == 0:
+            return self.embedding
+        if self.unit_index == len(self.spec.layers) + 1:
+            return self.head
+        return partial(self.layer, self.spec.layers[self.unit_index - 1])
 
     def memory(self, forward: Callable[[Tensor], Tensor], itself: bool = True) -> UnitMemory:
         """Return the memory of a unit; `itself`: it has hidden states for an input."""
@@ -173,7 +205,13 @@ class _Unit:
     def embedding(self, x: Tensor) -> Tensor:
         """Return embedded tokens; kept are their numbers, and the mask of a dropout."""
         block = self._block(self.spec.embed, None)
-        (out,) = self.tape.run([block.weight("weight")], [(x.numel, self.hidden)])
+        weight, rows = block.weight("weight"), x.numel * self.hidden
+        (out,) = self.tape.run(
+            [weight],
+            [(x.numel, self.hidden)],
+            forward_moves=(2 * rows,),
+            backward_moves=(rows + weight.num_bytes,),
+        )
         if out.slot is None and x.slot is not None and self.cfg.parallel.schedule in HALVING:
             out.slot = Slot(out.num_bytes)
         return block.dropped(out, "embd_pdrop")
@@ -187,8 +225,15 @@ class _Unit:
             logits = block.as_dtype(block.linear("", h), WIDE)
             del h
             shares = block.pointwise(logits, keeps_outputs=True)
-            return self.tape.run([shares], [(1, WIDE)])[0]
-        return _chunked_loss(block, h)
+            # The gradient of the loss is a number for each row, among zeros.
+            (loss,) = self.tape.run(
+                [shares], [(1, WIDE)], forward_moves=(SMALL,), backward_moves=(shares.num_bytes,)
+            )
+            return loss
+        kernel = self.cfg.training.loss
+        if kernel == "auto":
+            kernel = "chunked" if block.on_cpu else "triton"
+        return _chunked_loss(block, h, kernel == "triton")
 
     def _block(self, path: str, layer: LayerSpec | None) -> TapedBlock:
         cfg, module = self.cfg, self.hf.get_submodule(path)
@@ -272,14 +317,15 @@ def _stored(hf: PreTrainedModel, base: Format) -> dict[str, Format]:
     return dict.fromkeys(stored_paths(hf, spec_of(hf.config, hf)), form)
 
 
-def _chunked_loss(block: TapedBlock, x: Tensor) -> Tensor:
+def _chunked_loss(block: TapedBlock, x: Tensor, in_triton: bool) -> Tensor:
     """Return the loss of a head that computes it in chunks; see kernels/linear_cross_entropy.
 
     It keeps the gradients of its input and of a trained weight, in 32 bits. A chunk has its
     logits in the dtype of products and in 32 bits, and the gradient that they give.
     """
     num_tokens, num_in = block.parameters["weight"].shape
-    rows = block.tape.run([x], [(x.numel, x.itemsize)])[0]
+    size = x.num_bytes
+    (rows,) = block.tape.run([x], [(x.numel, x.itemsize)], backward_moves=(size, 3 * size))
     weight = block.weight("weight")
     itemsize = block.cast or x.itemsize
     chunk = (
@@ -301,4 +347,18 @@ def _chunked_loss(block: TapedBlock, x: Tensor) -> Tensor:
         if weight.itemsize == WIDE:
             # What is kept becomes the gradient: the backward makes no other.
             weight = block.tape.run([weight], [(1, WIDE)], view=True, passes=True)[0]
-    return block.tape.run([rows, weight], [(1, WIDE)], keeps=kept, forward=scratch)[0]
+    moves, moves_back = loss_in_chunks(
+        (block.tokens, num_in, num_tokens),
+        (rows.itemsize, itemsize, block.parameters["weight"].itemsize),
+        chunk,
+        in_triton=in_triton,
+        needs=(rows.slot is not None, weight.slot is not None),
+    )
+    return block.tape.run(
+        [rows, weight],
+        [(1, WIDE)],
+        keeps=kept,
+        forward=scratch,
+        forward_moves=moves,
+        backward_moves=moves_back,
+    )[0]

@@ -1,181 +1,26 @@
 """The operations of layers, with sizes in place of numbers: see tape.py.
 
 Each says what torch's or the project's own operation gives, what it keeps for its backward, and
-what it needs while it runs.
+what it needs and moves while it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
-from transformers import PretrainedConfig
-
-from shardwise.base.schedule.context import Way
 from shardwise.kernels.lora_linear.magnitude import CHUNK_ELEMENTS
-from shardwise.models.parameters import Adapter, Parameter, read_in_backward
-from shardwise.models.tape import Tape, Tensor, parameter
-
-WIDE = 4
-"""Bytes of a number in float32, in which norms, states and softmax are computed."""
-
-
-class SharedRows(NamedTuple):
-    """How rows lie on several ranks, by `cp`."""
-
-    way: Way
-    """Way in which attention gets the keys of other ranks."""
-    num_ranks: int
-    """The number of ranks of `cp`."""
-    repeats: float
-    """Operators that compute a query's output, each on some of its keys: on average, on the rank
-    with the most."""
+from shardwise.models.elementwise import Elementwise
+from shardwise.models.moves import WIDE, gated_norm
+from shardwise.models.parameters import Parameter, read_in_backward
+from shardwise.models.tape import Tensor, parameter
 
 
 @dataclass
-class TapedBlock:
-    """A block of a layer: its weights, the tokens that go through it, and the tape."""
+class TapedBlock(Elementwise):
+    """A block of a layer, with all that its forward may run."""
 
-    tape: Tape
-    parameters: dict[str, Parameter]
-    """Parameters by their names in transformers."""
-    adapters: dict[str, Adapter]
-    """Adapters by the path of the linear."""
-    config: PretrainedConfig
-    rows: int
-    length: int
-    """Tokens of a row on this rank."""
-    hidden: int
-    """Bytes of a number of hidden states, between blocks."""
-    cast: int | None
-    """Bytes of a number in the dtype of autocast; None without it."""
-    on_cpu: bool = True
-    rounds_last: bool = False
-    """Norms multiply by their weight in 32 bits, and round after it."""
-    buffers: frozenset[str] = frozenset()
-    is_transposed: bool = False
-    """Its linears are transformers' Conv1D."""
-    is_windowed: bool = False
-    shares_rows: SharedRows | None = None
-    """None: no other rank has tokens of the rows."""
-    spreads_experts: bool = False
-    """Tokens go to the ranks of their experts, by `ep`."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the micro-batch on this rank."""
-        return self.rows * self.length
-
-    def within(self, path: str) -> TapedBlock:
-        """Return a block in this one."""
-        start = f"{path}."
-        parameters = {
-            name.removeprefix(start): p
-            for name, p in self.parameters.items()
-            if name.startswith(start)
-        }
-        adapters = {
-            name.removeprefix(start): a
-            for name, a in self.adapters.items()
-            if name.startswith(start)
-        }
-        buffers = [name.removeprefix(start) for name in self.buffers if name.startswith(start)]
-        return replace(self, parameters=parameters, adapters=adapters, buffers=frozenset(buffers))
-
-    def weight(self, name: str) -> Tensor:
-        """Return a parameter by its name."""
-        return self.parameters[name].on_tape
-
-    def factors(self, name: str) -> list[Tensor]:
-        """Return the factors of the adapter at a path; none without one."""
-        if name not in self.adapters:
-            return []
-        return [self.adapters[name].a.on_tape, self.adapters[name].b.on_tape]
-
-    @property
-    def top_k(self) -> int:
-        """Return the experts that a token is sent to."""
-        return self.config.num_experts_per_tok
-
-    def as_dtype(self, x: Tensor, itemsize: int) -> Tensor:
-        """Return x in a dtype: x itself where it has that one."""
-        if x.itemsize == itemsize:
-            return x
-        cast = self.tape.run([x], [(x.numel, itemsize)])[0]
-        cast.parameter = x.parameter
-        return cast
-
-    def pointwise(self, x: Tensor, keeps: Sequence[Tensor] = (), **options: Any) -> Tensor:
-        """Return a function of each number of x."""
-        return self.tape.run([x], [(x.numel, x.itemsize)], keeps=keeps, **options)[0]
-
-    def product(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x * y by elements, y of the same numel or broadcast to it."""
-        keeps = [other for mine, other in ((x, y), (y, x)) if mine.slot is not None]
-        numel, itemsize = max(x.numel, y.numel), max(x.itemsize, y.itemsize)
-        factors = [self.promoted(z, itemsize) for z in (x, y)]
-        # The gradient of what was broadcast is a sum over one as large as the output.
-        is_summed = any(z.slot is not None and z.numel < numel for z in (x, y))
-        scratch = numel * itemsize if is_summed else 0
-        size, copied = [(numel, itemsize)], self.promotion_bytes(x, y)
-        return self.tape.run(factors, size, keeps=keeps, forward=copied, backward=scratch)[0]
-
-    def scaled(self, x: Tensor) -> Tensor:
-        """Return x times a number."""
-        return self.pointwise(x)
-
-    def dropped(self, x: Tensor, key: str) -> Tensor:
-        """Return x after a dropout of the config, which keeps a byte for each number of x."""
-        if not getattr(self.config, key, 0.0):
-            return x
-        return self.scaled(self.pointwise(x, [self.tape.tensor(x.numel, 1)]))
-
-    def multiplied(self, x: Tensor, key: str) -> Tensor:
-        """Return x times a number of the config; x itself where the family has none."""
-        return self.scaled(x) if hasattr(self.config, key) else x
-
-    def sum(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x + y."""
-        numel, itemsize = max(x.numel, y.numel), max(x.itemsize, y.itemsize)
-        terms = [self.promoted(z, itemsize) for z in (x, y)]
-        scratch = self.promotion_bytes(x, y)
-        return self.tape.run(terms, [(numel, itemsize)], passes=True, forward=scratch)[0]
-
-    def promoted(self, x: Tensor, itemsize: int) -> Tensor:
-        """Return x as an operand of a wider dtype; its gradient is rounded to its own."""
-        if x.itemsize == itemsize:
-            return x
-        wide = self.tape.run([x], [(x.numel, x.itemsize)], view=True)[0]
-        wide.parameter = x.parameter
-        if wide.slot is not None:
-            wide.slot.num_bytes = x.numel * itemsize
-        return wide
-
-    def promotion_bytes(self, x: Tensor, y: Tensor) -> int:
-        """Return the bytes of the copy that a CPU makes of an operand of the narrower dtype."""
-        if x.itemsize == y.itemsize or not self.on_cpu:
-            return 0
-        return min((x, y), key=lambda z: z.itemsize).numel * max(x.itemsize, y.itemsize)
-
-    def view(self, x: Tensor) -> Tensor:
-        """Return x in another shape, whose gradient takes a copy: that of a transposed tensor."""
-        return self.tape.run([x], [(x.numel, x.itemsize)], view=True)[0]
-
-    def split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return parts of x of so many elements per token each, in its memory."""
-        tokens = x.numel // sum(sizes)
-        parts = [(tokens * size, x.itemsize) for size in sizes]
-        return self.tape.run([x], parts, view=True)
-
-    def slice(self, x: Tensor, numel: int) -> Tensor:
-        """Return a part of x, whose gradient is padded with zeros to that of x."""
-        return self.tape.run([x], [(numel, x.itemsize)], view=True)[0]
-
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return parts one after the other in new memory; their gradients are views of its."""
-        numel, itemsize = sum(x.numel for x in parts), max(x.itemsize for x in parts)
-        return self.tape.run(parts, [(numel, itemsize)])[0]
+    # --------------------------------------------------------------------------------------- norms
 
     def rms_norm(self, name: str, x: Tensor, size: int, *, rounds_last: bool = False) -> Tensor:
         """Return the root mean square norm of x over `size` features.
@@ -185,11 +30,7 @@ class TapedBlock:
         weight = self.weight(name)
         wide = self.as_dtype(x, WIDE)
         rounds_last = rounds_last or self.rounds_last
-        squares = self.pointwise(wide, [wide], backward=2 * wide.num_bytes)
-        (mean,) = self.tape.run([squares], [(wide.numel // size, WIDE)])
-        del squares
-        root = self.pointwise(mean, keeps_outputs=True)
-        normed = self.product(wide, root)
+        normed = self.rescaled(wide, size)
         if rounds_last:
             return self.as_dtype(self.product(normed, self.as_dtype(weight, WIDE)), x.itemsize)
         return self.product(weight, self.as_dtype(normed, x.itemsize))
@@ -229,7 +70,14 @@ class TapedBlock:
         keeps = [x] if weight.slot is not None else []
         if x.slot is not None:
             keeps.append(weight)
-        return self.tape.run([weight, x], [(size, x.itemsize)], keeps=keeps, product=True)[0]
+        inputs = [weight, x]
+        moves = [0] * sum(y.slot is not None for y in inputs)
+        bias = self.parameters.get(f"{name}.bias" if name else "bias")
+        if bias is not None and bias.is_trained:
+            moves.append(size * x.itemsize)  # its gradient is a sum
+        return self.tape.run(
+            inputs, [(size, x.itemsize)], keeps=keeps, product=True, backward_moves=moves
+        )[0]
 
     def _lora_linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         """Return what linears with adapters give, in one node; see kernels/lora_linear/fused.py."""
@@ -252,6 +100,14 @@ class TapedBlock:
             before, y = rows * sum(widths[:i]) * x.itemsize, rows * widths[i] * x.itemsize
             self.tape.touch(before + max(most, values + 2 * y))
         forward += read[-1][0]
+        # The kernels copy weights into the dtype of products, in each pass.
+        weights = [self.parameters[_weight_of(name)] for name in names]
+        casts = [
+            w.on_tape.numel * (w.itemsize + x.itemsize)
+            for w in weights
+            if self.cast and w.form is None and w.itemsize != x.itemsize
+        ]
+        self.tape.weight_bytes += sum(casts)
         cast = [num_in * width * x.itemsize if self.cast else 0 for width in widths]
         backward = 2 * h.num_bytes + read_in_backward(cast, read, x, one_at_a_time=self.on_cpu)
         if itemsize != x.itemsize:
@@ -264,6 +120,8 @@ class TapedBlock:
             forward=forward,
             backward=backward,
             read=[self.weight(_weight_of(name)) for name in names],
+            forward_moves=(0, *casts),
+            backward_moves=(0, *casts),
         )
         pairs = zip(names, [adapter.magnitude for adapter in adapters], outputs)
         return [y if m is None else self._with_magnitude(n, m, num_in, y) for n, m, y in pairs]
@@ -290,7 +148,16 @@ class TapedBlock:
 
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(gate) * up; see kernels/gated_activation."""
-        return self.tape.run([gate, up], [(up.numel, up.itemsize)], keeps=[gate, up])[0]
+        size = up.num_bytes
+        forward = 2 * size, 3 * size  # the activation; it times the other
+        backward = 2 * size, 3 * size, 3 * size, 3 * size
+        return self.tape.run(
+            [gate, up],
+            [(up.numel, up.itemsize)],
+            keeps=[gate, up],
+            forward_moves=forward,
+            backward_moves=backward,
+        )[0]
 
     # ----------------------------------------------------------------------------- recurrent mixers
 
@@ -303,40 +170,51 @@ class TapedBlock:
         wide = x.numel * WIDE
         copies = 0 if x.itemsize == WIDE else wide * 5 // 2
         root = self.tape.tensor(x.numel // self.parameters[name].shape[0], WIDE)
+        moves, moves_back = gated_norm(x.numel, x.itemsize, weight.slot is not None)
         return self.tape.run(
             [x, weight, gate],
             [(x.numel, x.itemsize)],
             keeps=[x, gate, root],
             forward=wide + copies,
             backward=4 * wide + copies,
+            forward_moves=moves,
+            backward_moves=moves_back,
         )[0]
 
     # ------------------------------------------------------------------------------------ attention
 
     def copied(self, x: Tensor) -> Tensor:
         """Return a copy of x."""
-        return self.pointwise(x)
+        return self.pointwise(x, backward_moves=())
 
-    def viewed(self, x: Tensor) -> Tensor:
-        """Return x with heads before tokens: a view, whose gradient is copied back."""
-        return self.tape.run([x], [(x.numel, x.itemsize)], view=True)[0]
+    def viewed(self, x: Tensor, is_copied: bool) -> Tensor:
+        """Return x with heads before tokens: a view. `is_copied`: its gradient is copied back.
 
-    def rotated(self, x: Tensor, share: float) -> Tensor:
-        """Return x with a share of each head's features rotated by positions."""
+        That of attention lies as projections want it, where nothing is in between.
+        """
+        moves = None if is_copied else ()
+        return self.tape.run([x], [(x.numel, x.itemsize)], view=True, backward_moves=moves)[0]
+
+    def rotated(self, x: Tensor, share: float, is_wide: bool = False) -> Tensor:
+        """Return x with a share of each head's features rotated by positions.
+
+        `is_wide`: in 32 bits, where it has all of them.
+        """
         if share == 1:
-            return self.turned(x)
+            return self.turned(x, is_wide)
         first = self.slice(x, int(x.numel * share))
         rest = self.slice(x, int(x.numel * (1 - share)))
         return self.beside_turned(self.turned(first), rest)
 
-    def turned(self, x: Tensor) -> Tensor:
-        """Return x rotated by positions."""
-        angles = parameter(0, self.hidden, is_trained=False)
+    def turned(self, x: Tensor, is_wide: bool = False) -> Tensor:
+        """Return x rotated by positions; `is_wide`: computed in 32 bits."""
+        angles = parameter(0, WIDE if is_wide else self.hidden, is_trained=False)
         direct = self.product(x, angles)
         first, second = (self.slice(x, x.numel // 2) for _ in range(2))
         half = self.joined([self.pointwise(second), first])
         del first, second
-        return self.sum(direct, self.product(half, angles))
+        turned = self.sum(direct, self.product(half, angles))
+        return self.as_dtype(turned, x.itemsize) if is_wide else turned
 
     def beside_turned(self, turned: Tensor, rest: Tensor) -> Tensor:
         """Return rotated features of heads and the rest of them."""
@@ -362,7 +240,9 @@ class TapedBlock:
             [(numel, v.itemsize)],
             keeps=[q, k, v, lse, mask],
             keeps_outputs=True,
+            forward_moves=[0, *[mask_numel * (1 + q.itemsize)] * (mask_numel > 0)],
             backward=scratch,
+            backward_moves=(0,),
             product=True,
             mixes=True,
         )[0]
@@ -375,20 +255,21 @@ class TapedBlock:
         name = next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
         if name == "relu2":
             positive = self.pointwise(x, keeps_outputs=True)
-            return self.pointwise(positive, [positive], backward=2 * x.num_bytes)
+            return self.power(positive)
         if name == "gelu_new":  # in torch's single operators
             half = self.scaled(x)
-            cube = self.pointwise(x, [x], backward=2 * x.num_bytes)
+            cube = self.power(x)
             inner = self.scaled(self.sum(x, self.scaled(cube)))
             del cube
-            share = self.scaled(self.pointwise(inner, keeps_outputs=True))
+            share = self.shifted(self.pointwise(inner, keeps_outputs=True))
             del inner
             return self.product(half, share)
         return self.pointwise(x, [x])
 
     def layer_norm(self, name: str, x: Tensor, size: int) -> Tensor:
         """Return torch's layer norm of x, which keeps x and two numbers a row."""
-        x = self.as_dtype(x, WIDE if self.cast else x.itemsize)
+        # Autocast on a GPU computes it in 32 bits; on a CPU it has no rule for it.
+        x = self.as_dtype(x, WIDE if self.cast and not self.on_cpu else x.itemsize)
         moments = self.tape.tensor(2 * x.numel // size, WIDE)
         weights = [self.weight(f"{name}{part}") for part in ("weight", "bias")]
         return self.tape.run([x, *weights], [(x.numel, x.itemsize)], keeps=[x, moments])[0]

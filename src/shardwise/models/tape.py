@@ -4,6 +4,7 @@ A kind of layer writes its forward down once more with the operations of this mo
 (`Kind.activations`). A `Tensor` here takes memory for as long as Python refers to it, as torch's
 does, and what an operation keeps for its backward stays alive until that has run. So the same few
 lines say what a layer keeps, and the most that is alive at once in its forward and its backward.
+They say, too, how many operators torch runs one by one, and the bytes that each reads and writes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+Moves = Sequence[int]
+"""Bytes that eager operators read and write, one number an operator; 0 is a product or a core."""
 
 
 class Memory:
@@ -44,6 +48,7 @@ class Slot:
         if self.is_leaf:
             return  # The gradients of weights count elsewhere: what is added to them goes.
         if self.gradient is not None:
+            gradient.tape.backward_moves.append(3 * self.num_bytes)
             if self.gradient.num_slots == 1:
                 return
             gradient = Memory(gradient.tape, self.num_bytes)
@@ -100,6 +105,10 @@ class _Node:
     passes: bool
     kept: list[Memory | None]
     scratch_bytes: int
+    read_bytes: int
+    """Bytes that its backward reads beside gradients."""
+    moves: Moves | None
+    """Moves of its backward; None: of one operator that reads and writes all once."""
 
 
 @dataclass
@@ -110,6 +119,12 @@ class Tape:
     """False: nothing is kept for the backward, as in a layer that will be computed again."""
     alive_bytes: int = 0
     peak_bytes: int = 0
+    forward_moves: list[int] = field(default_factory=list)
+    """Moves of all operators in the forward."""
+    backward_moves: list[int] = field(default_factory=list)
+    """Moves of all operators in the backward, sums of gradients included."""
+    weight_bytes: int = 0
+    """Bytes that operators on weights alone move in the forward: copies in another dtype."""
     is_halved: bool = False
     """A backward gives the gradients of inputs first: until those of weights, it frees nothing."""
     products: deque[Memory] = field(default_factory=deque)
@@ -164,6 +179,8 @@ class Tape:
         product: bool = False,
         mixes: bool = False,
         read: Sequence[Tensor] = (),
+        forward_moves: Moves | None = None,
+        backward_moves: Moves | None = None,
     ) -> list[Tensor]:
         """Run an operation and return its outputs, given as (elements, bytes of each).
 
@@ -171,10 +188,19 @@ class Tape:
         it runs, beside inputs and outputs and their gradients. `view`: outputs lie in the memory of
         the first input. `passes`: the gradient of the output is that of every input.
         `product`: selective checkpointing keeps the outputs. `mixes`: tokens meet. `read`: frozen
-        weights that it reads, beside the inputs.
+        weights that it reads, beside the inputs. `forward_moves` and `backward_moves`: those of its
+        operators; by default one of each, which reads all inputs (what is kept and the gradients of
+        outputs) and writes all outputs (the gradients of inputs); none in the forward of a view and
+        in a backward that passes on its gradient; and a product moves 0 bytes.
         """
         self._num_run += 1
         self._note([*inputs, *read])
+        if forward_moves is None and not view:
+            moved = _total(inputs) + sum(numel * size for numel, size in outputs)
+            forward_moves = (0 if product else moved,)
+        self.forward_moves += forward_moves or ()
+        if all(x.parameter for x in inputs):
+            self.weight_bytes += sum(forward_moves or ())
         self.touch(forward)
         if view:
             results = [Tensor(inputs[0].memory, *size, None) for size in outputs]
@@ -197,7 +223,12 @@ class Tape:
             if keeps_outputs and self.keeps:
                 kept += [y.memory for y in results]
             made = [y.slot for y in results if y.slot is not None]
-            self._nodes.append(_Node(made, slots, passes, kept, backward))
+            if backward_moves is None and (product or passes):
+                backward_moves = (0,) * len(slots) * product
+            read_bytes = _total(keeps) + keeps_outputs * _total(results)
+            self._nodes.append(
+                _Node(made, slots, passes, kept, backward, read_bytes, backward_moves)
+            )
         return results
 
     def _note(self, inputs: Sequence[Tensor]) -> None:
@@ -276,7 +307,18 @@ class Tape:
         else:
             gradients = [Memory(self, slot.num_bytes) for slot in inputs]
             self.touch(node.scratch_bytes)
+        if node.moves is None:
+            given = sum(slot.num_bytes for slot in inputs)
+            taken = sum(slot.num_bytes for slot in node.outputs if slot.gradient is not None)
+            self.backward_moves.append(taken + node.read_bytes + given)
+        else:
+            self.backward_moves += node.moves
         for slot, gradient in zip(inputs, gradients, strict=True):
             slot.add(gradient)
         for slot in node.outputs:
             slot.clear()
+
+
+def _total(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of tensors, of which one may be there twice."""
+    return sum({id(x): x.num_bytes for x in tensors}.values())

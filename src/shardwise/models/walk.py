@@ -118,7 +118,8 @@ def norm_of(block: TapedBlock, name: str, x: Tensor) -> Tensor:
 def _side_by_side(block: TapedBlock, blocks: Sequence[Any], x: Tensor, num_shares: int) -> Tensor:
     """Return the sum of what blocks give for one input, which all ranks of `tp` have whole."""
     if num_shares > 1:
-        (x,) = block.tape.run([x], [(x.numel * num_shares, x.itemsize)])
+        sizes = [(x.numel * num_shares, x.itemsize)]
+        (x,) = block.tape.run([x], sizes, forward_moves=(), backward_moves=())  # a message
     total: Tensor | None = None
     for one in blocks:
         assert one.kind.activations is not None, f"{one.kind.name} has no formula of its memory"
@@ -128,5 +129,6 @@ def _side_by_side(block: TapedBlock, blocks: Sequence[Any], x: Tensor, num_share
         total = out if total is None else block.sum(total, out)
     assert total is not None
     if num_shares > 1:
-        (total,) = block.tape.run([total], [(total.numel // num_shares, total.itemsize)])
+        sizes = [(total.numel // num_shares, total.itemsize)]
+        (total,) = block.tape.run([total], sizes, forward_moves=(), backward_moves=())
     return total

@@ -52,8 +52,7 @@ from shardwise.lab.planner.measured_models import (
 )
 from shardwise.lab.planner.profile import Bench, Start, make_bench
 from shardwise.lab.planner.stopwatch import ROUNDS, Stopwatch
-from shardwise.lab.planner.traffic import Direction
-from shardwise.lab.planner.unit_time import amounts_of
+from shardwise.lab.planner.unit_time import Direction, in_bytes
 from shardwise.lab.planner.unit_work import UnitWork, work_of_units
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import free_cache
@@ -188,7 +187,7 @@ def _units(
     ):
         cfg = reference_run(folder, device, model_type, point, lora)
         try:
-            for family, work, seconds, host in _unit_seconds(cfg, mesh):
+            for work, seconds, host in _unit_seconds(cfg, mesh):
                 if first.setdefault(work.key, model_type) != model_type and model_type in OTHERS:
                     continue
                 backward = work.backward if work.has_backward else ()
@@ -196,9 +195,8 @@ def _units(
                     ("forward", work.forward, work.rest_forward),
                     ("backward", backward, work.rest_backward),
                 ):
-                    amounts = amounts_of(cfg, family, device, work.key, direction, rest)
                     rest_seconds = seconds[direction] - sum(map(speeds.product_seconds, products))
-                    points[work.key, direction].append((amounts, rest_seconds))
+                    points[work.key, direction].append((rest, rest_seconds))
                 for direction, pass_seconds in host.items():
                     queued[work.key, direction].append(pass_seconds)
         except (UserError, RuntimeError) as error:
@@ -222,23 +220,24 @@ def _units(
 
 def _unit_seconds(
     cfg: RunConfig, mesh: Mesh
-) -> Iterator[tuple[str, UnitWork, dict[Direction, float], dict[Direction, float]]]:
-    """Yield the family of a model and, of each of its units, the work and the seconds by direction:
-    those of the device, and those of a GPU's host.
+) -> Iterator[tuple[UnitWork, dict[Direction, float], dict[Direction, float]]]:
+    """Yield the work of each unit, as the device prices it, and its seconds by direction: those of
+    the device, and those of a GPU's host.
 
     On a CPU units with a state come twice, once as under `cp` without its messages: the second time
     their cores compute more, so the two tell the price of a core's FLOPs from that of all else.
     """
     facts = describe(cfg, 1, mesh.device)
-    family = itertools.repeat(facts.spec.family)
     works = work_of_units(cfg, facts.hf, facts.spec)
     bench = make_bench(cfg, mesh, facts, list(range(len(works))))
-    yield from zip(family, works, *_passes(bench))
+    if mesh.device.type == "cuda":
+        works = tuple(in_bytes(cfg, facts, place, work) for place, work in enumerate(works))
+    yield from zip(works, *_passes(bench))
     with_maps = work_of_units(cfg, facts.hf, facts.spec, has_neighbours=True)
-    if with_maps != works and mesh.device.type == "cpu":
+    if mesh.device.type == "cpu" and with_maps != works:
         for stage in bench.stages:
             stage.microbatches = [replace(x, neighbours=NoNeighbours()) for x in stage.microbatches]
-        yield from zip(family, with_maps, *_passes(bench))
+        yield from zip(with_maps, *_passes(bench))
 
 
 def _passes(bench: Bench) -> tuple[list[dict[Direction, float]], list[dict[Direction, float]]]:

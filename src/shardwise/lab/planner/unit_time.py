@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_microbatches, num_strategy_ranks
 from shardwise.config import RunConfig
 from shardwise.lab.planner.cluster import Cluster, efficiency
-from shardwise.lab.planner.traffic import DIRECTIONS, Direction, passes
 from shardwise.lab.planner.unit_work import Product, RestQuantities, UnitWork, work_of_units
 from shardwise.lab.planner.weights import shapes_of
+from shardwise.models.activations import unit_moves
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.parallel.strategies import strategy_of
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 class UnitSeconds(NamedTuple):
@@ -66,29 +69,20 @@ def seconds_of_units(
     # The first micro-batch has no gradient yet to add its own to.
     share_added = 1 - 1 / num_microbatches(cfg, prod(run.sizes.values()))
     shards, expert_shards = _shards_added(cfg, run)
-    price = _roofline if cluster.calibration is None else _measured
+    calibration = cluster.calibration
+    price = _roofline if calibration is None else _measured
+    is_on_cpu = calibration is not None and calibration.device == "cpu"
     priced: dict[int, UnitSeconds] = {}
     units = []
     works = work_of_units(cfg, run.hf, run.spec, _shapes(cfg, run))
-    undivided, tp = works, 1
-    if cluster.calibration is None and cfg.parallel.sequence_parallel:
-        # Each rank of tp has its share of all that lies between products.
-        tp = cfg.parallel.tp
-        without = replace(cfg, parallel=replace(cfg.parallel, tp=1, sequence_parallel=False))
-        undivided = work_of_units(without, run.hf, run.spec, _shapes(without, run))
-    for work, whole in zip(works, undivided, strict=True):
+    for unit_index, work in enumerate(works):
         if id(work) not in priced:
-            elements = whole.rest_forward.elements / tp
-            again, backward = work.rest_again, work.rest_backward
-            others = backward.trained - work.trained_experts
+            others = work.rest_backward.trained - work.trained_experts
             added = share_added * (others / shards + work.trained_experts / expert_shards)
-            in_step = replace(
-                work,
-                rest_forward=work.rest_forward._replace(elements=elements),
-                rest_backward=backward._replace(elements=elements, trained=added),
-                rest_again=again._replace(elements=elements) if again.calls else again,
-            )
-            priced[id(work)] = price(cfg, run.spec.family, cluster, num_busy, in_step)
+            in_step = replace(work, rest_backward=work.rest_backward._replace(trained=added))
+            if not is_on_cpu:
+                in_step = in_bytes(cfg, run, unit_index, in_step)
+            priced[id(work)] = price(cfg, cluster, num_busy, in_step)
         units.append(priced[id(work)])
     return units
 
@@ -116,9 +110,7 @@ def _shards_added(cfg: RunConfig, run: Description) -> tuple[int, int]:
     return number, number // parallel.ep
 
 
-def _measured(
-    cfg: RunConfig, family: str, cluster: Cluster, num_busy: int, work: UnitWork
-) -> UnitSeconds:
+def _measured(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -> UnitSeconds:
     """Return the seconds of a unit on a machine as it is calibrated."""
     calibration = cluster.calibration
     assert calibration is not None
@@ -126,11 +118,7 @@ def _measured(
 
     def seconds(products: Sequence[Product], direction: Direction, rest: RestQuantities) -> float:
         in_products = sum(map(speeds.product_seconds, products))
-        amounts = amounts_of(cfg, family, calibration.device, work.key, direction, rest)
-        result = in_products + speeds.rest_seconds(work.key, direction, amounts)
-        if calibration.device == "cuda":  # which was measured with weights in bfloat16
-            result += _cast_bytes(cfg, work, products, rest) / cluster.device.memory_bandwidth
-        return result
+        return in_products + speeds.rest_seconds(work.key, direction, rest)
 
     read_back = _read_back(cfg, cluster, work)
     host_forward, host_backward = (speeds.host_seconds(work.key, of) for of in DIRECTIONS)
@@ -148,32 +136,25 @@ def _measured(
     )
 
 
-def _roofline(
-    cfg: RunConfig, family: str, cluster: Cluster, num_busy: int, work: UnitWork
-) -> UnitSeconds:
+def _roofline(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -> UnitSeconds:
     """Return the seconds of a unit by a datasheet's figures; `num_busy` does not matter."""
-    device, dtype, hidden = cluster.device, product_dtype(cfg), hidden_dtype(cfg)
+    device = cluster.device
     bandwidth = device.memory_bandwidth * efficiency("memory")
-    rate = device.rate(dtype) * efficiency("core")
+    rate = device.rate(product_dtype(cfg)) * efficiency("core")
 
-    def seconds(
-        products: Sequence[Product], direction: Direction, rest: RestQuantities
-    ) -> PassSeconds:
+    def seconds(products: Sequence[Product], rest: RestQuantities) -> PassSeconds:
         in_products = sum(_product_seconds(cfg, cluster, product) for product in products)
-        times = passes(cfg, family, work.key, direction)
-        moved = 2 * times * rest.elements * dtype.itemsize
-        moved += _cast_bytes(cfg, work, products, rest)
         # A gradient is read, added to a sum, and the sum is written.
-        moved += 3 * rest.trained * hidden.itemsize
+        moved = rest.elements + 3 * rest.trained
         return PassSeconds(in_products + rest.core_flops / rate, moved / bandwidth)
 
     read_back = _read_back(cfg, cluster, work)
     none = PassSeconds(0.0, 0.0)
-    forward = seconds(work.forward, "forward", work.rest_forward)
+    forward = seconds(work.forward, work.rest_forward)
     backward = again = none
     if work.has_backward:
-        backward = seconds(work.backward, "backward", work.rest_backward)
-        again = seconds(work.again, "forward", work.rest_again)
+        backward = seconds(work.backward, work.rest_backward)
+        again = seconds(work.again, work.rest_again)
     return UnitSeconds(
         forward=sum(forward) + read_back,
         backward=sum(backward) + read_back * work.has_backward,
@@ -184,33 +165,44 @@ def _roofline(
     )
 
 
-def amounts_of(
-    cfg: RunConfig, family: str, device: str, key: str, direction: Direction, rest: RestQuantities
-) -> RestQuantities:
-    """Return what a calibration prices of the rest of a unit.
+def in_bytes(cfg: RunConfig, run: Description, unit_index: int, work: UnitWork) -> UnitWork:
+    """Return the work of a unit in what a GPU's price is about.
 
-    On a GPU elements count in bytes, as often as elementwise operators move them, and so do trained
-    weights, so that a price holds for other dtypes and kinds of layers than were measured.
+    Elements are the bytes that eager operators move, casts of weights included, and trained weights
+    count in bytes. So a price holds for other dtypes and kinds of layers than were measured.
     """
-    if device == "cpu":
-        return rest
-    moved = passes(cfg, family, key, direction) * product_dtype(cfg).itemsize
-    trained = rest.trained * hidden_dtype(cfg).itemsize
-    return rest._replace(elements=moved * rest.elements, trained=trained)
+    moves = unit_moves(_on_gpu(cfg), run.hf, run.spec, unit_index)
+    forward, backward = float(sum(moves.forward)), float(sum(moves.backward))
+    if cfg.training.compile == "inductor" and _is_compiled(cfg, work.key):
+        # Compiled code reads and writes once what eager operators read and write one by one, and
+        # still copies weights.
+        once = 2 * work.rest_forward.elements * product_dtype(cfg).itemsize + moves.weight_bytes
+        forward, backward = min(forward, once), min(backward, once)
+    again, itemsize = work.rest_again, hidden_dtype(cfg).itemsize
+
+    def of(rest: RestQuantities, elements: float) -> RestQuantities:
+        return rest._replace(elements=elements, trained=rest.trained * itemsize)
+
+    return replace(
+        work,
+        rest_forward=of(work.rest_forward, forward),
+        rest_backward=of(work.rest_backward, backward),
+        rest_again=of(again, forward) if again.calls else again,
+    )
 
 
-def _cast_bytes(
-    cfg: RunConfig, work: UnitWork, products: Sequence[Product], rest: RestQuantities
-) -> float:
-    """Return the bytes that autocast moves in a pass: it reads each matrix and writes it in the
-    dtype of products.
+def _on_gpu(cfg: RunConfig) -> RunConfig:
+    return replace(cfg, training=replace(cfg.training, device="cuda"))
 
-    In a backward LoRA's kernels do so again, and gradients of trained matrices go back. A chunked
-    loss has no products, and no casts, in its backward.
+
+def _is_compiled(cfg: RunConfig, key: str) -> bool:
+    """Return whether a unit is a layer without eager code.
+
+    Experts run as they are where tokens are sent or dropped; all of their layer is priced so.
     """
-    dtype, hidden = product_dtype(cfg), hidden_dtype(cfg)
-    is_cast = bool(products) or (rest.calls > 0 and work.way == "operators")
-    return is_cast * (hidden.itemsize + dtype.itemsize) * work.matrices * (hidden != dtype)
+    is_layer = not key.startswith(("embed, ", "head, "))
+    are_eager = cfg.parallel.ep > 1 or cfg.model.expert_capacity is not None
+    return is_layer and not (are_eager and ", moe, " in key)
 
 
 def _read_back(cfg: RunConfig, cluster: Cluster, work: UnitWork) -> float:

@@ -41,10 +41,11 @@ class RestQuantities(NamedTuple):
 
     calls: float
     elements: float
-    """Numbers that go into and come out of its products: traffic of elementwise operators."""
+    """Numbers that go into and come out of its products; on a GPU the bytes that its elementwise
+    operators move."""
     core_flops: float
     trained: float
-    """Elements of trained weights, whose gradients are added up."""
+    """Elements of trained weights, whose gradients are added up; on a GPU their bytes."""
 
 
 NOTHING = RestQuantities(0.0, 0.0, 0.0, 0.0)
@@ -69,9 +70,6 @@ class UnitWork:
     """The rest of the forward that the backward runs again."""
     trained_experts: float
     """Trained elements of experts, which `rest_backward` counts too."""
-    matrices: float
-    """Elements of the matrices that multiply tokens in it, which autocast casts each time; it casts
-    no stacks of experts."""
     stored: float = 0.0
     """Elements of matrices in a form of `model.base`, which each pass reads back."""
 
@@ -135,7 +133,7 @@ def _work(
     forward: list[Product] = []
     backward: list[Product] = []
     again: list[Product] = []
-    elements = matrices = 0.0
+    elements = 0.0
     for weight in unit.weights:
         shape = shapes[weight.name]
         is_lora_b = ".lora_B." in weight.name
@@ -159,7 +157,6 @@ def _work(
             forward.append(product)
             again += [product] * is_rerun(weight, way)
             backward += [*_backward(weight, shape, rows, times), *[product] * is_again(weight)]
-            matrices += 0.0 if is_stack else prod(shape)
     if unit.kind == "embed":
         elements = float(
             tokens * min(shape[-1] for name, shape in shapes.items() if unit.name in name)
@@ -186,7 +183,6 @@ def _work(
         again=tuple(again),
         rest_again=NOTHING if way == "none" else RestQuantities(1.0, elements, core_again, 0.0),
         trained_experts=trained_experts,
-        matrices=matrices,
     )
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from shardwise.models.elementwise import SharedRows
 from shardwise.models.kinds.base import Core, Kind
-from shardwise.models.operations import WIDE, SharedRows, TapedBlock
+from shardwise.models.moves import SMALL, WIDE
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -107,7 +109,7 @@ def _head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def activations(block: TapedBlock, x: Tensor) -> Tensor:
+def activations(block: TapedBlock, x: Tensor, rotates_wide: bool = False) -> Tensor:
     """Keep the input of the projections, queries, keys, values, and the output once.
 
     Fused attention keeps a number per query and head beside them, and no scores. A gate on the
@@ -122,12 +124,15 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
     if block.num_in(output) < q.numel // block.tokens:
         q, gate = block.split(q, (1, 1))
         gate = block.copied(gate)
-    q = block.viewed(_normed(block, ("q_norm", "q_layernorm"), q, size))
-    k = block.viewed(_normed(block, ("k_norm", "k_layernorm"), k, size))
-    v = block.viewed(v)
     rotary = rotary_size(block.config, size)
+    q = _normed(block, ("q_norm", "q_layernorm"), q, size)
+    k = _normed(block, ("k_norm", "k_layernorm"), k, size)
+    # What joins the gradients of queries and gates copies them.
+    q = block.viewed(q, is_copied=rotary > 0 and gate is None)
+    k = block.viewed(k, is_copied=rotary > 0)
+    v = block.viewed(v, is_copied=False)
     if rotary:
-        q, k = block.rotated(q, rotary / size), block.rotated(k, rotary / size)
+        q, k = (block.rotated(y, rotary / size, rotates_wide) for y in (q, k))
     mask = 0
     window = getattr(block.config, "sliding_window", None) if block.is_windowed else None
     # A shorter row needs none, and attention under cp makes none.
@@ -153,7 +158,8 @@ def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
         latent = block.rms_norm("q_a_layernorm.weight", q, block.num_out(first))
         q = block.linear("q_b_proj", latent)
     num_heads = q.numel // block.tokens // (nope + rope)
-    q = queries = block.viewed(q)  # transformers' code refers to it until it returns
+    # transformers' code refers to it until it returns.
+    q = queries = block.viewed(q, is_copied=True)
     if is_rotated:
         turned = block.turned(block.slice(queries, q.numel * rope // (nope + rope)))
         q = block.beside_turned(turned, block.slice(queries, q.numel * nope // (nope + rope)))
@@ -162,10 +168,18 @@ def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
     compressed = block.rms_norm("kv_a_layernorm.weight", compressed, rank)
     if is_rotated:
         k_rot = block.rotated(k_rot, 1)
-    expanded = block.viewed(block.linear("kv_b_proj", compressed))
+    expanded = block.viewed(block.linear("kv_b_proj", compressed), is_copied=True)
     k, v = block.split(expanded, (nope, values))
     keys = num_heads * (nope + rope) * block.tokens
-    k = block.tape.run([k, k_rot], [(keys, expanded.itemsize)])[0]
+    whole, part = keys * expanded.itemsize, k.num_bytes
+    last = whole - part  # all heads have the same features there
+    back = (2 * whole, 2 * last, last, 2 * last, 2 * whole, 2 * part, last + k_rot.num_bytes)
+    (k,) = block.tape.run(
+        [k, k_rot],
+        [(keys, expanded.itemsize)],
+        forward_moves=(2 * part, last + k_rot.num_bytes),
+        backward_moves=back,
+    )
     if block.shares_rows:
         out = _over_ranks(block, block.shares_rows, q, k, v, (nope + rope, values))
     else:
@@ -185,17 +199,21 @@ def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: i
     q, k, v = block.scaled(wide[0]), block.scaled(wide[1]), wide[2]
     pairs = block.rows * num_heads * block.length * block.length
     run, size = partial(block.tape.run, product=True, mixes=True), [(pairs, q.itemsize)]
-    (scores,) = run([q, k], size, keeps=[q, k], forward=pairs)
+    square = block.length**2
+    masked = [square, 2 * square, SMALL, SMALL, 5 * square, 2 * pairs * q.itemsize]
+    (scores,) = run([q, k], size, keeps=[q, k], forward=pairs, forward_moves=[0, *masked])
     shares = block.pointwise(scores, keeps_outputs=True, forward=pairs)
     del scores
     size = [(v.numel, v.itemsize)]
-    (out,) = run([shares, v], size, keeps=[shares, v])
+    copied = [pairs * (WIDE + itemsize)] * (itemsize < WIDE)  # autocast rounds them
+    (out,) = run([shares, v], size, keeps=[shares, v], forward_moves=[0, *copied])
     return block.copied(block.as_dtype(out, itemsize))
 
 
 def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, what the projection gives, and the output once."""
-    q, k, v = (block.viewed(part) for part in block.split(block.linear("c_attn", x), (1, 1, 1)))
+    parts = block.split(block.linear("c_attn", x), (1, 1, 1))
+    q, k, v = (block.viewed(part, is_copied=False) for part in parts)
     size = block.config.n_embd // block.config.n_head
     if block.shares_rows:
         out = _over_ranks(block, block.shares_rows, q, k, v, (size, size))
@@ -250,6 +268,8 @@ def _over_ranks(
         forward=forward,
         backward=others + padding + output_bytes,
         mixes=True,
+        forward_moves=(0,),
+        backward_moves=(0,),
     )
     del received
     return block.copied(out) if shared.way == "ulysses" else out
@@ -266,7 +286,7 @@ def _normed(block: TapedBlock, names: tuple[str, ...], x: Tensor, size: int) -> 
 def rotary_size(config: PretrainedConfig, size: int) -> int:
     """Return how many features of a head are rotated; 0 in a model without rotary positions."""
     parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
+    if not parameters or getattr(config, "position_embedding_type", None) == "nope":
         return 0
     return int(size * parameters.get("partial_rotary_factor", 1.0))
 
@@ -339,6 +359,8 @@ FULL = Kind(
     shares_input=("q_proj", "k_proj", "v_proj"),
 )
 SLIDING = replace(FULL, name="sliding_attention", cores=sliding_cores)
+ROTATED_WIDE = replace(FULL, activations=partial(activations, rotates_wide=True))
+"""OLMo's, whose positions are rotated in 32 bits."""
 LATENT = replace(
     FULL,
     cores=latent_cores,

@@ -12,7 +12,8 @@ import torch
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.chunks import Chunks, chunks_of
 from shardwise.models.kinds.base import Carried, Core
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import WIDE
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 
 
@@ -152,6 +153,8 @@ def rule_outputs(
         forward=forward,
         backward=backward,
         mixes=True,
+        forward_moves=(0,),
+        backward_moves=(0,),
     )
     return out
 

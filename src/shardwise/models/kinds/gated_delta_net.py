@@ -28,7 +28,8 @@ from shardwise.models.kinds.short_convolution import (
     UNCUT_CONVOLUTION,
     convolved,
 )
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import WIDE
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -178,6 +179,8 @@ def _by_fla(
         forward=size * (keys + 2 * values + states),
         backward=size * (3 * keys + 3 * values + 2 * states),
         mixes=True,
+        forward_moves=(0,),
+        backward_moves=(0,),
     )
     return out
 

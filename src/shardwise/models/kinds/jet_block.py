@@ -20,7 +20,8 @@ from shardwise.models.kinds import gated_delta_net
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.delta_rule import rule_carries
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import WIDE, generated_convolution
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, DimCut, even, evenly
 
@@ -70,7 +71,8 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
     generator = "dynamic_conv1d.kernel_generator"
     q, k, values, a, b, gate, between = block.linears((*PROJECTIONS, f"{generator}.w1"), x)
     kernels = block.linear(f"{generator}.w2", block.pointwise(between, [between]))
-    wide = values.numel * WIDE
+    wide, width = values.numel * WIDE, kernels.numel // values.numel
+    moves, moves_back = generated_convolution(values.numel, values.itemsize, width)
     v = block.tape.run(
         [values, kernels],
         [(values.numel, values.itemsize)],
@@ -78,6 +80,8 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
         forward=2 * wide,
         backward=4 * wide,
         mixes=True,
+        forward_moves=moves,
+        backward_moves=moves_back,
     )[0]
     del values, between, kernels
     q, k = block.pointwise(q, [q]), block.pointwise(k, [k])

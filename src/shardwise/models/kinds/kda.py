@@ -22,7 +22,8 @@ from shardwise.models.kinds.delta_rule import (
     rule_outputs,
 )
 from shardwise.models.kinds.short_convolution import UNCUT_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import WIDE
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,

@@ -19,7 +19,8 @@ from shardwise.models.chunks import chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import WIDE
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -120,6 +121,8 @@ def _scanned(
         forward=forward,
         backward=backward,
         mixes=True,
+        forward_moves=(0,),
+        backward_moves=(0,),
     )
     return out
 

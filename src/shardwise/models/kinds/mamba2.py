@@ -22,7 +22,8 @@ from shardwise.models.chunks import chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import WIDE
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor, parameter
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -183,6 +184,8 @@ def _scanned(
         forward=forward,
         backward=backward,
         mixes=True,
+        forward_moves=(0,),
+        backward_moves=(0,),
     )
     return out
 
@@ -199,10 +202,7 @@ def _normed(block: TapedBlock, x: Tensor, gate: Tensor) -> Tensor:
     if gate_first:
         wide = block.product(wide, _opened(block, gate))
     wide = block.as_dtype(wide, WIDE)
-    squares = block.pointwise(wide, [wide], backward=2 * wide.num_bytes)
-    (mean,) = block.tape.run([squares], [(block.tokens, WIDE)])
-    del squares
-    wide = block.product(wide, block.pointwise(mean, keeps_outputs=True))
+    wide = block.rescaled(wide, wide.numel // block.tokens)
     if not is_falcon:
         return block.product(block.weight("norm.weight"), block.as_dtype(wide, x.itemsize))
     wide = block.product(block.weight("norm.weight"), wide)

@@ -11,7 +11,8 @@ from typing import Any
 
 from shardwise.models.kinds import feed_forward
 from shardwise.models.kinds.base import Kind
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import SMALL, WIDE
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -93,9 +94,8 @@ def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor,
     weight = block.weight(name)
     if is_wide:
         x, weight = block.as_dtype(x, WIDE), block.as_dtype(weight, WIDE)
-    else:
-        itemsize = block.cast or x.itemsize
-        x, weight = block.as_dtype(x, itemsize), block.as_dtype(weight, itemsize)
+    itemsize = block.cast or x.itemsize
+    x, weight = block.as_dtype(x, itemsize), block.as_dtype(weight, itemsize)
     keeps = [x] if weight.slot is not None else []
     if x.slot is not None:
         keeps.append(weight)
@@ -103,15 +103,24 @@ def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor,
     logits = block.tape.run([x, weight], [(numel, x.itemsize)], keeps=keeps, product=True)[0]
     is_late = hasattr(block.config, "logits_scaling")  # Granite's softmax is over the chosen ones
     # LFM2's sigmoids are in the dtype of the logits.
-    scores = logits if "expert_bias" in block.buffers else block.as_dtype(logits, WIDE)
+    is_sigmoid = is_wide or "expert_bias" in block.buffers
+    scores = logits if is_sigmoid else block.as_dtype(logits, WIDE)
     named = scores if is_late else logits
     if not is_late:
         scores = block.pointwise(scores, keeps_outputs=True)
     chosen = block.tape.tensor(block.tokens * block.top_k, 8)
-    top = block.tape.run([scores], [(block.tokens * block.top_k, scores.itemsize)], keeps=[chosen])[
-        0
-    ]
-    top = block.pointwise(top, [] if is_late else [top], keeps_outputs=is_late)
+    whole = scores.num_bytes
+    # A bias is added; groups of experts are chosen, then experts of them.
+    moves = [2 * whole, whole, *[SMALL] * 7, 2 * whole, whole, whole] if is_wide else [whole]
+    size = [(block.tokens * block.top_k, scores.itemsize)]
+    (top,) = block.tape.run(
+        [scores], size, keeps=[chosen], forward_moves=moves, backward_moves=(whole, 2 * whole)
+    )
+    # A softmax, or a sum by which what was chosen is divided.
+    moves, back = ([SMALL], [SMALL]) if is_late else ([SMALL] * 3, [SMALL] * 7)
+    kept = [] if is_late else [top]
+    options = {"forward_moves": moves, "backward_moves": back}
+    top = block.pointwise(top, kept, keeps_outputs=is_late, **options)
     # What sigmoids give stays in 32 bits.
     rounded = block.as_dtype(top, logits.itemsize) if rounds_weights and not is_wide else top
     return rounded, named
@@ -127,12 +136,21 @@ def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor)
     order = [block.tape.tensor(rows, 8) for _ in range(2)]
     named = [block.tape.tensor(num, 8) for num in (rows, block.tokens)]  # experts and documents
     size = [(rows * (x.numel // block.tokens), x.itemsize)]
-    (taken,) = block.tape.run([x], size, keeps=[order[0]])
+    taken_bytes, sorting = size[0][0] * x.itemsize, [SMALL] * 12
+    (taken,) = block.tape.run(
+        [x],
+        size,
+        keeps=[order[0]],
+        forward_moves=[*sorting, x.num_bytes + taken_bytes],
+        backward_moves=(2 * taken_bytes, taken_bytes + x.num_bytes),
+    )
     sent: list[Tensor] = []
     if block.spreads_experts:
         # Rows go to their experts' ranks, where they are sorted once more. What left and what came
         # stays until the outputs are back; only the sorted ones are kept.
-        sent = [taken, *block.tape.run([taken], size)]
+        (received,) = block.tape.run([taken], size, forward_moves=(), backward_moves=())
+        sent = [taken, received]
+        del received
         order += [block.tape.tensor(rows, 8) for _ in range(2)]
         (taken,) = block.tape.run([sent[1]], size, keeps=[order[2]])
     hidden = _grouped(experts, up, taken, rows * num_out)
@@ -145,10 +163,13 @@ def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor)
     del hidden
     if block.spreads_experts:
         (y,) = block.tape.run([y], [(y.numel, y.itemsize)], keeps=[order[3]])
-        (y,) = block.tape.run([y], [(y.numel, y.itemsize)])
+        (y,) = block.tape.run([y], [(y.numel, y.itemsize)], forward_moves=(), backward_moves=())
     del sent
-    y = block.tape.run([y], [(y.numel, y.itemsize)], keeps=[order[1]])[0]
-    weighted = block.product(y, weights)
+    moved = 2 * y.num_bytes
+    y = block.tape.run(
+        [y], [(y.numel, y.itemsize)], keeps=[order[1]], forward_moves=(SMALL, moved)
+    )[0]
+    weighted = block.product(y, weights, repeats=block.top_k)
     out = block.tape.run([weighted], [(y.numel // block.top_k, weighted.itemsize)], passes=True)[0]
     del weighted, named
     return block.as_dtype(out, x.itemsize)
@@ -166,7 +187,17 @@ def _grouped(experts: TapedBlock, name: str, x: Tensor, numel: int) -> Tensor:
     values, most = experts.parameters[name].reading(weight.itemsize)
     experts.tape.touch(most)
     back, sizes = max(values, most - x.num_bytes), [(numel, x.itemsize)]
-    (y,) = experts.tape.run(inputs, sizes, keeps=kept, forward=values, backward=back, product=True)
+    # The gradients of all experts' factors B lie apart in the parameter.
+    copied = [2 * factor.num_bytes for factor in factors[1:]]
+    (y,) = experts.tape.run(
+        inputs,
+        sizes,
+        keeps=kept,
+        forward=values,
+        backward=back,
+        product=True,
+        backward_moves=(0, *copied),
+    )
     return y
 
 

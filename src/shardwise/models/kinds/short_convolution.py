@@ -11,7 +11,8 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.short_conv import backend, short_conv
 from shardwise.kernels.short_conv.shifted import BLOCK
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
-from shardwise.models.operations import WIDE, TapedBlock
+from shardwise.models.moves import WIDE, convolution
+from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, blocked, depthwise, even, linear, unwrapped
 
@@ -52,7 +53,7 @@ def uncut_convolution(tokens: Tokens, x: torch.Tensor, weight: torch.Tensor, **f
     return Uncut(causal_convolution(tokens, x, weight, **flags))
 
 
-def convolved(block: TapedBlock, x: Tensor, name: str = "conv1d") -> Tensor:
+def convolved(block: TapedBlock, x: Tensor, name: str = "conv1d", has_silu: bool = True) -> Tensor:
     """Return the convolution of x, which keeps x alone; see kernels/short_conv.
 
     It works in 32 bits, on a CPU on 64 tokens at a time: on their sums and a product with one tap
@@ -63,13 +64,24 @@ def convolved(block: TapedBlock, x: Tensor, name: str = "conv1d") -> Tensor:
     wide = tokens * channels * WIDE
     copied = wide if x.itemsize < WIDE else 0
     names = [n for n in (f"{name}.weight", f"{name}.bias") if n in block.parameters]
+    weights = [block.weight(n) for n in names]
+    moves, moves_back = convolution(
+        x.numel,
+        x.itemsize,
+        width,
+        bias=len(names) > 1,
+        silu=has_silu,
+        is_trained=weights[0].slot is not None,
+    )
     return block.tape.run(
-        [x, *map(block.weight, names)],
+        [x, *weights],
         [(x.numel, x.itemsize)],
         keeps=[x],
         forward=2 * wide + copied,
         backward=4 * wide + copied + 5 * width * channels * WIDE,
         mixes=True,
+        forward_moves=moves,
+        backward_moves=moves_back,
     )[0]
 
 
@@ -77,7 +89,7 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep B, C and x of the first projection, B x, its convolution, and the last one's input."""
     b, c, x = block.split(block.linear("in_proj", x), (1, 1, 1))
     hidden = block.product(b, x)
-    hidden = convolved(block, hidden, "conv")
+    hidden = convolved(block, hidden, "conv", has_silu=False)
     y = block.product(c, hidden)
     return block.linear("out_proj", y)
 
