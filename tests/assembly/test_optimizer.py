@@ -126,12 +126,14 @@ def test_sgd_and_adamw_take_their_settings():
 PLAIN_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
 DELTA_NET = {"linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"}
 QK_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+NORMS_BEHIND = {
+    *QK_NORMS,
+    *("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "norm.weight"),
+}
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
-    "tiny-olmo2": {
-        *QK_NORMS, "post_attention_layernorm.weight", "post_feedforward_layernorm.weight",
-        "norm.weight",
-    },
+    **dict.fromkeys(("tiny-olmo2", "tiny-olmo3", "tiny-exaone4"), NORMS_BEHIND),
+    "tiny-qwen2": {*PLAIN_NORMS, *(f"self_attn.{name}_proj.bias" for name in "qkv")},
     "tiny-qwen3_moe": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
     "tiny-qwen3_5": {
         *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight",

@@ -129,6 +129,11 @@ def _qwen3(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def _smollm3(sizes: Sizes) -> dict[str, Any]:
+    rotated = [int(sizes.chance(0.7)) for _ in range(sizes.num_layers)]
+    return _llama(sizes) | {"no_rope_layers": rotated}
+
+
 def _qwen3_moe(sizes: Sizes) -> dict[str, Any]:
     return _attention(sizes) | _mixture(sizes)
 
@@ -419,6 +424,10 @@ def _jet_nemotron(sizes: Sizes) -> dict[str, Any]:
 
 _FLAGS = {
     "llama": ("attention_bias", "mlp_bias"),
+    "arcee": ("attention_bias", "mlp_bias"),
+    "granite": ("attention_bias", "mlp_bias"),
+    "smollm3": ("attention_bias", "mlp_bias"),
+    "olmo3": ("attention_bias",),
     "qwen3": ("attention_bias",),
     "olmo2": ("attention_bias",),
     "qwen3_moe": ("attention_bias", "norm_topk_prob"),
@@ -451,6 +460,14 @@ _FLAGS = {
 }
 _OWN = {
     "llama": _llama,
+    "arcee": _llama,
+    "granite": _llama,
+    "ministral3": _llama,
+    "mistral": _llama,
+    "smollm3": _smollm3,
+    "qwen2": _qwen3,
+    "olmo3": _qwen3,
+    "exaone4": _qwen3,
     "qwen3": _qwen3,
     "olmo2": _attention,
     "qwen3_moe": _qwen3_moe,

@@ -34,6 +34,7 @@ _HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
+_SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 24}
 _MAMBA2 = {
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
@@ -48,14 +49,16 @@ _DENSE_THEN_MIXTURE = {
 }
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
+    "ministral3": {"num_hidden_layers": 2, "head_dim": 8},
+    "smollm3": {"num_hidden_layers": 2, "head_dim": 8, "no_rope_layers": [1, 0]},
+    "granite": {"num_hidden_layers": 2},
+    "arcee": {"num_hidden_layers": 2, "head_dim": 8},
+    "qwen2": {"num_hidden_layers": 2, "use_sliding_window": True, **_SLIDING},
+    "olmo3": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
+    "exaone4": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "olmo2": {"num_hidden_layers": 2, "head_dim": 8},
-    "qwen3": {
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "use_sliding_window": True,
-        "sliding_window": 24,
-    },
+    "qwen3": {"num_hidden_layers": 2, "head_dim": 8, "use_sliding_window": True, **_SLIDING},
     "qwen3_moe": {
         "num_hidden_layers": 2,
         "head_dim": 8,

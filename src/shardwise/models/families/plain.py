@@ -1,13 +1,32 @@
 """Families of the common shape: softmax attention, then an MLP."""
 
-from shardwise.models.families.base import Family, mixer
+from shardwise.models.families.base import Family, StageFacts, mixer
 from shardwise.models.kinds import attention
 from shardwise.models.spec import Norms
 
 LLAMA = Family("llama")
+MISTRAL = Family("mistral")
+MINISTRAL3 = Family("ministral3")
+QWEN2 = Family("qwen2")
 QWEN3 = Family("qwen3")
+SMOLLM3 = Family("smollm3")
+ARCEE = Family("arcee")
 OLMO2 = Family(
     "olmo2",
     mixers={"full_attention": mixer("self_attn", attention.ROTATED_WIDE)},
     norms=Norms(rounds_last=True),
+)
+OLMO3 = Family(
+    "olmo3",
+    mixers={
+        "full_attention": mixer("self_attn", attention.ROTATED_WIDE),
+        "sliding_attention": mixer("self_attn", attention.SLIDING_ROTATED_WIDE),
+    },
+    norms=Norms(rounds_last=True),
+)
+EXAONE4 = Family("exaone4")
+GRANITE = Family(
+    "granite",
+    cut=StageFacts(factor="embedding_multiplier"),
+    logits_divided_by="logits_scaling",
 )

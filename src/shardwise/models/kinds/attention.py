@@ -361,6 +361,7 @@ FULL = Kind(
 SLIDING = replace(FULL, name="sliding_attention", cores=sliding_cores)
 ROTATED_WIDE = replace(FULL, activations=partial(activations, rotates_wide=True))
 """OLMo's, whose positions are rotated in 32 bits."""
+SLIDING_ROTATED_WIDE = replace(ROTATED_WIDE, name="sliding_attention", cores=sliding_cores)
 LATENT = replace(
     FULL,
     cores=latent_cores,
