@@ -26,7 +26,5 @@ OLMO3 = Family(
 )
 EXAONE4 = Family("exaone4")
 GRANITE = Family(
-    "granite",
-    cut=StageFacts(factor="embedding_multiplier"),
-    logits_divided_by="logits_scaling",
+    "granite", cut=StageFacts(factor="embedding_multiplier"), logits_divided_by="logits_scaling"
 )
