@@ -11,7 +11,7 @@ import torch
 from shardwise.assembly.build import build
 from shardwise.base import batches
 from shardwise.base.batches import Batch
-from shardwise.kernels import chunks, linear_cross_entropy
+from shardwise.kernels import delta_rule, linear_cross_entropy
 from shardwise.kernels.gated_delta_rule import chunked
 from shardwise.kernels.packed import packed
 from shardwise.kernels.short_conv import shifted
@@ -132,7 +132,7 @@ def test_fla_is_given_documents_that_the_host_knows(num_ranks, is_known, monkeyp
 
 def test_a_hybrid_with_lora_launches_fewer_operators_than_with_peft(monkeypatch):
     """As on a GPU: all chunks of a row at once, a convolution in one block, logits in one chunk."""
-    monkeypatch.setitem(chunks.AT_ONCE, "cpu", chunks.AT_ONCE["cuda"])
+    monkeypatch.setitem(delta_rule.AT_ONCE, "cpu", delta_rule.AT_ONCE["cuda"])
     monkeypatch.setattr(shifted, "BLOCK", 512)
     monkeypatch.setattr(linear_cross_entropy.chunked, "CPU_ROWS", 1024)
     cfg = run_config(Cell("qwen3_5_text", "single", "lora"))

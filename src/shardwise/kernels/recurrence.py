@@ -71,6 +71,11 @@ def begins(documents: torch.Tensor) -> torch.Tensor:
     return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
 
 
+def numbers_of(documents: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the number of each token's document in its row, from 0: [B, T]."""
+    return None if documents is None else begins(documents).cumsum(1)
+
+
 def by_matrix(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """Return matrices [B, N, S, S] times states [B, N, S, H]."""
     return transition @ state

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.kernels.chunks import AT_ONCE
+from shardwise.kernels.delta_rule import AT_ONCE
 from shardwise.kernels.gated_delta_rule import RECURRENCE, chunked, gated_delta_rule, naive
 from tests.models.tiny import relative_error
 

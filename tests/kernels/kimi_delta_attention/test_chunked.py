@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
-from shardwise.kernels.chunks import AT_ONCE
+from shardwise.kernels.delta_rule import AT_ONCE
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, chunked, kimi_delta_attention, naive
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from tests.kernels.gated_delta_rule.test_chunked import run

@@ -5,38 +5,21 @@ r_i = beta_i (v_i - what the state stores under k_i) solve a unit lower triangul
 
     r_i + sum_{j<i} beta_i (k_i . k_j) e^{G_i - G_j} r_j = beta_i v_i - beta_i e^{G_i} s^T k_i
 
-The output is a sum of what the state and what the corrections of the chunk give to each token, and
-the next state is linear in both. Where a document begins, the decays over its border are 0.
-
-The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
-inputs and the state before each chunk, and computes the rest again. Only the state goes from chunk
-to chunk: all else is computed for as many chunks at once as the device likes.
+What follows from them is kernels/delta_rule.py. Where a document begins, the decays over its border
+are 0. The backward is the chain rule on these equations.
 Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, section 3.3.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from shardwise.kernels.chunks import (
-    Span,
-    heads_first,
-    pass_back,
-    pass_on,
-    spans,
-    tokens_first,
-    tokens_of,
-    zero_state,
-)
+from shardwise.kernels.delta_rule import ChunkedRule, InChunks, Span, back_to_states, heads_first
 from shardwise.kernels.gated_delta_rule.naive import State
-from shardwise.kernels.recurrence import LOG2_E, Summary, begins, wide
-
-CHUNK = 64
-"""C: tokens of a chunk."""
+from shardwise.kernels.recurrence import LOG2_E, numbers_of
 
 
 def gated_delta_rule(
@@ -53,107 +36,8 @@ def gated_delta_rule(
     Where `documents` [B, T] changes from one token to the next, the state before the latter is 0;
     `state` is that of the first token's document.
     """
-    out, last = _GatedDeltaRule.apply(q, k, v, g, beta, state, documents)
+    out, last = InChunks.apply(RULE, state, documents, q, k, v, g, beta)
     return out, last
-
-
-def summary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    documents: torch.Tensor | None,
-) -> Summary:
-    """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
-    # The state and the matrix are columns of one state, of which only the former gets values.
-    key_size, value_size = k.shape[-1], v.shape[-1]
-    s = F.pad(zero_state(k, v), (0, key_size))
-    s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
-    numbers = _numbers(documents)
-    with torch.autocast(v.device.type, enabled=False):
-        for span in spans(v, CHUNK):
-            chunks = _chunks(k, k, v, g, beta, numbers, span)  # no query is read
-            values, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
-            values = F.pad(values, (0, key_size))
-            *_, s = pass_on(values, reads, chunks.k_to_end, chunks.over, s)
-    after, transition = s.split([value_size, key_size], -1)
-    return Summary(transition.contiguous(), after.contiguous())
-
-
-def grad_before(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    grad_out: torch.Tensor,
-    documents: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    numbers, grad_state = _numbers(documents), zero_state(k, v)
-    with torch.autocast(v.device.type, enabled=False):
-        for span in reversed(spans(v, CHUNK)):
-            chunks = _chunks(q, k, v, g, beta, numbers, span)
-            _, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
-            similar = (chunks.q @ chunks.k.mT).mul_(chunks.between)
-            *_, grad_state = _pass_back(
-                chunks, reads, similar, heads_first(grad_out, span), grad_state
-            )
-    return grad_state
-
-
-class _GatedDeltaRule(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        state: State,
-        documents: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        s = zero_state(k, v) if state is None else wide(state)
-        numbers, states, out = _numbers(documents), [], torch.empty_like(v)
-        # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
-        with torch.autocast(v.device.type, enabled=False):
-            for span in spans(v, CHUNK):
-                chunks = _chunks(q, k, v, g, beta, numbers, span)
-                values, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
-                before, corrections, s = pass_on(values, reads, chunks.k_to_end, chunks.over, s)
-                states.append(before)
-                scores = (chunks.q @ chunks.k.mT) * chunks.between
-                outs = chunks.q_from_start @ before + scores @ corrections
-                tokens_of(out, span).copy_(tokens_first(outs))
-        ctx.state_dtype = s.dtype if state is None else state.dtype
-        ctx.save_for_backward(q, k, v, g, beta, documents, *states)
-        return out, s
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, g, beta, documents, *states = ctx.saved_tensors
-        grad_out, grad_last = gradients
-        numbers, grad_state = _numbers(documents), wide(grad_last)
-        grad_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
-        with torch.autocast(v.device.type, enabled=False):
-            for span in reversed(spans(v, CHUNK)):
-                chunks = _chunks(q, k, v, g, beta, numbers, span)
-                grad_chunks, grad_state = _backward(
-                    chunks, states.pop(), heads_first(grad_out, span), grad_state
-                )
-                grad_q, grad_k, grad_v, grad_g, grad_beta = grad_chunks
-                keys = k.shape[2]
-                grad_q = _through_unit(grad_q, chunks.q, chunks.q_factor, k.shape[-1] ** -0.5, keys)
-                grad_k = _through_unit(grad_k, chunks.k, chunks.k_factor, 1.0, keys)
-                grad_slices = (grad_q, grad_k, grad_v, grad_g[..., 0], grad_beta[..., 0])
-                for grad_x, grad_slice in zip(grad_inputs, grad_slices):
-                    tokens_of(grad_x, span).copy_(tokens_first(grad_slice))
-        if not ctx.needs_input_grad[5]:
-            return *grad_inputs, None, None
-        return *grad_inputs, grad_state.to(ctx.state_dtype), None
 
 
 class _DeltaChunks(NamedTuple):
@@ -235,6 +119,11 @@ def _alike(chunks: _DeltaChunks) -> torch.Tensor:
     return (chunks.k @ chunks.k.mT) * chunks.between
 
 
+def _similar(chunks: _DeltaChunks, _: None) -> torch.Tensor:
+    """Return q_i . k_j times the share of token j that is left at token i: [n, B, N, C, C]."""
+    return (chunks.q @ chunks.k.mT) * chunks.between
+
+
 def _inverse(chunks: _DeltaChunks, alike: torch.Tensor) -> torch.Tensor:
     """Return the inverse of the system's matrix, lower triangular: [n, B, N, C, C]."""
     size = alike.shape[-1]
@@ -245,28 +134,31 @@ def _inverse(chunks: _DeltaChunks, alike: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _solve(chunks: _DeltaChunks, inverse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return values [n, B, N, C, H] and reads [n, B, N, C, S].
+def _solve(chunks: _DeltaChunks, _: None) -> tuple[torch.Tensor, ...]:
+    """Return values [n, B, N, C, H] and reads [n, B, N, C, S]; see `pass_on`."""
+    return _solved(chunks, _inverse(chunks, _alike(chunks)))
 
-    The corrections of a chunk are values - reads @ s, with the state s before it.
-    """
+
+def _solved(chunks: _DeltaChunks, inverse: torch.Tensor) -> tuple[torch.Tensor, ...]:
     by_beta = inverse * chunks.beta.mT
     return by_beta @ chunks.v, by_beta @ chunks.k_from_start
 
 
-def _pass_back(
+def _gradients(
+    inputs: Sequence[torch.Tensor],
     chunks: _DeltaChunks,
-    reads: torch.Tensor,
-    similar: torch.Tensor,
+    span: Span,
+    before: torch.Tensor,
     grad_out: torch.Tensor,
     grad_state: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the states after the chunks, of corrections, and of the first state.
-
-    `grad_state` [B, N, S, H] is that of the state after the last one.
-    """
-    grad_before, grad_corrections = chunks.q_from_start.mT @ grad_out, similar.mT @ grad_out
-    return pass_back(reads, chunks.k_to_end, chunks.over, grad_before, grad_corrections, grad_state)
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """See ChunkedRule."""
+    grads, grad_state = _backward(chunks, before, grad_out, grad_state)
+    grad_q, grad_k, grad_v, grad_g, grad_beta = grads
+    keys, size = inputs[1].shape[2:]
+    grad_q = _through_unit(grad_q, chunks.q, chunks.q_factor, size**-0.5, keys)
+    grad_k = _through_unit(grad_k, chunks.k, chunks.k_factor, 1.0, keys)
+    return (grad_q, grad_k, grad_v, grad_g[..., 0], grad_beta[..., 0]), grad_state
 
 
 def _backward(
@@ -280,8 +172,8 @@ def _backward(
     q, k, v, beta, between = chunks.q, chunks.k, chunks.v, chunks.beta, chunks.between
     similar, alike = (q @ k.mT).mul_(between), _alike(chunks)
     inverse = _inverse(chunks, alike)
-    values, reads = _solve(chunks, inverse)
-    grad_after, grad_corrections, grad_first = _pass_back(
+    values, reads = _solved(chunks, inverse)
+    grad_after, grad_corrections, grad_first = back_to_states(
         chunks, reads, similar, grad_out, grad_last
     )
     corrections = values - reads @ before
@@ -326,11 +218,6 @@ def _backward(
     return (grad_q, grad_k, grad_right * beta, grad_g, grad_beta), grad_first
 
 
-def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the number of each token's document in its row, from 0: [B, T]."""
-    return None if documents is None else begins(documents).cumsum(1)
-
-
 def _one_over_length(x: torch.Tensor) -> torch.Tensor:
     """Return what `unit` multiplies the vectors of x [..., S] by: [..., 1]."""
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -348,3 +235,8 @@ def _through_unit(
     if num_heads == grad_x.shape[2]:
         return grad_x
     return grad_x.unflatten(2, (num_heads, -1)).sum(3)  # heads that share a key
+
+
+# No product of pairs is kept from the one to the other: it would take memory in between.
+RULE = ChunkedRule(numbers_of, _chunks, lambda chunks: None, _solve, _similar, _gradients)
+summary, grad_before = RULE.summary, RULE.grad_before

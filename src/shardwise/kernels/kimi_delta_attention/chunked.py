@@ -7,44 +7,36 @@ lower triangular system:
 
     r_i + sum_{j<i} beta_i ((k_i * d_ij) . k_j) r_j = beta_i v_i - beta_i s^T (k_i * d_i)
 
-The output is a sum of what the state and what the corrections of the chunk give to each token, and
-the next state is linear in both.
+What follows from them is kernels/delta_rule.py. d_ij has a value for each channel, so that
+(k_i * d_ij) . k_j is no product of matrices. It is one between two halves of a block: with a border
+between the halves, d_ij is what is kept from j to the border times what is kept from the border to
+i. So a chunk is halved until a half is one token. No decay is divided by another one: nothing
+overflows, however strong the decay is, and a decay of 0 is a decay like any other; it stands before
+the first token of a document.
 
-d_ij has a value for each channel, so that (k_i * d_ij) . k_j is no product of matrices. It is one
-between two halves of a block: with a border between the halves, d_ij is what is kept from j to the
-border times what is kept from the border to i. So a chunk is halved until a half is one token. No
-decay is divided by another one: nothing overflows, however strong the decay is, and a decay of 0
-is a decay like any other; it stands before the first token of a document.
-
-The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
-inputs and the state before each chunk, and computes the rest again. Only the state goes from chunk
-to chunk: all else is computed for as many chunks at once as the device likes.
+The backward is the chain rule on these equations. The last chunk is padded with tokens that do
+nothing.
 Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, section 3; the halves are this project's.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shardwise.kernels.chunks import (
+from shardwise.kernels.delta_rule import (
+    CHUNK,
+    ChunkedRule,
+    InChunks,
     Span,
+    back_to_states,
     heads_first,
-    pass_back,
-    pass_on,
-    spans,
-    tokens_first,
-    tokens_of,
-    zero_state,
 )
 from shardwise.kernels.gated_delta_rule.naive import State, unit
-from shardwise.kernels.recurrence import Summary, begins, power_of_e, wide
-
-CHUNK = 64
-"""C: tokens of a chunk, a power of 2. The last chunk is padded with tokens that do nothing."""
+from shardwise.kernels.recurrence import begins, power_of_e
 
 
 def kimi_delta_attention(
@@ -57,107 +49,8 @@ def kimi_delta_attention(
     documents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
-    out, last = _KimiDeltaAttention.apply(q, k, v, g, beta, state, documents)
+    out, last = InChunks.apply(RULE, state, documents, q, k, v, g, beta)
     return out, last
-
-
-def summary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    documents: torch.Tensor | None,
-) -> Summary:
-    """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
-    # The state and the matrix are columns of one state, of which only the former gets values.
-    key_size, value_size = k.shape[-1], v.shape[-1]
-    s = F.pad(zero_state(k, v), (0, key_size))
-    s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
-    starts = _starts(documents)
-    with torch.autocast(v.device.type, enabled=False):
-        for span in spans(v, CHUNK):
-            chunks = _chunks(k, k, v, g, beta, starts, span)  # no query is read
-            values, reads = _solve(chunks, _pairs(chunks).alike)
-            values = F.pad(values, (0, key_size))
-            *_, s = pass_on(values, reads, chunks.k * chunks.to_end, chunks.over, s)
-    after, transition = s.split([value_size, key_size], -1)
-    return Summary(transition.contiguous(), after.contiguous())
-
-
-def grad_before(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    grad_out: torch.Tensor,
-    documents: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    starts, grad_state = _starts(documents), zero_state(k, v)
-    with torch.autocast(v.device.type, enabled=False):
-        for span in reversed(spans(v, CHUNK)):
-            chunks = _chunks(q, k, v, g, beta, starts, span)
-            pairs = _pairs(chunks)
-            _, reads = _solve(chunks, pairs.alike)
-            grad_outs = _padded(grad_out, span)
-            *_, grad_state = _pass_back(chunks, reads, pairs.similar, grad_outs, grad_state)
-    return grad_state
-
-
-class _KimiDeltaAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        state: State,
-        documents: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        s = zero_state(k, v) if state is None else wide(state)
-        starts, states, out = _starts(documents), [], torch.empty_like(v)
-        # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
-        with torch.autocast(v.device.type, enabled=False):
-            for span in spans(v, CHUNK):
-                chunks = _chunks(q, k, v, g, beta, starts, span)
-                alike, similar, _ = _pairs(chunks)
-                values, reads = _solve(chunks, alike)
-                k_to_end = chunks.k * chunks.to_end
-                before, corrections, s = pass_on(values, reads, k_to_end, chunks.over, s)
-                states.append(before)
-                outs = (chunks.q * chunks.from_start) @ before + similar @ corrections
-                _write(out, outs, span)
-        ctx.state_dtype = s.dtype if state is None else state.dtype
-        ctx.save_for_backward(q, k, v, g, beta, documents, *states)
-        return out, s
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, g, beta, documents, *states = ctx.saved_tensors
-        grad_out, grad_last = gradients
-        starts, grad_state = _starts(documents), wide(grad_last)
-        grad_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
-        with torch.autocast(v.device.type, enabled=False):
-            for span in reversed(spans(v, CHUNK)):
-                chunks = _chunks(q, k, v, g, beta, starts, span)
-                grad_chunks, grad_state = _backward(
-                    chunks, states.pop(), _padded(grad_out, span), grad_state
-                )
-                grad_q, grad_k, grad_v, grad_g, grad_beta = grad_chunks
-                grad_q = _through_unit(grad_q, q, span) * q.shape[-1] ** -0.5
-                grad_k = _through_unit(grad_k, k, span)
-                for grad_x, grad_slice in zip(
-                    grad_inputs, (grad_q, grad_k, grad_v, grad_g, grad_beta[..., 0])
-                ):
-                    _write(grad_x, grad_slice, span)
-        if not ctx.needs_input_grad[5]:
-            return *grad_inputs, None, None
-        return *grad_inputs, grad_state.to(ctx.state_dtype), None
 
 
 class _Halves(NamedTuple):
@@ -186,6 +79,16 @@ class _KimiChunks(NamedTuple):
     """The share of the state before a chunk that is left at each token: [n, B, N, C, S]."""
     to_end: torch.Tensor
     """The share of what each token has written that is left after its chunk: [n, B, N, C, S]."""
+
+    @property
+    def q_from_start(self) -> torch.Tensor:
+        """[n, B, N, C, S]."""
+        return self.q * self.from_start
+
+    @property
+    def k_to_end(self) -> torch.Tensor:
+        """[n, B, N, C, S]."""
+        return self.k * self.to_end
 
     @property
     def over(self) -> torch.Tensor:
@@ -259,32 +162,33 @@ def _between_halves(products: torch.Tensor, size: int) -> torch.Tensor:
     return blocks[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -4)
 
 
-def _solve(chunks: _KimiChunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _solve(chunks: _KimiChunks, pairs: _Pairs) -> tuple[torch.Tensor, ...]:
     """Return values [n, B, N, C, H] and reads [n, B, N, C, S]; see `pass_on`."""
     right_side = torch.cat([chunks.v, chunks.k * chunks.from_start], -1).mul_(chunks.beta)
     solution = torch.linalg.solve_triangular(
-        alike * chunks.beta, right_side, upper=False, unitriangular=True
+        pairs.alike * chunks.beta, right_side, upper=False, unitriangular=True
     )
     return solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
 
 
-def _pass_back(
+def _similar(chunks: _KimiChunks, pairs: _Pairs) -> torch.Tensor:
+    return pairs.similar
+
+
+def _gradients(
+    inputs: Sequence[torch.Tensor],
     chunks: _KimiChunks,
-    reads: torch.Tensor,
-    similar: torch.Tensor,
+    span: Span,
+    before: torch.Tensor,
     grad_out: torch.Tensor,
     grad_state: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the states after the chunks, of corrections, and of the first state.
-
-    `grad_state` [B, N, S, H] is that of the state after the last one.
-    """
-    grad_before, grad_corrections = (
-        (chunks.q * chunks.from_start).mT @ grad_out,
-        similar.mT @ grad_out,
-    )
-    k_to_end = chunks.k * chunks.to_end
-    return pass_back(reads, k_to_end, chunks.over, grad_before, grad_corrections, grad_state)
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """See ChunkedRule."""
+    grads, grad_state = _backward(chunks, before, grad_out, grad_state)
+    grad_q, grad_k, grad_v, grad_g, grad_beta = grads
+    q, k, *_ = inputs
+    grad_q = _through_unit(grad_q, q, span) * q.shape[-1] ** -0.5
+    return (grad_q, _through_unit(grad_k, k, span), grad_v, grad_g, grad_beta[..., 0]), grad_state
 
 
 def _backward(
@@ -296,11 +200,11 @@ def _backward(
     `grad_last` [B, N, S, H]: the gradient of the state after the last one.
     """
     q, k, v, beta, halves, from_start, to_end = chunks
-    alike, similar, factors = _pairs(chunks)
-    values, reads = _solve(chunks, alike)
+    alike, similar, factors = pairs = _pairs(chunks)
+    values, reads = _solve(chunks, pairs)
     corrections = values - reads @ before
     grad_similar = grad_out @ corrections.mT
-    grad_after, grad_corrections, grad_first = _pass_back(
+    grad_after, grad_corrections, grad_first = back_to_states(
         chunks, reads, similar, grad_out, grad_last
     )
 
@@ -354,14 +258,13 @@ def _padded(x: torch.Tensor, span: Span) -> torch.Tensor:
     return F.pad(heads_first(x, span), (0, 0, 0, CHUNK - span.length))
 
 
-def _write(out: torch.Tensor, chunks: torch.Tensor, span: Span) -> None:
-    """Write [n, B, N, C, ...] to the tokens of out [B, T, N, ...], without the padding."""
-    tokens_of(out, span).copy_(tokens_first(chunks[:, :, :, : span.length]))
-
-
 def _through_unit(grad_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
     """Return the gradient of a span of x [B, T, N, S], given that of its `unit`."""
     x = _padded(x, span)
     shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     direction = x * shrunk
     return (grad_unit - direction * (grad_unit * direction).sum(-1, keepdim=True)) * shrunk
+
+
+RULE = ChunkedRule(_starts, _chunks, _pairs, _solve, _similar, _gradients, _padded)
+summary, grad_before = RULE.summary, RULE.grad_before

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels.recurrence import Summary, begins, power_of_e, wide
+from shardwise.kernels.recurrence import Summary, numbers_of, power_of_e, wide
 
 CHUNK = 64
 """C: tokens of a chunk."""
@@ -55,7 +55,7 @@ def summary(
     """Return the map of all tokens: factors [B, N, 1, 1] and states [B, N, H, S]."""
     with torch.autocast(x.device.type, enabled=False):
         # No sum within the tokens is needed: they are one chunk.
-        chunk = _chunk(x, dt, a, b, c, _numbers(documents), ALL)
+        chunk = _chunk(x, dt, a, b, c, numbers_of(documents), ALL)
         after = (chunk.written * chunk.to_end).flatten(3).mT @ chunk.b
     return Summary(chunk.over.flatten(1, 2), after.view(*_state_shape(x, b)))
 
@@ -72,7 +72,7 @@ def grad_before(
 ) -> torch.Tensor:
     """Return the gradient [B, N, H, S] of the first state that the gradient of outputs gives."""
     with torch.autocast(x.device.type, enabled=False):
-        chunk = _chunk(x, dt, a, b, c, _numbers(documents), ALL)
+        chunk = _chunk(x, dt, a, b, c, numbers_of(documents), ALL)
         grad_reads = _by_group(grad_out, b.shape[2], ALL) * chunk.from_start
         return (grad_reads.flatten(3).mT @ chunk.c).view(*_state_shape(x, b))
 
@@ -96,7 +96,7 @@ class _Mamba2Scan(torch.autograd.Function):
             s = x.new_zeros(_state_shape(x, b), dtype=dtype)
         else:
             s = wide(state)
-        numbers, states, out = _numbers(documents), [], torch.empty_like(x)
+        numbers, states, out = numbers_of(documents), [], torch.empty_like(x)
         residual = wide(d).view(groups, 1, -1, 1)
         # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
         with torch.autocast(x.device.type, enabled=False):
@@ -124,7 +124,7 @@ class _Mamba2Scan(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, dt, a, b, c, d, documents, *states = ctx.saved_tensors
         grad_out, grad_last = gradients
-        groups, numbers = b.shape[2], _numbers(documents)
+        groups, numbers = b.shape[2], numbers_of(documents)
         grad_state = wide(grad_last)
         grad_x, grad_dt, grad_b, grad_c = (torch.empty_like(y) for y in (x, dt, b, c))
         grad_a, grad_d = (wide(y).new_zeros(groups, y.numel() // groups) for y in (a, d))
@@ -293,11 +293,6 @@ def _backward(
 def _by_group(y: torch.Tensor, groups: int, tokens: slice) -> torch.Tensor:
     """Return some tokens of y [B, T, N, ...] as [B, K, C, M, ...], with M = N / K, wide."""
     return wide(y[:, tokens].unflatten(2, (groups, -1)).transpose(1, 2))
-
-
-def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the number of each token's document in its row, from 0: [B, T]."""
-    return None if documents is None else begins(documents).cumsum(1)
 
 
 def _state_shape(x: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int, int]:
