@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from shardwise.kernels.lora_linear import torch_backend
 from tests.distributed import PATIENCE
-from tests.gpu import kernels_bench, lora_rows, loss_rows, suite
+from tests.gpu import draw, kernels_bench, lora_rows, loss_rows, suite
 from tests.gpu.kernels_bench import Run, with_gains, with_ratios
 from tests.gpu.measure import Clock, floors
 from tests.gpu.shapes import FULL, Setting
@@ -130,10 +132,22 @@ class Elsewhere(Run):
         return {"status": "ok", "reason": ""}
 
 
-def run_in(folder: Path, kind: type[Run] = Run) -> Run:
+class Forking(Suite):
+    """Draws the model in a fork of this process."""
+
+    def run(self, stage: str, command: Sequence[str]) -> dict[str, str]:
+        assert stage == "draw"
+        arguments = command[command.index(draw.__name__) + 1 :]
+        process = multiprocessing.get_context("fork").Process(target=draw.main, args=arguments)
+        process.start()
+        process.join()
+        return {"status": "failed" if process.exitcode else "ok", "reason": ""}
+
+
+def run_in(folder: Path, kind: type[Run] = Run, suite_kind: type[Suite] = Suite) -> Run:
     (folder / "scratch").mkdir()
     limits = dict.fromkeys(kernels_bench.LIMITS, PATIENCE)
-    return kind(Suite("cpu", folder / "out", folder / "scratch", limits))
+    return kind(suite_kind("cpu", folder / "out", folder / "scratch", limits))
 
 
 def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
@@ -142,7 +156,7 @@ def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "TOTAL_SECONDS", 10 * PATIENCE)
     sides = ("shardwise:torch", "shardwise:triton", "transformers")
     monkeypatch.setattr(kernels_bench, "STEP_SIDES", sides)
-    run = run_in(tmp_path, Elsewhere)
+    run = run_in(tmp_path, Elsewhere, Forking)
     run.all()
     run.save()
     assert run.exit_code() == 0
