@@ -14,15 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.kernels import dropout
-from shardwise.kernels.gated_delta_rule.chunked import _GatedDeltaRule
-from shardwise.kernels.kimi_delta_attention.chunked import _KimiDeltaAttention
+from shardwise.kernels.delta_rule import InChunks
 from shardwise.kernels.lora_linear.fused import _LoraLinears
 from shardwise.kernels.selective_scan.chunked import _SelectiveScan
 from shardwise.kernels.short_conv import shifted
 from shardwise.kernels.state_space_duality.chunked import _Mamba2Scan
 from shardwise.metrics.dispatch import WITHOUT_LAUNCH
 
-KERNELS = (_GatedDeltaRule, _KimiDeltaAttention, _SelectiveScan, _Mamba2Scan, _LoraLinears)
+KERNELS = (InChunks, _SelectiveScan, _Mamba2Scan, _LoraLinears)
 """Functions that a GPU has kernels for: one operator each, which moves nothing but casts."""
 PRICED_BY_FLOPS = (
     *("mm", "addmm", "addmm_", "bmm", "baddbmm", "grouped_linear", "grouped_linear_gradients"),
