@@ -64,7 +64,10 @@ class Climb:
         """Yield the fastest candidates of divisions beside that of a choice, if they may be faster
         than it.
         """
-        for division in self.divisions.intersection(moved(best.candidate.division)):
+        # In the order of `moved`: that of a set is another one in each process.
+        for division in dict.fromkeys(moved(best.candidate.division)):
+            if division not in self.divisions:
+                continue
             prospect = prospect_of(self.space, self.estimates, division)
             for other in prospect.fastest if prospect else ():
                 if self.estimates.may_beat(other, best.time.total):
