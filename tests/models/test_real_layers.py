@@ -76,10 +76,13 @@ def test_a_layer_keeps_and_multiplies_what_formulas_say(model, setting, tmp_path
 @pytest.mark.parametrize(
     "model", some_now(PUBLISHED, ["olmo-hybrid-7b", "granite-4.0-h-tiny", "gpt2-large"])
 )
-def test_operators_under_autocast_move_what_the_walk_says(model, dtype, lora):
+def test_layers_under_autocast_keep_and_move_what_the_walk_says(model, dtype, lora):
     cfg = run_of(str(CONFIGS / model), dtype, lora, precision="bfloat16")
     hf, spec, layers = real_layers(cfg)
     for real in layers:
+        formula = unit_memory(cfg, hf, spec, real.place + 1)
+        assert formula.kept == pytest.approx(real.kept, rel=0.005), real
+        assert formula.forward == pytest.approx(real.forward, rel=IN_CHUNKS), real
         check_moves(unit_moves(cfg, hf, spec, real.place + 1), real)
 
 

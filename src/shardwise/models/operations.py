@@ -94,21 +94,18 @@ class TapedBlock(Elementwise):
         # The product with W comes first, then a new one with the adapter's added.
         self.tape.products_within(rows * sum(widths) * x.itemsize)
         forward = 0 if self.tape.keeps_products else rows * widths[-1] * x.itemsize
-        read = [self.parameters[_weight_of(name)].reading(x.itemsize) for name in names]
+        weights = [self.parameters[_weight_of(name)] for name in names]
+        read = [w.reading(x.itemsize) for w in weights]
+        # The kernels copy weights into the dtype of products, in each pass.
+        is_cast = [w.form is None and w.itemsize != x.itemsize for w in weights]
+        cast = [w.on_tape.numel * x.itemsize * i for w, i in zip(weights, is_cast, strict=True)]
+        casts = [w.on_tape.num_bytes + c for w, c in zip(weights, cast, strict=True) if c]
+        self.tape.weight_bytes += sum(casts)
         for i, (values, most) in enumerate(read):
             # One matrix is read at a time, beside the outputs of those before it.
             before, y = rows * sum(widths[:i]) * x.itemsize, rows * widths[i] * x.itemsize
-            self.tape.touch(before + max(most, values + 2 * y))
-        forward += read[-1][0]
-        # The kernels copy weights into the dtype of products, in each pass.
-        weights = [self.parameters[_weight_of(name)] for name in names]
-        casts = [
-            w.on_tape.numel * (w.itemsize + x.itemsize)
-            for w in weights
-            if self.cast and w.form is None and w.itemsize != x.itemsize
-        ]
-        self.tape.weight_bytes += sum(casts)
-        cast = [num_in * width * x.itemsize if self.cast else 0 for width in widths]
+            self.tape.touch(before + max(most, max(values, cast[i]) + 2 * y))
+        forward += max(read[-1][0], cast[-1])
         backward = 2 * h.num_bytes + read_in_backward(cast, read, x, one_at_a_time=self.on_cpu)
         if itemsize != x.itemsize:
             forward = 2 * rows * widths[-1] * itemsize
