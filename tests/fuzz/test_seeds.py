@@ -39,6 +39,14 @@ SEEDS = {
     51008: "bamba tp lora 2p",
     62061: "glm4_moe fsdp1 full 2p",
     71031: "deepseek_v3 tp full 2p",
+    97004: "mistral hsdp lora 4p",
+    90000: "ministral3 zero2 lora 2p",
+    82005: "qwen2 tp lora 2p",
+    83055: "smollm3 pp looped-bfs lora 2p",
+    84093: "olmo3 tp-sp lora 2p",
+    85083: "exaone4 pp interleaved-1f1b full 2p",
+    86006: "granite pp interleaved-1f1b full 2p",
+    91087: "arcee tp full 2p",
 }
 """What each seed draws of a family: where the program draws otherwise, choose others."""
 
