@@ -462,7 +462,6 @@ _OWN = {
     "llama": _llama,
     "arcee": _llama,
     "granite": _llama,
-    "ministral3": _llama,
     "mistral": _llama,
     "smollm3": _smollm3,
     "qwen2": _qwen3,

@@ -40,7 +40,6 @@ SEEDS = {
     62061: "glm4_moe fsdp1 full 2p",
     71031: "deepseek_v3 tp full 2p",
     97004: "mistral hsdp lora 4p",
-    90000: "ministral3 zero2 lora 2p",
     82005: "qwen2 tp lora 2p",
     83055: "smollm3 pp looped-bfs lora 2p",
     84093: "olmo3 tp-sp lora 2p",

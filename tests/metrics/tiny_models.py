@@ -50,7 +50,6 @@ _DENSE_THEN_MIXTURE = {
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
     "mistral": {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
-    "ministral3": {"num_hidden_layers": 2, "head_dim": 8},
     "smollm3": {"num_hidden_layers": 2, "head_dim": 8, "no_rope_layers": [1, 0]},
     "granite": {"num_hidden_layers": 2},
     "arcee": {"num_hidden_layers": 2, "head_dim": 8},

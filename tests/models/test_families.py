@@ -22,7 +22,6 @@ KINDS = {
     "tiny-llama": ["full_attention"] * 4,
     "tiny-arcee": ["full_attention"] * 4,
     "tiny-granite": ["full_attention"] * 4,
-    "tiny-ministral3": ["full_attention"] * 4,
     "tiny-mistral": ["full_attention"] * 4,
     "tiny-smollm3": ["full_attention"] * 4,
     "tiny-qwen2": ["full_attention"] * 3 + ["sliding_attention"],

@@ -44,7 +44,6 @@ EXPECTED = {
     "tiny-qwen3": {"full_attention": (3 * 7, 21, 21, 12), "sliding_attention": (7, 7, 7, 4)},
     "tiny-arcee": {"full_attention": (4 * 6, 24, 24, 16)},
     "tiny-granite": {"full_attention": (4 * 7, 28, 28, 16)},
-    "tiny-ministral3": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-mistral": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-smollm3": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-qwen2": {"full_attention": (3 * 7, 21, 21, 12), "sliding_attention": (7, 7, 7, 4)},

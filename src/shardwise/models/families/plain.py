@@ -6,7 +6,6 @@ from shardwise.models.spec import Norms
 
 LLAMA = Family("llama")
 MISTRAL = Family("mistral")
-MINISTRAL3 = Family("ministral3")
 QWEN2 = Family("qwen2")
 QWEN3 = Family("qwen3")
 SMOLLM3 = Family("smollm3")
