@@ -338,9 +338,9 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
-    "a family that is not listed, with pp, cp, ep or tp": ("mistral", {"parallel": {"tp": 2}}, 2),
+    "a family that is not listed, with pp, cp, ep or tp": ("ministral3", {"parallel": {"tp": 2}}, 2),
     "a loss on logits of a family that is not listed": (
-        "mistral",
+        "ministral3",
         {"training": {"loss": "chunked"}},
         1,
     ),
@@ -351,7 +351,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),
     "a budget of a model whose layers are not known": (
-        "mistral",
+        "ministral3",
         {"training": {"checkpointing": Recomputation(1.0)}},
         1,
     ),
@@ -363,7 +363,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "learned positions": ("gpt2", {"data": {"sequence_length": 4096}}, 1),
     "noise that no seed reaches": ("attention-dropout", {}, 1),
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
-    "isolated documents in kinds without proof": ("mistral", {"data": {"packing": "isolated"}}, 1),
+    "isolated documents in kinds without proof": ("ministral3", {"data": {"packing": "isolated"}}, 1),
     "router loss without routers": ("llama", {"model": {"router_aux_loss_coef": 0.01}}, 1),
     "a rank that no weight has": ("llama", {"lora": {"r": 65}}, 1),
     "adapters on nothing": (
@@ -486,7 +486,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         2,
     ),
     "a quantised base of a family that is not listed": (
-        "mistral",
+        "ministral3",
         {"model": {"base": "int8"}, "lora": LORA},
         1,
     ),
@@ -511,7 +511,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"training": {**FP8, "checkpointing": "operators"}},
         1,
     ),
-    "products in 8 bits of a family that is not listed": ("mistral", {"training": FP8}, 1),
+    "products in 8 bits of a family that is not listed": ("ministral3", {"training": FP8}, 1),
     "no linear for products in 8 bits": ("narrow", {"training": FP8}, 1),
     "float32 sums in a pipeline whose stages add up": (
         "llama",
@@ -755,7 +755,7 @@ def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
 
 @pytest.mark.parametrize(
     "model",
-    some_now(("llama", "qwen3_next", "mistral", "attention-dropout", "gpt2"), ("qwen3_next",)),
+    some_now(("llama", "qwen3_next", "ministral3", "attention-dropout", "gpt2"), ("qwen3_next",)),
 )
 def test_models_shows_the_layouts_that_train_takes(model, folder_of):
     caption = str(model_table(Model(folder_of(model), init="random")).caption)
@@ -791,7 +791,7 @@ def choices() -> dict[str, list[Any]]:
         "model.router_aux_loss_coef": [0.0, 0.01],
         "model.expert_capacity": [None, 1.5],
         "lora": [None, "lora"],
-        "family": [*FAMILIES, "mistral"],
+        "family": [*FAMILIES, "ministral3"],
         "copies": [1, 2],
     }
 

@@ -106,8 +106,8 @@ def test_a_family_is_shown_as_transformers_makes_it_unless_a_folder_has_its_name
 
 
 def test_a_model_of_no_listed_family_says_so(tmp_path):
-    text = printed(model_table(Model(str(write_config("olmo3", tmp_path)))), 120)
-    assert "family olmo3 is not proven here" in text
+    text = printed(model_table(Model(str(write_config("ministral", tmp_path)))), 120)
+    assert "family ministral is not proven here" in text
     assert "may run under single" in " ".join(text.split())
     assert re.search(
         r"^ 0 +sliding_attention, dense +\{q,k,v,o,gate,up,down\}_proj +no", text, re.M

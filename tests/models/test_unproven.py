@@ -83,10 +83,10 @@ def test_layers_are_named_and_auto_reaches_every_projection(model):
     spec = spec_of(built.config, built)
     assert [layer.name for layer in spec.layers] == [f"model.layers.{i}" for i in range(4)]
     kinds = {
-        "granite": ["full_attention"] * 4,
+        "hyperclovax": ["full_attention"] * 4,
         "olmoe": ["full_attention"] * 4,
         "minimax": ["linear_attention", "full_attention"] * 2,
-        "mistral": ["sliding_attention"] * 4,
+        "ministral3": ["sliding_attention"] * 4,
     }
     alternating = ["sliding_attention", "full_attention"] * 2
     assert [layer.kind for layer in spec.layers] == kinds.get(spec.family, alternating)

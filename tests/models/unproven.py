@@ -19,9 +19,13 @@ _COMMON = {
     "eos_token_id": 0,
 }
 UNPROVEN: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 16},  # in every layer, and no layer_types
-    "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16},
-    "granite": {"logits_scaling": 0.5, "embedding_multiplier": 2.0},
+    "ministral3": {"sliding_window": 16},  # in every layer, and no layer_types
+    "ministral": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+    },
+    "hyperclovax": {"logits_scaling": 0.5, "embedding_multiplier": 2.0},
     "gemma3_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "head_dim": 16,

@@ -162,7 +162,7 @@ def _answers(cfgs: list[RunConfig]) -> list[str]:
 def answers(tmp_path_factory) -> dict[str, list[str]]:
     """What each rank says: of every config that is refused, of one that is not, and of an unlisted
     family."""
-    path = write_config("mistral", tmp_path_factory.mktemp("mistral"))
+    path = write_config("ministral3", tmp_path_factory.mktemp("ministral3"))
     cfgs = {name: cfg for name, (cfg, _) in REFUSED.items()}
     cfgs |= {"none": config(), "unlisted": config(model={"path": str(path)})}
     cfgs["float32 factors"] = config(

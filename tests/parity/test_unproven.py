@@ -12,12 +12,12 @@ from tests.parity.harness import Cell, Outcome, compare, verdict
 from tests.parity.together import run_together
 
 CELLS = (
-    Cell("mistral", "ddp", "lora", 2),
-    Cell("mistral", "fsdp1", "lora", 2),
-    Cell("mistral", "zero1", "full", 2),
-    Cell("olmo3", "zero2", "full", 2),
-    Cell("granite", "hsdp", "lora", 2),
-    Cell("granite", "fsdp2", "lora", 2, "checkpointing"),
+    Cell("ministral3", "ddp", "lora", 2),
+    Cell("ministral3", "fsdp1", "lora", 2),
+    Cell("ministral3", "zero1", "full", 2),
+    Cell("ministral", "zero2", "full", 2),
+    Cell("hyperclovax", "hsdp", "lora", 2),
+    Cell("hyperclovax", "fsdp2", "lora", 2, "checkpointing"),
     Cell("gemma3_text", "fsdp2", "full", 2),
     Cell("olmoe", "ddp", "full", 2),
     Cell("minimax", "fsdp2", "full", 2),

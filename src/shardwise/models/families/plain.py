@@ -5,7 +5,7 @@ from shardwise.models.kinds import attention
 from shardwise.models.spec import Norms
 
 LLAMA = Family("llama")
-MISTRAL = Family("mistral")
+MISTRAL = Family("mistral", options={"sliding_window": None})  # as published since 0.2
 QWEN2 = Family("qwen2")
 QWEN3 = Family("qwen3")
 SMOLLM3 = Family("smollm3")
