@@ -338,7 +338,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
-    "a family that is not listed, with pp, cp, ep or tp": ("ministral3", {"parallel": {"tp": 2}}, 2),
+    "a family that is not listed, with pp, cp, ep or tp": (
+        "ministral3",
+        {"parallel": {"tp": 2}},
+        2,
+    ),
     "a loss on logits of a family that is not listed": (
         "ministral3",
         {"training": {"loss": "chunked"}},
@@ -363,7 +367,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "learned positions": ("gpt2", {"data": {"sequence_length": 4096}}, 1),
     "noise that no seed reaches": ("attention-dropout", {}, 1),
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
-    "isolated documents in kinds without proof": ("ministral3", {"data": {"packing": "isolated"}}, 1),
+    "isolated documents in kinds without proof": (
+        "ministral3",
+        {"data": {"packing": "isolated"}},
+        1,
+    ),
     "router loss without routers": ("llama", {"model": {"router_aux_loss_coef": 0.01}}, 1),
     "a rank that no weight has": ("llama", {"lora": {"r": 65}}, 1),
     "adapters on nothing": (

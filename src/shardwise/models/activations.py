@@ -257,6 +257,7 @@ class _Unit:
             shares_rows=None if cfg.parallel.cp == 1 else self._shared_rows(is_windowed),
             spreads_experts=cfg.parallel.ep > 1,
             is_windowed=is_windowed,
+            is_rotated=all(getattr(m, "use_rope", True) for m in module.modules()),
             is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
             buffers=frozenset(name for name, _ in module.named_buffers()),
         )

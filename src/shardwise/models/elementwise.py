@@ -54,6 +54,8 @@ class Elementwise:
     is_transposed: bool = False
     """Its linears are transformers' Conv1D."""
     is_windowed: bool = False
+    is_rotated: bool = True
+    """False where a layer of a model with rotary positions says that it has none (`use_rope`)."""
     shares_rows: SharedRows | None = None
     """None: no other rank has tokens of the rows."""
     spreads_experts: bool = False

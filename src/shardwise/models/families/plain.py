@@ -23,7 +23,13 @@ OLMO3 = Family(
     },
     norms=Norms(rounds_last=True),
 )
-EXAONE4 = Family("exaone4")
+EXAONE4 = Family(
+    "exaone4",
+    mixers={
+        "full_attention": mixer("self_attn", attention.BESIDE_WINDOWS),
+        "sliding_attention": mixer("self_attn", attention.SLIDING),
+    },
+)
 GRANITE = Family(
     "granite", cut=StageFacts(factor="embedding_multiplier"), logits_divided_by="logits_scaling"
 )

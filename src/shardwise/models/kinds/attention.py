@@ -109,11 +109,14 @@ def _head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def activations(block: TapedBlock, x: Tensor, rotates_wide: bool = False) -> Tensor:
+def activations(
+    block: TapedBlock, x: Tensor, rotates_wide: bool = False, rotates_windows: bool = False
+) -> Tensor:
     """Keep the input of the projections, queries, keys, values, and the output once.
 
     Fused attention keeps a number per query and head beside them, and no scores. A gate on the
-    output (Qwen3-Next, Qwen3.5) keeps the gate and what it multiplies.
+    output (Qwen3-Next, Qwen3.5) keeps the gate and what it multiplies. With `rotates_windows` only
+    layers with a window are rotated, in a model that has such layers.
     """
     size = _head_dim(block.config)
     names = ("q_proj", "k_proj", "v_proj")
@@ -125,6 +128,9 @@ def activations(block: TapedBlock, x: Tensor, rotates_wide: bool = False) -> Ten
         q, gate = block.split(q, (1, 1))
         gate = block.copied(gate)
     rotary = rotary_size(block.config, size)
+    is_global = rotates_windows and block.config.sliding_window and not block.is_windowed
+    if is_global or not block.is_rotated:
+        rotary = 0
     q = _normed(block, ("q_norm", "q_layernorm"), q, size)
     k = _normed(block, ("k_norm", "k_layernorm"), k, size)
     # What joins the gradients of queries and gates copies them.
@@ -361,6 +367,8 @@ FULL = Kind(
 SLIDING = replace(FULL, name="sliding_attention", cores=sliding_cores)
 ROTATED_WIDE = replace(FULL, activations=partial(activations, rotates_wide=True))
 """OLMo's, whose positions are rotated in 32 bits."""
+BESIDE_WINDOWS = replace(FULL, activations=partial(activations, rotates_windows=True))
+"""EXAONE's, whose positions are rotated in layers with a window, where it has any."""
 SLIDING_ROTATED_WIDE = replace(ROTATED_WIDE, name="sliding_attention", cores=sliding_cores)
 LATENT = replace(
     FULL,
