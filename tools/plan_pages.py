@@ -19,6 +19,7 @@ from shardwise.config.presets import MODELS, published_runs
 from shardwise.lab.planner.candidates import Question
 from shardwise.lab.planner.cluster import cluster_of
 from shardwise.lab.planner.divisions import layout_name
+from shardwise.lab.planner.estimate import Estimates
 from shardwise.lab.planner.exact import Choice, explain
 from shardwise.lab.planner.plan_page import OVERHEADS, time_parts
 from shardwise.lab.planner.search import search
@@ -110,11 +111,13 @@ def sizes() -> Iterator[str]:
     for preset in dict.fromkeys(preset for preset, *_ in CASES):
         cells = [preset]
         for lora, ways in ((True, ("none", "operators", "full")), (False, ("none", "full"))):
-            choice, subject = explain(question(preset, "1xH100-80GB", 1, None, lora))
+            asked = question(preset, "1xH100-80GB", 1, None, lora)
+            choice, subject = explain(asked)
             weights, optimizer = choice.memory.weights, choice.memory.optimizer
             gradients = optimizer // 2  # AdamW has two numbers of each element that has a gradient
             cells += [size(weights + gradients + optimizer)]
-            cells += [size(round(subject.kept[way])) for way in ways]
+            estimates = Estimates(asked, subject)
+            cells += [size(round(estimates.kept(way, 1)[0].of(1))) for way in ways]
         yield f"| {' | '.join(cells)} |"
 
 

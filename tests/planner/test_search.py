@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 from functools import cache
+from random import Random
 from time import perf_counter
 
 import pytest
@@ -25,10 +26,14 @@ from shardwise.lab.planner.estimate import Estimates
 from shardwise.lab.planner.exact import USABLE, Choice, Exact, explain
 from shardwise.lab.planner.peak import memory_of_rank
 from shardwise.lab.planner.plan_page import heading, verdict
-from shardwise.lab.planner.search import Answer, search
+from shardwise.lab.planner.search import OFFLOADS, Answer, search
 from shardwise.models import quantise
 from tests.models.quantised_folders import NF4
 from tests.planner.test_calibration import made
+
+MOST_OF_A_STAGE = 1.01
+"""The most that a bound of a pipeline is over its peak here. It takes layers of the average size,
+and the stages of a hybrid may have smaller ones."""
 
 
 def question(
@@ -386,21 +391,37 @@ def test_a_search_with_a_stored_base_asks_once_for_each_size_how_its_blocks_lie(
 
 
 @pytest.mark.parametrize(
-    ("preset", "is_lora"),
-    [("tiny-qwen3_5-tied", False), ("tiny-kimi_linear", True), ("tiny-qwen3_moe", False)],
+    ("preset", "devices", "is_lora", "rows", "length"),
+    [
+        ("tiny-qwen3_5-tied", "4xRTX4090", False, 8, 2048),
+        ("tiny-qwen3_moe", "4xRTX4090", False, 8, 2048),
+        # Ranks of cp keep no scores on a CPU, which one process does.
+        ("tiny-kimi_linear", "8xCPU-core", True, 64, 2048),
+        # Weights that autocast has cast are kept once, however many rows a micro-batch has.
+        ("llama-3.1-8b", "8xH100-80GB", False, 16, 128),
+        # A backward frees gathered weights as it makes their gradients.
+        ("nemotron-3-nano-30b-a3b", "4xRTX4090", False, 8, 2048),
+    ],
 )
-def test_a_bound_of_memory_is_below_what_is_computed(preset, is_lora):
-    """A tied head, experts that `ep` spreads, kernels of a GPU that keep no scores."""
-    asked = question(preset, "4xRTX4090", rows=8, lora=is_lora)
+def test_a_bound_of_memory_is_below_what_is_computed(preset, devices, is_lora, rows, length):
+    """Also of a tied head, of experts that `ep` spreads, and of offload. What CUDA and NCCL take is
+    in no bound, and would hide what a tiny model takes.
+    """
+    asked = question(preset, devices, rows=rows, lora=is_lora, length=length)
     subject = subject_of(asked)
-    space, estimates = Space(asked, subject), Estimates(asked, subject)
+    space, estimates = Space(asked, subject, offloads=OFFLOADS), Estimates(asked, subject)
     exact = Exact(asked, subject)
     every = [c for division in space.divisions() for c in space.candidates(division)]
-    for candidate in every[:: max(1, len(every) // 60)]:
+    compared = 0
+    for candidate in filter(space.is_allowed, Random(0).sample(every, 160)):
         choice = exact.of(candidate)
         if choice is not None:
-            # A few percent of room, as a schedule's last forward may keep less.
-            assert estimates.least_bytes(candidate) <= 1.03 * choice.memory.total, choice.title
+            compared += 1
+            taken = choice.memory.total - choice.memory.overhead
+            most = MOST_OF_A_STAGE if candidate.division.pp > 1 else 1.0
+            bound = estimates.least_bytes(candidate)
+            assert bound <= most * taken, (choice.title, choice.details)
+    assert compared > 60
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from shardwise.assembly.describe import Description, describe
 from shardwise.base.layouts import Facts, ModelFacts, parallel_of
 from shardwise.base.schedule.costs import Cost
 from shardwise.config import Parallel, RunConfig, UserError, require, rules
-from shardwise.lab.planner.choices import Recomputed, as_checkpointing, hashable, is_budget
+from shardwise.lab.planner.choices import Recomputed, as_checkpointing, hashable
 from shardwise.lab.planner.cluster import HERE, Cluster
 from shardwise.lab.planner.divisions import (
     Division,
@@ -132,9 +132,6 @@ class Subject:
     counts: ModelCounts
     units: tuple[Cost, ...]
     """Costs of one row, without recomputation; seconds are FLOPs."""
-    kept: Mapping[str, float]
-    """Bytes that the forward of a row keeps for its backward at least, by the choice of
-    recomputation; without the head, which takes few rows at a time where many would be large."""
 
     @property
     def weight_bytes(self) -> float:
@@ -169,18 +166,9 @@ def subject_of(question: Question) -> Subject:
         )
     facts = replace(facts, indivisible=cache(facts.indivisible), odd_blocks=cache(facts.odd_blocks))
     counts, alike = counts_of(run.hf, run.spec), first_alike(run.hf, run.spec, "none")
-    costs = {}
-    for choice in ("none", *recomputations(question)):
-        # What a budget chooses keeps as much as if all was computed again, or more.
-        checkpointing = "full" if is_budget(choice) else as_checkpointing(choice)
-        way = replace(one, training=replace(training, checkpointing=checkpointing))
-        of = question.device_type
-        costs[choice] = counted_costs(way, run.hf, run.spec, counts, device=of, alike=alike)
-    kept = {
-        str(choice): sum(unit.activation_bytes for unit in units[:-1])
-        for choice, units in costs.items()
-    }
-    return Subject(run, facts, counts, costs["none"], kept)
+    device = question.device_type
+    units = counted_costs(one, run.hf, run.spec, counts, device=device, alike=alike)
+    return Subject(run, facts, counts, units)
 
 
 def _require_calibrated(question: Question) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.base.layouts import axis_sizes
-from shardwise.config import Parallel
+from shardwise.config import Parallel, RunConfig
 from shardwise.lab.planner.axes import AXES
 from shardwise.lab.planner.candidates import Candidate, Question, Subject, recomputations
 from shardwise.lab.planner.choices import Recomputed, as_checkpointing, is_budget
@@ -20,6 +20,8 @@ from shardwise.lab.planner.cluster import Link, efficiency
 from shardwise.lab.planner.divisions import Division, layout_name, most_sharded
 from shardwise.lab.planner.exact import usable_bytes
 from shardwise.lab.planner.unit_time import seconds_of_units
+from shardwise.models.activations import unit_memory
+from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.expert_plan import experts_of
 from shardwise.models.quantise import as_stored
@@ -27,6 +29,19 @@ from shardwise.models.quantise import as_stored
 ALIKE = 0.9
 """The least error of a layout's estimates over that of the few that were compared. It was chosen
 with the questions of tools/plan_search.py in view, and decides nothing but what is computed."""
+
+
+class Kept(NamedTuple):
+    """Bytes that forwards keep for their backwards."""
+
+    fixed: float
+    """Bytes whatever the rows, such as weights that autocast has cast."""
+    each: float
+    """Bytes of each row of a micro-batch."""
+
+    def of(self, rows: float) -> float:
+        """Return the bytes of a micro-batch of so many rows."""
+        return self.fixed + rows * self.each
 
 
 @dataclass
@@ -59,10 +74,6 @@ class Estimates:
             self.hidden_bytes / hidden_dtype(cfg).itemsize * product_dtype(cfg).itemsize
         )
         """Bytes of a block's output for a row."""
-        self.input_bytes = self.hidden_bytes * (self.num_layers - 1)
-        """Bytes of the inputs of the layers of a row. The first may keep none."""
-        self.layer_bytes = min(unit.activation_bytes for unit in layers)
-        """Bytes that each layer keeps of a row at least, if nothing of it is computed again."""
         self.tied_bytes = (0, 0, 0)
         """The weights, gradients and states that embedding and head have in common, which count at
         either end."""
@@ -86,7 +97,7 @@ class Estimates:
         """The least memory that was computed over its lower bound, also by the recomputation."""
         # Hundreds of candidates of a division ask for the same.
         self._states, self.work = cache(self._states_of), cache(self._seconds_of_work)
-        self._row = cache(self._seconds_of_a_row)
+        self._row, self.kept = cache(self._seconds_of_a_row), cache(self._kept_of)
 
     def _seconds_of_a_row(self, choice: Recomputed, ep: int) -> tuple[float, float]:
         """Return the seconds of a row in all layers, and in the head, on one device.
@@ -126,49 +137,91 @@ class Estimates:
         """Return a lower bound of the memory of the fullest rank."""
         division, rows = candidate.division, candidate.micro_batch_size
         num_micro = self.rows / division.num_data / rows
-        activations = rows * self._activations(division, candidate.recomputation, num_micro)
+        activations = self._activations(division, candidate.recomputation, num_micro).of(rows)
         others, gradients = self._states(division, candidate.offload)
         is_sharded = "weights" in division.strategy.sharded and division.num_sharing > 1
+        gathered = 0.0
         # torch's stage of a pipeline never frees what it has gathered.
         if is_sharded and (division.pp > 1 or not candidate.is_resharded):
             is_whole = division.ep == division.num_sharing  # each rank has its experts
-            gathered = 0 if is_whole else self.expert_bytes / division.ep
-            whole = self.weight_bytes - self.tied_bytes[0] - self.expert_bytes + gathered
-            kept = (whole - self.largest_unit_bytes) / division.pp / division.tp
+            experts = 0 if is_whole else self.expert_bytes / division.ep
+            whole = self.weight_bytes - self.tied_bytes[0] - self.expert_bytes + experts
+            gathered = (whole - self.largest_unit_bytes) / division.pp / division.tp
             if candidate.is_resharded:  # a forward frees a unit as it keeps its activations
-                kept = max(0.0, kept - activations / min(division.pp, num_micro))
-            others += kept
-        if num_micro <= division.pp:  # the first gradients come when no forward is left
-            return others + max(gradients, activations)
-        return others + gradients + activations
+                gathered = max(0.0, gathered - activations / min(division.pp, num_micro))
+        if num_micro > division.pp:
+            return others + gathered + gradients + activations
+        # The first gradients come when no forward is left, and without a pipeline a backward frees
+        # what was gathered.
+        if division.pp == 1:
+            return others + max(gradients, gathered + activations)
+        return others + gathered + max(gradients, activations)
 
     def most_rows(self, division: Division, offload: str) -> float:
         """Return an upper bound of the rows of a micro-batch that fits, as far as bounds tell."""
         others, _ = self._states(division, offload)
-        least = min(self._activations(division, choice, 1.0) for choice in self.choices.values())
         free = usable_bytes(self.question) - others
-        return free / least if least else math.inf
+        ways = [self._activations(division, choice, 1.0) for choice in self.choices.values()]
+        return max((free - kept.fixed) / kept.each if kept.each else math.inf for kept in ways)
 
-    def _activations(
-        self, division: Division, recomputation: Recomputed, num_micro: float
-    ) -> float:
-        """Return a lower bound of what the forwards of the fullest rank keep of each row."""
-        training = self.question.cfg.training
+    def _activations(self, division: Division, recomputation: Recomputed, num_micro: float) -> Kept:
+        """Return a lower bound of what the forwards of the fullest rank keep."""
+        training, tp, hidden = self.question.cfg.training, division.tp, self.hidden_bytes
         if training.offload_activations and self.question.device_type == "cuda":
-            return 0.0
-        kept = self.subject.kept[str(recomputation)]
-        # Without sequence parallelism every rank of `tp` keeps all of a layer's input.
-        inputs = min(kept, self.input_bytes) if not division.is_sequence else 0.0
-        total = self._in_flight(division.pp, num_micro) * (inputs + (kept - inputs) / division.tp)
-        if recomputation == "full":  # its first backward computes a layer again
-            total += self.layer_bytes / division.tp
-        return total / division.cp
+            return Kept(0.0, 0.0)
+        kept, _ = self.kept(str(recomputation), division.cp)
+        share = self._in_flight(division.pp, num_micro)
+        # Without sequence parallelism every rank of `tp` keeps all of a layer's input. The first
+        # layer may keep none.
+        inputs = 0.0 if division.is_sequence else hidden / division.cp * (self.num_layers - 1)
+        inputs = min(kept.each, inputs)
+        fixed = share * kept.fixed / tp
+        each = share * (inputs + (kept.each - inputs) / tp)
+        if recomputation == "full":  # its first backward computes a layer again, but its input
+            _, layer = self.kept("none", division.cp)
+            fixed += layer.fixed / tp
+            each += max(0.0, layer.each - hidden / division.cp) / tp
+        return Kept(fixed, each)
+
+    def _kept_of(self, recomputation: str, cp: int) -> tuple[Kept, Kept]:
+        """Return what all units but the head keep on a rank of `cp`, and each layer at least.
+
+        The head takes few rows at a time where many would be large.
+        """
+        cfg, choice = self.question.cfg, self.choices[recomputation]
+        # What a budget chooses keeps as much as if all was computed again, or more.
+        checkpointing = "full" if is_budget(choice) else as_checkpointing(choice)
+        parallel = Parallel(cp=cp, cp_attention=cfg.parallel.cp_attention if cp > 1 else "auto")
+        device = self.question.device_type
+        training = replace(cfg.training, checkpointing=checkpointing, device=device)
+        one_row, two_rows = (
+            self._kept_by_units(
+                replace(cfg, parallel=parallel, training=replace(training, micro_batch_size=rows))
+            )
+            for rows in (1, 2)
+        )
+        each = [two - one for one, two in zip(one_row, two_rows, strict=True)]
+        fixed = [one - row for one, row in zip(one_row, each, strict=True)]
+        return Kept(sum(fixed), sum(each)), Kept(min(fixed[1:]), min(each[1:]))
+
+    def _kept_by_units(self, cfg: RunConfig) -> list[int]:
+        """Return the bytes that each unit but the head keeps; of like layers one is looked at."""
+        run, found = self.subject.run, dict[object, int]()
+        alike = first_alike(run.hf, run.spec, cfg.training.checkpointing)
+        kept = [unit_memory(cfg, run.hf, run.spec, 0).kept]
+        for place, layer in enumerate(run.spec.layers, 1):
+            key = alike[layer.name], self.subject.counts.units[place - 1].backward
+            if key not in found:
+                found[key] = unit_memory(cfg, run.hf, run.spec, place).kept
+            kept.append(found[key])
+        return kept
 
     def _in_flight(self, pp: int, num_micro: float) -> float:
         """Return how many micro-batches a rank keeps at least, times its share of the layers.
 
         The first stages of a pipeline keep most: as many as there are stages from them on. The ends
-        may have a layer less than the others, for the embedding and the head.
+        may have a layer less than the others, for the embedding and the head. A stage is taken to
+        have layers of the average size.
         """
         if pp == 1:
             return 1.0
