@@ -357,7 +357,7 @@ def test_products_are_said_to_be_in_the_dtype_that_they_are_in(capsys):
         (["tiny-qwen3_5", *DEVICES, "--explain=fsdp2-tp:1"], "leave out tp:1"),
         (["tiny-qwen3_5", *DEVICES, "--explain=hsdp:0x2"], "write a layout as"),
         (["folder", *DEVICES], "folder"),
-        (["unknown", *DEVICES, "--full"], "seed_oss is not a family that shardwise knows"),
+        (["unknown", *DEVICES, "--full"], "helium is not a family that shardwise knows"),
         (["quantised", *DEVICES], "the weights are quantised"),
         (
             ["llama-3.1-8b", "--devices", "1xRTX4090", "--full", "--html=page.html"],
@@ -375,7 +375,7 @@ def test_a_mistake_is_one_line_with_a_way_out(arguments, fragment, folder, capsy
         (folder / name).mkdir()
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
-    unknown = {"model_type": "seed_oss", **sizes, **heads}
+    unknown = {"model_type": "helium", **sizes, **heads}
     (folder / "unknown" / "config.json").write_text(json.dumps(unknown))
     llama = {"model_type": "llama", **sizes, **heads}
     llama["quantization_config"] = {"quant_method": "fp8"}
