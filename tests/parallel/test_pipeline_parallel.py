@@ -180,7 +180,7 @@ def test_it_is_refused_in_one_line_with_a_way_out_before_memory_is_taken(name, a
 
 def test_a_family_that_is_not_listed_is_refused(answers):
     said, _ = answers["unlisted"]
-    assert said.startswith("pp is not offered for mistral")
+    assert said.startswith("pp is not offered for ministral3")
 
 
 def test_what_is_not_refused_takes_memory(answers):

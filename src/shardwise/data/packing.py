@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.layouts import layout_of
 from shardwise.config import RunConfig
 from shardwise.data.state import SlotState
 
@@ -156,11 +157,10 @@ class RowLengths:
         # Compiled layers would be compiled again for each length.
         may_differ = cfg.data.packed == "none" and cfg.training.compile == "none"
         tp, cp = cfg.parallel.tp, cfg.parallel.cp
-        # A rank of `cp` has more tokens than a convolution reads before its own.
-        multiple = cp * math.lcm(tp, 8 if cp == 1 else 64)
-        return RowLengths(
-            cfg.data.sequence_length, multiple if may_differ else None, cfg.parallel.pp > 1
-        )
+        # A rank that shares a row has more tokens than a convolution reads before its own.
+        multiple = cp * math.lcm(tp, {1: 8}.get(cp, 64))
+        is_of_step = "pp" in layout_of(cfg.parallel)
+        return RowLengths(cfg.data.sequence_length, multiple if may_differ else None, is_of_step)
 
     def cut(self, rows: list[np.ndarray]) -> np.ndarray:
         """Stack rows [3, T+1] without what is padding in all of them: [B, 3, at most T+1]."""

@@ -140,9 +140,9 @@ class Estimates:
         activations = self._activations(division, candidate.recomputation, num_micro).of(rows)
         others, gradients = self._states(division, candidate.offload)
         is_sharded = "weights" in division.strategy.sharded and division.num_sharing > 1
-        gathered = 0.0
+        gathered, has_stages = 0.0, division.pp > 1
         # torch's stage of a pipeline never frees what it has gathered.
-        if is_sharded and (division.pp > 1 or not candidate.is_resharded):
+        if is_sharded and (has_stages or not candidate.is_resharded):
             is_whole = division.ep == division.num_sharing  # each rank has its experts
             experts = 0 if is_whole else self.expert_bytes / division.ep
             whole = self.weight_bytes - self.tied_bytes[0] - self.expert_bytes + experts
@@ -153,7 +153,7 @@ class Estimates:
             return others + gathered + gradients + activations
         # The first gradients come when no forward is left, and without a pipeline a backward frees
         # what was gathered.
-        if division.pp == 1:
+        if not has_stages:
             return others + max(gradients, gathered + activations)
         return others + gathered + max(gradients, activations)
 
@@ -191,7 +191,7 @@ class Estimates:
         cfg, choice = self.question.cfg, self.choices[recomputation]
         # What a budget chooses keeps as much as if all was computed again, or more.
         checkpointing = "full" if is_budget(choice) else as_checkpointing(choice)
-        parallel = Parallel(cp=cp, cp_attention=cfg.parallel.cp_attention if cp > 1 else "auto")
+        parallel = Parallel(cp=cp, cp_attention=cfg.parallel.cp_attention)
         device = self.question.device_type
         training = replace(cfg.training, checkpointing=checkpointing, device=device)
         one_row, two_rows = (
