@@ -52,7 +52,7 @@ class Elementwise:
     """Norms multiply by their weight in 32 bits, and round after it."""
     buffers: frozenset[str] = frozenset()
     is_transposed: bool = False
-    """Its linears are transformers' Conv1D."""
+    """Whether its linears are transformers' Conv1D."""
     is_windowed: bool = False
     is_rotated: bool = True
     """False where a layer of a model with rotary positions says that it has none (`use_rope`)."""
