@@ -14,6 +14,7 @@ from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
 from shardwise.data.order import Order, split
+from shardwise.data.packing import PADDING
 from shardwise.data.shares import CHUNK
 from tests.data.conftest import without_end
 from tests.left_out import some_now
@@ -36,6 +37,13 @@ def rows_of(batches: list[Batch]) -> list[Row]:
         for batch in batches
         for row, slot in enumerate(batch.slots)
     ]
+
+
+def without_padding(row: Row) -> Row:
+    """The row up to its last token: how much padding follows depends on its micro-batch."""
+    step, slot, *columns = row
+    length = sum(number != PADDING for number in row[4])
+    return step, slot, *(column[:length] for column in columns)
 
 
 def train_rows(
@@ -118,7 +126,10 @@ def test_ranks_and_micro_batches_share_one_global_batch(
     ranks = over_ranks(batch_size, data.draw(divisors(batch_size)))
     cfg = run_config(train, micro_batch_size=data.draw(divisors(len(ranks[0]))), **keys)
     parts = [train_rows(cfg, tokenizer, slots, 4) for slots in ranks]
-    assert [[row for part in parts for row in part[step]] for step in range(4)] == expected
+    actual = [[row for part in parts for row in part[step]] for step in range(4)]
+    assert [[*map(without_padding, rows)] for rows in actual] == [
+        [*map(without_padding, rows)] for rows in expected
+    ]
 
 
 @given(

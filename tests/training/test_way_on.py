@@ -89,7 +89,8 @@ def test_a_bad_document_of_a_worker_is_known_by_who_raises_it(tmp_path, monkeypa
     monkeypatch.setattr(loader, "items", lambda *_: parts)
     position = loader.Position(0, {0: loader.SlotState()}, {0: 0})
     stream = type("Stream", (), {"encoder": None})()
+    lengths = loader.RowLengths(8, None, False)
     with pytest.raises(UserError) as caught:
-        next(loader._train_batches(lambda _: stream, position, 1, 1))
+        next(loader._train_batches(lambda _: stream, position, 1, 1, lengths))
     line = after_document(config(Path(tmp_path)), explain(caught.value), caught.value).text
     assert line.endswith("; correct the line, or leave such documents out: set data.on_error: skip")
