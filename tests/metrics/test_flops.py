@@ -215,21 +215,22 @@ def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
     model, spec = build("qwen3_5_text")
     counts = count_model(model, spec)
     # 7 N K V = 7 * 4 * 8 * 16 against a chunked count by chunks.
-    (core,) = counts.units[1].cores
+    (core,), (flops,) = counts.units[1].cores, counts.units[1].core_flops
     assert core.model_forward(LENGTH) == core.model_forward(64) == 7 * 4 * 8 * 16
     # Per head: 2 C^2 (3K + 2V) + 6 C K V + C^2 (C - 1) with K = 8, V = 16; C = 64, then 16.
     chunks = [2 * c**2 * 56 + 6 * c * 128 + c**2 * (c - 1) for c in (64, 16)]
-    assert core.executed_forward(LENGTH) == 4 * sum(chunks) / LENGTH
+    assert flops.per_token(LENGTH)[0] == 4 * sum(chunks) / LENGTH
 
 
 def test_a_fused_attention_backward_is_five_products():
     shape = (1, 4, LENGTH, 8)
     forward = sdpa_flop_count(shape, shape, shape)
     backward = sdpa_backward_flop_count(shape, shape, shape, shape)
-    core = Attention(4, 8, 8)
-    assert core.executed_backward(LENGTH) / core.executed_forward(LENGTH) == backward / forward
+    (core,) = count_model(*build("llama", device="meta")).units[1].core_flops
+    runs, gradients = core.per_token(LENGTH)
+    assert gradients / runs == backward / forward
     # The counter's forward takes every key for every query: T instead of (T + 1) / 2.
-    assert core.executed_forward(LENGTH) * LENGTH * 2 * LENGTH == forward * (LENGTH + 1)
+    assert runs * LENGTH * 2 * LENGTH == forward * (LENGTH + 1)
 
 
 def test_experts_count_by_the_share_a_token_meets():

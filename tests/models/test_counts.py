@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from shardwise.models.chunks import CoreFlops
 from shardwise.models.counts import ProductWeight, Unit, count_model
 from shardwise.models.families import spec_of
 from shardwise.models.kinds.attention import Attention, SlidingAttention
@@ -91,6 +92,7 @@ def test_cores_of_each_kind():
     for family in CONFIGS:
         for unit in count_model(*build(family, device="meta")).units:
             kinds.setdefault(unit.kind, unit.cores)
+            assert len(unit.core_flops) == len(unit.cores)
     attention = Attention(num_heads=4, key_dim=8, value_dim=8)
     rule = GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16)
     scan = Mamba2(num_heads=4, head_dim=16, state_size=8, num_groups=2)
@@ -254,26 +256,61 @@ def test_sums_that_the_cores_are_made_of():
     # A window of two: pairs 1 + 2 + 2; one as long as the sequence is no window.
     assert SlidingAttention(2, 8, window=2).model_forward(3) * 3 == 5 * 64
     assert SlidingAttention(2, 8, window=9).model_forward(3) == Attention(2, 8, 8).model_forward(3)
-    # The second chunk has one token: 2 * (3 * 8 + 2 * 16) for itself, 6 * 8 * 16 with the state.
-    core = GatedDeltaNet(2, 8, 16)
-    assert core.executed_forward(65) * 65 == core.executed_forward(64) * 64 + 2 * (112 + 768)
-    # Backward: 2 * (6 * 8 + 5 * 16) for itself, 14 * 8 * 16 with the state.
-    assert core.executed_backward(65) * 65 == core.executed_backward(64) * 64 + 2 * (256 + 1792)
-    # A chunk of four and one of two: 16 + 4 pairs, of one group of size 4 and two heads of size 8.
-    scan = Mamba2(2, 8, 4, num_groups=1, chunk_size=4)
-    assert scan.executed_forward(6) * 6 == 2 * (20 * (4 + 16) + 6 * 2 * 16 * 4)
-    assert scan.executed_backward(6) * 6 == 2 * (20 * (3 * 4 + 2 * 16) + 6 * 5 * 16 * 4)
-    # A chunk of four: 16 pairs of size 8, a 4 x 4 product of size 8, three with the 8 x 8 state,
-    # and a solve with 16 columns.
-    rule = KimiDeltaAttention(1, 8, 8, chunk_size=4)
-    assert rule.executed_forward(4) * 4 == 2 * 256 + 3 * 512 + 12 * 16
     # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
     assert Mamba(3, 2).model_forward(7) == 30
-    # 3 channels of 4 taps, and twice that backward.
-    assert (
-        DynamicConvolution(3, 4).model_forward(7),
-        DynamicConvolution(3, 4).executed_backward(7),
-    ) == (24, 48)
-    assert (Mamba(3, 2).executed_forward(1), Mamba(3, 2).executed_backward(1)) == (30, 120)
-    # Five products of a fused backward for the forward's two.
-    assert Attention(2, 8, 8).executed_backward(1) == 2.5 * 64
+    assert DynamicConvolution(3, 4).model_forward(7) == 24  # 3 channels of 4 taps
+
+
+def test_sums_that_cores_run():
+    # The second chunk has one token: 2 * (3 * 8 + 2 * 16) for itself, 6 * 8 * 16 with the state.
+    rule = GatedDeltaNet(2, 8, 16).flops(2)
+    assert in_row(rule, 65) == [
+        of_64 + 2 * one
+        # Backward: 2 * (6 * 8 + 5 * 16) for itself, 14 * 8 * 16 with the state. The map: 2 * (2 * 8
+        # + 16) and 4 * 8 * (8 + 16).
+        for of_64, one in zip(
+            in_row(rule, 64), (112 + 768, 256 + 1792, 64 + 768, 112 + 768), strict=True
+        )
+    ]
+    # A chunk of four and one of two: 16 + 4 pairs, of one group of size 4 and two heads of size 8.
+    scan = Mamba2(2, 8, 4, num_groups=1, chunk_size=4).flops(2, 1)
+    state = 6 * 16 * 4
+    assert in_row(scan, 6) == [
+        2 * (20 * (4 + 16) + 2 * state),
+        2 * (20 * (3 * 4 + 2 * 16) + 5 * state),
+        2 * state,
+        2 * state,
+    ]
+    # A chunk of four: 16 pairs of size 8, a 4 x 4 product of size 8, three with the 8 x 8 state,
+    # and a solve with 16 columns. The map: 16 pairs, two products with 8 x 16, and the solve.
+    rule = KimiDeltaAttention(1, 8, 8, chunk_size=4).flops(1)
+    assert in_row(rule, 4)[::2] == [2 * 256 + 3 * 512 + 12 * 16, 256 + 2 * 1024 + 12 * 16]
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "expected"),
+    [
+        # 4 heads of 8 on 10 pairs of 4 tokens: 5 products for the forward's two.
+        ("llama", 0, [[1280, 3200, 0, 0]]),
+        # Latents: keys of 12 and values of 6; backward 3 * 12 + 2 * 6.
+        ("kimi_linear", 2, [[1440, 3840, 0, 0]]),
+        # A window is a mask on all 16 pairs.
+        ("jet_nemotron", 1, [[2048, 5120, 0, 0]]),
+        # 64 channels of 8 states: 5, 20, and 3 in either map.
+        ("jamba", 0, [[10240, 40960, 6144, 6144]]),
+        # 64 channels of 4 taps. 4 heads of 8 and 16, each with one chunk: 16 pairs times 2 * (3 * 8
+        # + 2 * 16), 6 * 4 * 8 * 16, an inverse of 16 * 3: 1792 + 3072 + 48; backward 4096 + 7168 +
+        # 48; map 1024 + 3072 + 48.
+        ("jet_nemotron", 0, [[2048, 4096, 0, 0], [4 * 4912, 4 * 11312, 4 * 4144, 4 * 4912]]),
+    ],
+)
+def test_cores_run_what_their_nodes_say(family, layer, expected):
+    unit = count_model(*build(family, device="meta")).units[1 + layer]
+    assert [in_row(flops, 4) for flops in unit.core_flops] == expected
+
+
+def in_row(flops: CoreFlops, num_tokens: int) -> list[float]:
+    """FLOPs of a row in a forward, a backward, and the two maps of `cp`."""
+    plain, with_maps = (flops.per_token(num_tokens, maps) for maps in (False, True))
+    maps = [both - one for both, one in zip(with_maps, plain, strict=True)]
+    return [per_token * num_tokens for per_token in (*plain, *maps)]

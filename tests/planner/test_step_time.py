@@ -158,7 +158,7 @@ def test_a_step_recomputes_the_flops_that_are_counted(family, mode):
             flops = sum(2 * p.rows * p.inner * p.columns * p.times for p in work.again)
             a_again = sum(2 * w.active * w.numel for w in unit.weights if is_again(w))
             convolutions = sum(2 * w.numel for w in unit.weights if w.by_elements) * (way != "none")
-            cores = sum(core.executed_forward(length) for core in unit.cores)
+            cores = sum(core.per_token(length)[0] for core in unit.core_flops)
             is_layer = unit.layer is not None
             runs_again = is_layer and way != "none" and unit.kind not in kept
             assert work.rest_again.core_flops == pytest.approx(tokens * cores * runs_again)

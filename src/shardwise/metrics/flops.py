@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from shardwise.config import Checkpointing, Way, way_of
 from shardwise.models.counts import ModelCounts, ProductWeight, Unit
-from shardwise.models.kinds.base import Core
 
 CONVENTION = (
     "A multiply-add is 2 FLOPs; products only, lookups 0. Per weight and token: 2 forward, 2 if "
@@ -53,7 +52,7 @@ def hardware_flops_per_token(
 
     They differ from the model's FLOPs in these points:
 
-    - Cores count as they are executed (`Kind.cores` in models/kinds).
+    - Cores count as they run, by their nodes in the walk of a layer (models/walk.py).
     - `checkpointing: full` runs the forward of every layer again, and a list of kinds that of these
       layers. The last product does not run again where nothing after it is saved
       (models/walk.py). A layer with nothing trainable at or below it saves nothing for a
@@ -114,7 +113,10 @@ def unit_flops_per_token(
     """Return the part of one unit in `hardware_flops_per_token`."""
     way = rerun_of(unit, checkpointing)
     passes = [_executed(weight, way) for weight in unit.weights]
-    passes += [_executed_core(core, unit, way == "full", sequence_length) for core in unit.cores]
+    for core in unit.core_flops:
+        forward, backward = core.per_token(sequence_length)
+        recomputed = forward * (way == "full")
+        passes.append(UnitFlops(forward, backward * unit.core_gradient, recomputed=recomputed))
     return sum(passes, start=UnitFlops())
 
 
@@ -154,10 +156,3 @@ def _executed(weight: ProductWeight, way: Way) -> UnitFlops:
         weight_gradient=product * weight.trainable,
         recomputed=product * (is_rerun(weight, way) + is_again(weight)),
     )
-
-
-def _executed_core(core: Core, unit: Unit, rerun: bool, sequence_length: int) -> UnitFlops:
-    """Return the FLOPs per token of one of a unit's cores."""
-    forward = core.executed_forward(sequence_length)
-    backward = core.executed_backward(sequence_length) if unit.core_gradient else 0.0
-    return UnitFlops(forward, backward, recomputed=forward if rerun else 0.0)

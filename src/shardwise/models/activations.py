@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from shardwise.base.layouts import HALVING
 from shardwise.base.schedule.context import reach_of, way_taken
@@ -31,9 +30,8 @@ from shardwise.models.published import stored_form
 from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tape import Memory, Moves, Slot, Tape, Tensor
-from shardwise.models.tensor_cuts import unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
-from shardwise.models.walk import norm_of, run_layer, tensors_of_layer
+from shardwise.models.walk import is_windowed, norm_of, run_layer, taped
 
 
 class UnitMoves(NamedTuple):
@@ -241,31 +239,23 @@ class _Unit:
         cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
         stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
         within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
-        parameters, adapters = tensors_of_layer(module, cuts, within)
-        is_windowed = layer is not None and "sliding" in layer.kind
-        return TapedBlock(
-            self.tape,
-            parameters,
-            adapters,
-            self.hf.config,
-            cfg.training.micro_batch_size,
-            self.length,
-            self.hidden,
-            cast.itemsize if cast else None,
+        return taped(
+            *(self.tape, module, self.hf.config, cuts, within),
+            rows=cfg.training.micro_batch_size,
+            length=self.length,
+            hidden=self.hidden,
+            cast=cast.itemsize if cast else None,
             on_cpu=device_of(cfg) == "cpu",
             rounds_last=(layer or self.spec.layers[0]).norms.rounds_last,
-            shares_rows=None if cfg.parallel.cp == 1 else self._shared_rows(is_windowed),
+            shares_rows=None if cfg.parallel.cp == 1 else self._shared_rows(is_windowed(layer)),
             spreads_experts=cfg.parallel.ep > 1,
-            is_windowed=is_windowed,
-            is_rotated=all(getattr(m, "use_rope", True) for m in module.modules()),
-            is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
-            buffers=frozenset(name for name, _ in module.named_buffers()),
+            is_windowed=is_windowed(layer),
         )
 
-    def _shared_rows(self, is_windowed: bool) -> SharedRows:
+    def _shared_rows(self, has_window: bool) -> SharedRows:
         parallel = self.cfg.parallel
         way, cut = context_facts(self.hf, self.spec).way_and_cut(parallel)
-        window = getattr(self.hf.config, "sliding_window", None) if is_windowed else None
+        window = getattr(self.hf.config, "sliding_window", None) if has_window else None
         chunk = self.length // cut.chunks_per_rank
         way = way_taken(way, cut, reach_of(window, chunk))
         row = range(self.length * parallel.cp)

@@ -1,4 +1,4 @@
-"""The chunks of tokens in which a recurrence is computed, and what is alive meanwhile."""
+"""The chunks of tokens in which a core is computed: what is alive meanwhile, and FLOPs."""
 
 from __future__ import annotations
 
@@ -53,6 +53,49 @@ class Chunks(NamedTuple):
         return round(own * first + (1 - own) * before)
 
 
-def chunks_of(num_tokens: int, size: int) -> Chunks:
-    """Return the chunks of at most `size` tokens of a row."""
-    return Chunks(size, *divmod(num_tokens, size))
+def chunks_of(num_tokens: int, size: int, pads: bool = False) -> Chunks:
+    """Return the chunks of at most `size` tokens of a row; `pads`: the last one is filled up."""
+    num_full, rest = divmod(num_tokens, size)
+    return Chunks(size, num_full + (rest > 0), 0) if pads else Chunks(size, num_full, rest)
+
+
+class ChunkFlops(NamedTuple):
+    """FLOPs of a chunk: a multiple of its tokens, of their pairs, and of their triples."""
+
+    tokens: int = 0
+    pairs: int = 0
+    triples: int = 0
+
+    def __call__(self, num_tokens: int) -> int:
+        """Return the FLOPs of a chunk of so many tokens."""
+        return num_tokens * (self.tokens + num_tokens * (self.pairs + num_tokens * self.triples))
+
+
+class CoreFlops(NamedTuple):
+    """FLOPs that a core runs on a row, chunk by chunk, as its node on a tape says."""
+
+    forward: ChunkFlops
+    backward: ChunkFlops
+    """FLOPs of a backward, without a recomputed forward."""
+    map_forward: ChunkFlops = ChunkFlops()
+    """FLOPs of the map of a rank's tokens under `cp`; 0: the core has no state."""
+    map_backward: ChunkFlops = ChunkFlops()
+    """FLOPs of the gradient of the state before a rank's tokens under `cp`."""
+    times: int = 1
+    """Heads, each of which runs as much."""
+    chunk_size: int = 0
+    """Tokens of a chunk; 0: the row is one."""
+    pads: bool = False
+    """Whether the last chunk is filled up with tokens that do nothing."""
+    is_kept: bool = False
+    """Whether `training.checkpointing: operators` keeps its output, that of one operator."""
+
+    def per_token(self, length: int, with_maps: bool = False) -> tuple[float, float]:
+        """Return the FLOPs per token of a forward and of a backward, in a row of so many tokens.
+
+        `with_maps`: those of `cp` too, which pass on a state.
+        """
+        chunks = chunks_of(length, self.chunk_size or length, self.pads)
+        passes = self.forward, self.backward, self.map_forward, self.map_backward
+        forward, backward, *maps = (self.times * chunks.sum(flops) / length for flops in passes)
+        return forward + with_maps * maps[0], backward + with_maps * maps[1]

@@ -16,6 +16,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from shardwise.models.chunks import CoreFlops
 from shardwise.models.kinds import RATES
 from shardwise.models.kinds.base import Core
 from shardwise.models.names import num_sharing
@@ -53,6 +54,7 @@ class Unit:
     trainable_parameters: int
     weights: tuple[ProductWeight, ...]
     cores: tuple[Core, ...]
+    core_flops: tuple[CoreFlops, ...]  # of these as they run
     core_gradient: bool  # a gradient flows back through the cores
     backward: bool  # something here or below is trainable, so the backward reaches this unit
     layer: int | None = None
@@ -166,6 +168,7 @@ def _count_unit(
         trainable_parameters=sum(p.numel() for p in new if p.requires_grad),
         weights=weights,
         cores=_cores(layer, model.config) if layer else (),
+        core_flops=tuple(walk.tape.core_flops) if walk else (),
         core_gradient=walk is not None and walk.tape.mixes_backward,
         backward=below or bool(trained),
         layer=None if layer is None else layer.number,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.kernels.lora_linear.magnitude import CHUNK_ELEMENTS
+from shardwise.models.chunks import ChunkFlops, CoreFlops
 from shardwise.models.elementwise import Elementwise
 from shardwise.models.moves import WIDE, gated_norm
 from shardwise.models.parameters import Parameter, read_in_backward
@@ -241,10 +242,23 @@ class TapedBlock(Elementwise):
             backward=scratch,
             backward_moves=(0,),
             product=True,
-            mixes=True,
+            flops=self.attention_flops(q, numel),
         )[0]
         # On a CPU the output may lie as the queries do; projections want tokens before heads.
         return self.copied(out) if is_copied else out
+
+    def attention_flops(self, q: Tensor, numel: int) -> CoreFlops:
+        """Return the FLOPs of fused attention, which gives as many numbers; see `Attention`.
+
+        A window comes as a mask, and scores of all pairs are computed.
+        """
+        keys, values = q.numel // self.tokens, numel // self.tokens
+        once = not self.is_windowed
+        forward, backward = (
+            ChunkFlops(width * once, width * (2 - once))
+            for width in (keys + values, 3 * keys + 2 * values)
+        )
+        return CoreFlops(forward, backward, is_kept=True)
 
     def activation(self, x: Tensor) -> Tensor:
         """Return the activation of an MLP without a gate."""

@@ -4,7 +4,8 @@ A kind of layer writes its forward down once more with the operations of this mo
 (`Kind.activations`). A `Tensor` here takes memory for as long as Python refers to it, as torch's
 does, and what an operation keeps for its backward stays alive until that has run. So the same few
 lines say what a layer keeps, and the most that is alive at once in its forward and its backward.
-They say, too, how many operators torch runs one by one, and the bytes that each reads and writes.
+They say, too, how many operators torch runs one by one, the bytes that each reads and writes, and
+the FLOPs of each core.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from shardwise.models.chunks import CoreFlops
 
 Moves = Sequence[int]
 """Bytes that eager operators read and write, one number an operator; 0 is a product or a core."""
@@ -123,6 +126,8 @@ class Tape:
     """Moves of all operators in the forward."""
     backward_moves: list[int] = field(default_factory=list)
     """Moves of all operators in the backward, sums of gradients included."""
+    core_flops: list[CoreFlops] = field(default_factory=list)
+    """FLOPs of each core in the forward."""
     weight_bytes: int = 0
     """Bytes that operators on weights alone move in the forward: copies in another dtype."""
     is_halved: bool = False
@@ -178,6 +183,7 @@ class Tape:
         keeps_outputs: bool = False,
         product: bool = False,
         mixes: bool = False,
+        flops: CoreFlops | None = None,
         read: Sequence[Tensor] = (),
         forward_moves: Moves | None = None,
         backward_moves: Moves | None = None,
@@ -187,17 +193,19 @@ class Tape:
         `keeps`: what its backward reads. `forward` and `backward`: bytes that are alive only while
         it runs, beside inputs and outputs and their gradients. `view`: outputs lie in the memory of
         the first input. `passes`: the gradient of the output is that of every input.
-        `product`: selective checkpointing keeps the outputs. `mixes`: tokens meet. `read`: frozen
-        weights that it reads, beside the inputs. `forward_moves` and `backward_moves`: those of its
-        operators; by default one of each, which reads all inputs (what is kept and the gradients of
-        outputs) and writes all outputs (the gradients of inputs); none in the forward of a view and
-        in a backward that passes on its gradient; and a product moves 0 bytes.
+        `product`: selective checkpointing keeps the outputs. `mixes`: tokens meet, as they do in
+        a core, which has `flops`. `read`: frozen weights that it reads, beside the inputs.
+        `forward_moves` and `backward_moves`: those of its operators; by default one of each, which
+        reads all inputs (what is kept and the gradients of outputs) and writes all outputs (the
+        gradients of inputs); none in the forward of a view and in a backward that passes on its
+        gradient; and a product or a core moves 0 bytes.
         """
         self._num_run += 1
         self._note([*inputs, *read])
+        self.core_flops += [flops] if flops else []
         if forward_moves is None and not view:
             moved = _total(inputs) + sum(numel * size for numel, size in outputs)
-            forward_moves = (0 if product else moved,)
+            forward_moves = (0 if product or flops else moved,)
         self.forward_moves += forward_moves or ()
         if all(x.parameter for x in inputs):
             self.weight_bytes += sum(forward_moves or ())
@@ -214,7 +222,7 @@ class Tape:
             from_weights = all(slot.from_weights for slot in slots)
             for y in results:
                 y.slot = Slot(y.num_bytes, from_weights=from_weights)
-            self.mixes_backward |= mixes
+            self.mixes_backward |= mixes or flops is not None
             if keeps or keeps_outputs:
                 self.last_saving = self._num_run
             if keeps and self.keeps_products:
@@ -225,6 +233,8 @@ class Tape:
             made = [y.slot for y in results if y.slot is not None]
             if backward_moves is None and (product or passes):
                 backward_moves = (0,) * len(slots) * product
+            elif backward_moves is None and flops:
+                backward_moves = (0,)
             read_bytes = _total(keeps) + keeps_outputs * _total(results)
             self._nodes.append(
                 _Node(made, slots, passes, kept, backward, read_bytes, backward_moves)

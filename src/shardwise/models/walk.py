@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -26,21 +27,15 @@ def walk_of(
 
     `needs_input`: the backward goes on below it.
     """
-    tape = Tape()
-    parameters, adapters = tensors_of_layer(module, (), {})
-    size = next(iter(parameters.values())).itemsize
-    block = TapedBlock(
-        tape,
-        parameters,
-        adapters,
-        config,
+    tape, size = Tape(), next(module.parameters()).itemsize
+    block = taped(
+        *(tape, module, config),
         rows=1,
         length=1,
         hidden=size,
         cast=None,
         rounds_last=layer.norms.rounds_last,
-        is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
-        buffers=frozenset(name for name, _ in module.named_buffers()),
+        is_windowed=is_windowed(layer),
     )
     x = tape.tensor(config.hidden_size, size)
     if needs_input:
@@ -50,13 +45,37 @@ def walk_of(
     return tape
 
 
-def tensors_of_layer(
-    module: nn.Module, cuts: Iterable[tuple[str, int, int]], stored: Mapping[str, Format]
-) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
-    """Return the parameters of a module by transformers' names, and its adapters by path.
+def is_windowed(layer: LayerSpec | None) -> bool:
+    """Return whether attention of a layer is over a window."""
+    return layer is not None and "sliding" in layer.kind
+
+
+def taped(
+    tape: Tape,
+    module: nn.Module,
+    config: PretrainedConfig,
+    cuts: Iterable[tuple[str, int, int]] = (),
+    stored: Mapping[str, Format] = MappingProxyType({}),
+    **options: Any,
+) -> TapedBlock:
+    """Return a layer, or another module, on a tape.
 
     `cuts`: names of parameters of which a rank has a part, a dim, and its size there.
     """
+    parameters, adapters = _tensors_of(module, cuts, stored)
+    return TapedBlock(
+        *(tape, parameters, adapters, config),
+        is_rotated=all(getattr(m, "use_rope", True) for m in module.modules()),
+        is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
+        buffers=frozenset(name for name, _ in module.named_buffers()),
+        **options,
+    )
+
+
+def _tensors_of(
+    module: nn.Module, cuts: Iterable[tuple[str, int, int]], stored: Mapping[str, Format]
+) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
+    """Return the parameters of a module by transformers' names, and its adapters by path."""
     sizes: dict[str, dict[int, int]] = defaultdict(dict)
     for name, dim, size in cuts:
         sizes[name][dim] = size

@@ -193,12 +193,11 @@ def _core_flops(unit: Unit, length: int, way: Way, with_maps: bool) -> tuple[flo
     `with_maps`: those of `cp` too, which pass on a state.
     """
     forward = backward = again = 0.0
-    for core in unit.cores:
-        runs = core.executed_forward(length) + with_maps * core.map_forward(length)
+    for core in unit.core_flops:
+        runs, gradients = core.per_token(length, with_maps)
         forward += runs
-        if unit.core_gradient:
-            backward += core.executed_backward(length) + with_maps * core.map_backward(length)
-        again += runs * (way == "full" or (way == "operators" and not core.is_one_operator))
+        backward += gradients * unit.core_gradient
+        again += runs * (way == "full" or (way == "operators" and not core.is_kept))
     return forward, backward, again
 
 

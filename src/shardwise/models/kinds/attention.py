@@ -48,16 +48,10 @@ class Attention(Core):
     num_heads: int
     key_dim: int
     value_dim: int
-    is_one_operator = True
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
         return float(self.num_heads * (self.key_dim + self.value_dim) * (sequence_length + 1))
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        products = 3 * self.key_dim + 2 * self.value_dim
-        return float(self.num_heads * products * (sequence_length + 1))
 
 
 @dataclass(frozen=True)
@@ -71,21 +65,12 @@ class SlidingAttention(Core):
     num_heads: int
     head_dim: int
     window: int
-    is_one_operator = True
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
         window = min(self.window, sequence_length)
         keys = window - window * (window - 1) / (2 * sequence_length)
         return 4.0 * self.num_heads * self.head_dim * keys
-
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return 4.0 * self.num_heads * self.head_dim * sequence_length
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return 2.5 * self.executed_forward(sequence_length)
 
 
 def full_cores(config: PretrainedConfig) -> tuple[Attention]:
@@ -207,7 +192,8 @@ def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: i
     run, size = partial(block.tape.run, product=True, mixes=True), [(pairs, q.itemsize)]
     square = block.length**2
     masked = [square, 2 * square, SMALL, SMALL, 5 * square, 2 * pairs * q.itemsize]
-    (scores,) = run([q, k], size, keeps=[q, k], forward=pairs, forward_moves=[0, *masked])
+    flops, moves = block.attention_flops(q, v.numel), [0, *masked]
+    (scores,) = run([q, k], size, keeps=[q, k], forward=pairs, flops=flops, forward_moves=moves)
     shares = block.pointwise(scores, keeps_outputs=True, forward=pairs)
     del scores
     size = [(v.numel, v.itemsize)]
@@ -273,9 +259,7 @@ def _over_ranks(
         keeps_outputs=True,
         forward=forward,
         backward=others + padding + output_bytes,
-        mixes=True,
-        forward_moves=(0,),
-        backward_moves=(0,),
+        flops=block.attention_flops(q, queries * value_size),
     )
     del received
     return block.copied(out) if shared.way == "ulysses" else out

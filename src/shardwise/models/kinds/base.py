@@ -23,34 +23,15 @@ from shardwise.models.tensor_cuts import SplitBlock
 class Core:
     """The function between the projections of a mixer, by its FLOPs per token of T tokens.
 
-    Its *model* FLOPs are what the definition of the layer asks for, whatever computes it. Its
-    *executed* FLOPs are what transformers' torch code runs (fused attention; recurrences in chunks,
-    padded to full ones, or token by token). The conventions are those of `models/counts.py`: a
-    multiply-add is 2, and only products count.
+    Its *model* FLOPs are what the definition of the layer asks for, whatever computes it. Its FLOPs
+    *as run*, by transformers' torch code (fused attention; recurrences in chunks, padded to full
+    ones, or token by token), are what its node in `Kind.activations` says. The conventions are
+    those of `models/counts.py`: a multiply-add is 2, and only products count.
     """
-
-    is_one_operator = False
-    """One operator of torch computes it, whose output `training.checkpointing: operators` keeps."""
 
     def model_forward(self, sequence_length: int) -> float:
         """Return what the definition asks of a forward; a backward is twice that."""
         raise NotImplementedError
-
-    def executed_forward(self, sequence_length: int) -> float:
-        """Return what a forward runs; by default, what the definition asks for."""
-        return self.model_forward(sequence_length)
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """Return what a backward runs, without a recomputed forward; by default, twice that."""
-        return 2.0 * self.executed_forward(sequence_length)
-
-    def map_forward(self, sequence_length: int) -> float:
-        """Return what the map of a rank's tokens takes under `cp`; 0: the core has no state."""
-        return 0.0
-
-    def map_backward(self, sequence_length: int) -> float:
-        """Return what the gradient of the state before a rank's tokens takes under `cp`."""
-        return 0.0
 
 
 def no_cores(config: PretrainedConfig) -> tuple[Core, ...]:

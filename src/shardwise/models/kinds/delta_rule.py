@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from shardwise.kernels.recurrence import Recurrence, Tokens
-from shardwise.models.chunks import Chunks, chunks_of
+from shardwise.models.chunks import ChunkFlops, Chunks, CoreFlops, chunks_of
 from shardwise.models.kinds.base import Carried, Core
 from shardwise.models.moves import WIDE
 from shardwise.models.operations import TapedBlock
@@ -24,7 +24,7 @@ class DeltaRule(Core):
     Model FLOPs, the recurrence on one token: decay S (K V), predict the value S^T k (2 K V), add k
     times its error (2 K V), read S^T q (2 K V): 7 N K V. (Megatron-LM counts 8 N V^2.)
 
-    Executed, in chunks of C tokens, of which the last one may be shorter: of each, what the rule at
+    As run, in chunks of C tokens, of which the last one may be shorter: of each, what the rule at
     hand says. Kernels of other packages chunk in their own way; their count differs.
     """
 
@@ -43,32 +43,18 @@ class DeltaRule(Core):
         """See Core."""
         return 7.0 * self.num_heads * self.key_dim * self.value_dim
 
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_forward())
+    def flops(self, num_heads: int) -> CoreFlops:
+        """Return the FLOPs of so many heads."""
+        forward, backward, map_forward = self.chunk_flops()
+        # As many products as a forward has, with the gradient of outputs for values.
+        passes = forward, backward, map_forward, forward
+        return CoreFlops(*passes, num_heads, self.chunk_size, self.pads)
 
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_backward())
+    def chunk_flops(self) -> tuple[ChunkFlops, ChunkFlops, ChunkFlops]:
+        """Return what a forward, a backward and the map of a rank's tokens run for one head.
 
-    def map_forward(self, sequence_length: int) -> float:
-        """See Core. The state has K more columns, which begin as the identity."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_map())
-
-    def map_backward(self, sequence_length: int) -> float:
-        """See Core. As many products as a forward has, with the gradient of outputs for values."""
-        return self.executed_forward(sequence_length)
-
-    def chunk_map(self) -> int:
-        """Return what the map of a rank's tokens takes for one head and chunk."""
-        raise NotImplementedError
-
-    def chunk_forward(self) -> int:
-        """Return what a forward runs for one head and chunk."""
-        raise NotImplementedError
-
-    def chunk_backward(self) -> int:
-        """Return what a backward runs for one head and chunk."""
+        In that map the state has K more columns, which begin as the identity.
+        """
         raise NotImplementedError
 
     def products(self, num_tokens: int) -> int:
@@ -88,16 +74,9 @@ class DeltaRule(Core):
         per_token = self.num_pairs_of_map * num_tokens + 2 * columns
         return num_tokens * per_token + self.key_dim * columns
 
-    def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
-        """Return the FLOPs per token of full chunks and of the rest."""
-        chunks = self.chunks(sequence_length)
-        sequence_flops = chunks.sum(lambda num_tokens: flops(replace(self, chunk_size=num_tokens)))
-        return self.num_heads * sequence_flops / sequence_length
-
     def chunks(self, sequence_length: int) -> Chunks:
         """Return the chunks in which a row is computed."""
-        chunks = chunks_of(sequence_length, self.chunk_size)
-        return Chunks(self.chunk_size, chunks.number, 0) if self.pads else chunks
+        return chunks_of(sequence_length, self.chunk_size, self.pads)
 
 
 def rule_carries(rule: DeltaRule, num_heads: int, channels: int) -> Carried:
@@ -152,9 +131,7 @@ def rule_outputs(
         keeps=[q, k, v, g, beta, states],
         forward=forward,
         backward=backward,
-        mixes=True,
-        forward_moves=(0,),
-        backward_moves=(0,),
+        flops=rule.flops(num_heads),
     )
     return out
 

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.kernels.gated_delta_rule import RECURRENCE, backend
+from shardwise.models.chunks import ChunkFlops
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
 from shardwise.models.kinds.delta_rule import (
@@ -49,7 +50,7 @@ RULE_BACKEND = Backend("gated delta rule", backend)
 class GatedDeltaNet(DeltaRule):
     """The gated delta rule (arXiv 2412.06464), whose decay is one number per head.
 
-    Executed by `kernels/gated_delta_rule/chunked.py`, per head and chunk. The forward: products k
+    Run by `kernels/gated_delta_rule/chunked.py`, per head and chunk. The forward: products k
     k^T and q k^T (2 C^2 K each), the inverse of the system times keys (2 C^2 K) and values (2 C^2
     V), weights times new values (2 C^2 V), the state read by keys and by queries and then updated
     (2 C K V each); and the inverse of a unit-triangular C x C matrix, C (C - 1) per column, which
@@ -60,23 +61,14 @@ class GatedDeltaNet(DeltaRule):
     times V columns five times, of which three and one are of the forward; and the inverse again.
     """
 
-    def chunk_forward(self) -> int:
-        """See DeltaRule."""
-        c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 6 * c * k * v + 2 * c * c * (3 * k + 2 * v) + self._inverse()
-
-    def chunk_backward(self) -> int:
-        """See DeltaRule."""
-        c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 14 * c * k * v + 2 * c * c * (6 * k + 5 * v) + self._inverse()
-
-    def chunk_map(self) -> int:
-        """See DeltaRule."""
-        c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 4 * c * k * (k + v) + 2 * c * c * (2 * k + v) + self._inverse()
-
-    def _inverse(self) -> int:
-        return self.chunk_size**2 * (self.chunk_size - 1)
+    def chunk_flops(self) -> tuple[ChunkFlops, ChunkFlops, ChunkFlops]:
+        """See DeltaRule. An inverse has a triple for each three tokens, less one for each pair."""
+        k, v = self.key_dim, self.value_dim
+        return (
+            ChunkFlops(6 * k * v, 2 * (3 * k + 2 * v) - 1, 1),
+            ChunkFlops(14 * k * v, 2 * (6 * k + 5 * v) - 1, 1),
+            ChunkFlops(4 * k * (k + v), 2 * (2 * k + v) - 1, 1),
+        )
 
 
 def cores(config: PretrainedConfig) -> tuple[GatedDeltaNet]:
@@ -178,9 +170,7 @@ def _by_fla(
         keeps=[*copies, sums, beta],
         forward=size * (keys + 2 * values + states),
         backward=size * (3 * keys + 3 * values + 2 * states),
-        mixes=True,
-        forward_moves=(0,),
-        backward_moves=(0,),
+        flops=rule.flops(num // block.tokens),
     )
     return out
 

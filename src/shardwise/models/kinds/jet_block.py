@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import RECURRENCE
 from shardwise.kernels.recurrence import Tokens
+from shardwise.models.chunks import ChunkFlops, CoreFlops
 from shardwise.models.kinds import gated_delta_net
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.delta_rule import rule_carries
@@ -72,6 +73,7 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
     q, k, values, a, b, gate, between = block.linears((*PROJECTIONS, f"{generator}.w1"), x)
     kernels = block.linear(f"{generator}.w2", block.pointwise(between, [between]))
     wide, width = values.numel * WIDE, kernels.numel // values.numel
+    taps = kernels.numel // block.tokens
     moves, moves_back = generated_convolution(values.numel, values.itemsize, width)
     v = block.tape.run(
         [values, kernels],
@@ -79,7 +81,7 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
         keeps=[values, kernels],
         forward=2 * wide,
         backward=4 * wide,
-        mixes=True,
+        flops=CoreFlops(ChunkFlops(2 * taps), ChunkFlops(4 * taps)),
         forward_moves=moves,
         backward_moves=moves_back,
     )[0]

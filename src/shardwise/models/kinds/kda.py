@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
+from shardwise.models.chunks import ChunkFlops
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
 from shardwise.models.kinds.delta_rule import (
@@ -39,7 +40,7 @@ from shardwise.models.tensor_cuts import (
 class KimiDeltaAttention(DeltaRule):
     """The delta rule with a decay per channel (arXiv 2510.26692).
 
-    Executed by `kernels/kimi_delta_attention/chunked.py`, per head and chunk: k k^T and q k^T by
+    Run by `kernels/kimi_delta_attention/chunked.py`, per head and chunk: k k^T and q k^T by
     halves of blocks, of pairs of tokens that see each other alone (2 K a pair, C^2 pairs together;
     those of a token with itself are elementwise, so that torch's FLOP counter counts 0); a
     unit-triangular solve with K + V columns (C (C - 1) per column, which it counts as 0, too);
@@ -53,23 +54,15 @@ class KimiDeltaAttention(DeltaRule):
     num_pairs_of_map: ClassVar[int] = 1
     pads: ClassVar[bool] = True
 
-    def chunk_forward(self) -> int:
-        """See DeltaRule."""
-        c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 2 * c * c * (k + v) + 6 * c * k * v + self._solve()
-
-    def chunk_backward(self) -> int:
-        """See DeltaRule."""
-        c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 2 * c * c * (4 * k + 3 * v) + 14 * c * k * v + 2 * self._solve()
-
-    def chunk_map(self) -> int:
-        """See DeltaRule."""
-        c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 2 * c * c * k + 4 * c * k * (k + v) + self._solve()
-
-    def _solve(self) -> int:
-        return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
+    def chunk_flops(self) -> tuple[ChunkFlops, ChunkFlops, ChunkFlops]:
+        """See DeltaRule. A solve has its columns for each pair, less those for each token."""
+        k, v = self.key_dim, self.value_dim
+        solve = k + v
+        return (
+            ChunkFlops(6 * k * v - solve, 2 * (k + v) + solve),
+            ChunkFlops(14 * k * v - 2 * solve, 2 * (4 * k + 3 * v) + 2 * solve),
+            ChunkFlops(4 * k * (k + v) - solve, 2 * k + solve),
+        )
 
 
 def cores(config: PretrainedConfig) -> tuple[KimiDeltaAttention]:

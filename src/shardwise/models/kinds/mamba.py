@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.selective_scan import RECURRENCE, backend
 from shardwise.kernels.selective_scan.chunked import CHUNK
-from shardwise.models.chunks import chunks_of
+from shardwise.models.chunks import ChunkFlops, CoreFlops, chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
@@ -41,7 +41,7 @@ class Mamba(Core):
     Model FLOPs, the recurrence on one token: decay the state (C S), add x B^T (2 C S), read with C
     (2 C S): 5 C S, as for Mamba2.
 
-    Executed by `kernels/selective_scan/chunked.py`: a forward is the same, of which the read alone
+    Run by `kernels/selective_scan/chunked.py`: a forward is the same, of which the read alone
     is a matrix product. A backward computes it again (5 C S). It adds the gradients of what was
     read to those of later states (3 C S), from which it gets those of C, B and x (2 C S each, as
     matrix products), those of the exponents of the decays (2 C S), and theirs of dt and A (2 C S
@@ -54,18 +54,6 @@ class Mamba(Core):
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
         return 5.0 * self.num_channels * self.state_size
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return 20.0 * self.num_channels * self.state_size
-
-    def map_forward(self, sequence_length: int) -> float:
-        """See Core. The states of all tokens, which are not read."""
-        return 3.0 * self.num_channels * self.state_size
-
-    def map_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.map_forward(sequence_length)
 
 
 def cores(config: PretrainedConfig) -> tuple[Mamba]:
@@ -109,6 +97,8 @@ def _scanned(
     forward = chunks.in_forward(lambda n: WIDE * n * (4 * state + 2 * per_channel))
     backward = chunks.in_backward(lambda n: WIDE * n * (5 * state + 10 * per_channel))
     # Of all that the scan computes, only what is read of the states is a product.
+    # Maps take the states of all tokens, which are not read.
+    forward_flops, backward_flops, map_flops = (ChunkFlops(times * numel) for times in (5, 20, 3))
     made = x.num_bytes + WIDE * state
     forward = block.tape.products_within(
         WIDE * x.numel, made, forward, WIDE * chunks.longest * per_channel
@@ -120,9 +110,7 @@ def _scanned(
         keeps=[x, dt, b, c, gate, states, *weights],
         forward=forward,
         backward=backward,
-        mixes=True,
-        forward_moves=(0,),
-        backward_moves=(0,),
+        flops=CoreFlops(forward_flops, backward_flops, map_flops, map_flops),
     )
     return out
 

@@ -18,7 +18,7 @@ from shardwise.kernels.gated_delta_rule.naive import wide
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.state_space_duality import RECURRENCE, backend
 from shardwise.kernels.state_space_duality.chunked import CHUNK
-from shardwise.models.chunks import chunks_of
+from shardwise.models.chunks import ChunkFlops, CoreFlops, chunks_of
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
@@ -48,7 +48,7 @@ class Mamba2(Core):
     Model FLOPs, the recurrence on one token: decay the state (P S), add x B^T (2 P S), read with C
     (2 P S): 5 N P S. (Megatron-LM counts 7, the discretisation included.)
 
-    Executed by `kernels/state_space_duality/chunked.py`, per chunk of C tokens, of which the last
+    Run by `kernels/state_space_duality/chunked.py`, per chunk of C tokens, of which the last
     may be shorter. The forward: of each of K groups, scores C B^T (2 C^2 S); of each head, scores
     times x (2 C^2 P), and the state read and written (2 C P S each).
 
@@ -67,30 +67,17 @@ class Mamba2(Core):
         """See Core."""
         return 5.0 * self.num_heads * self.head_dim * self.state_size
 
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, by_group=1, by_head=1, with_state=2)
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, by_group=3, by_head=2, with_state=5)
-
-    def map_forward(self, sequence_length: int) -> float:
-        """See Core. One product writes all tokens into a state."""
-        return 2.0 * self.num_heads * self.head_dim * self.state_size
-
-    def map_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.map_forward(sequence_length)
-
-    def _over_chunks(
-        self, sequence_length: int, by_group: int, by_head: int, with_state: int
-    ) -> float:
-        """Return the FLOPs per token of as many products, in full chunks and the rest."""
-        pairs = chunks_of(sequence_length, self.chunk_size).sum(lambda num_tokens: num_tokens**2)
-        groups = 2.0 * by_group * self.num_groups * self.state_size * pairs / sequence_length
-        heads = 2.0 * by_head * self.num_heads * self.head_dim * pairs / sequence_length
-        return groups + heads + 2.0 * with_state * self.num_heads * self.head_dim * self.state_size
+    def flops(self, num_heads: int, num_groups: int) -> CoreFlops:
+        """Return the FLOPs of so many heads and groups; one product writes all into a map."""
+        head, group = num_heads * self.head_dim, num_groups * self.state_size
+        state = head * self.state_size
+        return CoreFlops(
+            ChunkFlops(2 * 2 * state, 2 * (group + head)),
+            ChunkFlops(5 * 2 * state, 2 * (3 * group + 2 * head)),
+            ChunkFlops(2 * state),
+            ChunkFlops(2 * state),
+            chunk_size=self.chunk_size,
+        )
 
 
 def cores(config: PretrainedConfig) -> tuple[Mamba2]:
@@ -183,9 +170,7 @@ def _scanned(
         keeps=[x, dt, b, c, states],
         forward=forward,
         backward=backward,
-        mixes=True,
-        forward_moves=(0,),
-        backward_moves=(0,),
+        flops=core.flops(num_heads, num_groups),
     )
     return out
 
