@@ -127,7 +127,7 @@ def measure(cfg: RunConfig, cache: Path) -> None:
         units = content["units"].values()
         seconds = sum(unit["forward_seconds"] + unit["backward_seconds"] for unit in units)
         profiles.append((seconds, text, path))
-        if content["spread"] < CALM and content["slowdown"] < 1 + 2 * CALM:
+        if content["spread"] < CALM:
             break
     _, text, path = min(profiles)
     path.write_text(text, encoding="utf-8")

@@ -20,7 +20,7 @@ from shardwise.assembly.describe import describe
 from shardwise.assembly.own import describe_own, own_state
 from shardwise.base.interfaces import Part
 from shardwise.config import Lora, Parallel, RunConfig
-from shardwise.lab.planner.profile import make_bench
+from shardwise.lab.planner.bench import make_bench
 from shardwise.launch.library import CALLERS_KEYS, read_config
 from shardwise.models.names import is_adapter
 from shardwise.models.own import OwnModel
@@ -144,7 +144,8 @@ def of_run_and_profile(cfg: RunConfig, left_out: str = "") -> tuple[Replaced, Re
     rows = order.BEFORE_LOADING
     order.BEFORE_LOADING = tuple(row for row in rows if row.name != left_out)  # ends with the rank
     places = list(range(len(facts.spec.layers) + 2))
-    return run, replaced(make_bench(cfg, mesh, facts, places).stages)
+    parts = [stage.submod for stage in make_bench(cfg, mesh, facts, places).stages]
+    return run, replaced(parts)
 
 
 @pytest.mark.parametrize("name", CASES)

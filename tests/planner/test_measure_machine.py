@@ -67,7 +67,7 @@ def backward_seconds(folder: Path) -> dict[str, float]:
     mesh = build_mesh(config(tiny("llama"), pp=1), torch.device("cpu"))
     cfg = measured_models.reference_run(folder, "cpu", "qwen3_5_text", (32, 1, 32), None)
     units = measure_machine._unit_seconds(cfg, mesh)
-    return {work.key: seconds["backward"] for work, seconds, _ in units if work.has_backward}
+    return {work.key: unit.backward_seconds for work, unit, _ in units if work.has_backward}
 
 
 def test_each_kind_of_unit_takes_time(tmp_path):

@@ -139,7 +139,7 @@ def test_measured_seconds_are_prices(tmp_path, monkeypatch):
             of_key = {k: replace(u, backward_seconds=2.0) for k, u in of_key.items()}
             attention = keys[1 + [layer.kind for layer in run.spec.layers].index("full_attention")]
             of_key[attention] = replace(of_key[attention], backward_seconds=60.0)
-        profile = Profile(of_key, 0.0, 0.0, 1, 1.0, 0.0, 9)
+        profile = Profile(of_key, 0.0, 0.0, 1, 0.0, 9)
         alike = as_way(cfg, way)
         write(profile, path_of(alike, run.hf, keys, 1))
     measured = within_budget(budget, run, "cpu")

@@ -143,21 +143,19 @@ def build(
     decays = decayed(hf, spec)
     routing = run.routing(cfg, mesh.device)
 
-    def load(pm: ParallelModel) -> None:
-        materialise(nn.ModuleList(pm.parts), mesh.device)
-        load_initial_weights(pm, cfg, state)
-
     boundaries = () if cut is None else cut.split.boundaries
     chunks = () if cut is None else cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
-    pm = ParallelModel(
-        parts=run.parts(cfg, boundaries, chunks),
-        run=run_in_turn,
-        make_optimizer=lambda named: make_optimizer(
+    pm = lay_out(
+        run,
+        cfg,
+        mesh,
+        state,
+        lambda named: make_optimizer(
             cfg.optimizer, named, decays, selected, cfg.training.precision
         ),
-        from_portable=lambda name, held, portable: fill(held, portable),
+        boundaries,
+        chunks,
     )
-    pm = order.apply(pm, mesh, cfg, spec, load)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     load_state(pm, optimizer, cfg, state)
     loss_scale = LossScale.of(cfg.training.precision)
@@ -180,6 +178,32 @@ def build(
         build_seconds=time.perf_counter() - begin,
         rebuild=lambda cfg, state: build(cfg, mesh, state, num_steps, chosen, describe),
     )
+
+
+def lay_out(
+    run: Description,
+    cfg: RunConfig,
+    mesh: Mesh,
+    state: State,
+    make_optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    boundaries: Sequence[int] = (),
+    chunks: Sequence[int] = (),
+) -> ParallelModel:
+    """Return this rank's parts of a model, laid out as `cfg` says, with the weights that `state`
+    does not have. `boundaries` and `chunks`: those of a pipeline's stages.
+    """
+
+    def load(pm: ParallelModel) -> None:
+        materialise(nn.ModuleList(pm.parts), mesh.device)
+        load_initial_weights(pm, cfg, state)
+
+    pm = ParallelModel(
+        run.parts(cfg, boundaries, chunks),
+        run_in_turn,
+        make_optimizer,
+        from_portable=lambda name, held, portable: fill(held, portable),
+    )
+    return order.apply(pm, mesh, cfg, run.spec, load)
 
 
 def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> StageSplit:

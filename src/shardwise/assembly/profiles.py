@@ -57,8 +57,6 @@ class Profile:
     output_seconds: float
     """Time to send hidden states to another rank; 0 if one process measured."""
     num_processes: int
-    slowdown: float
-    """Seconds of one among `num_processes` that are busy, over those of one alone."""
     spread: float
     """Half the distance between the quartiles of a round's seconds, over their median."""
     rounds: int
@@ -141,6 +139,7 @@ def read(path: Path) -> Profile | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         assert content.pop("schema_version") == SCHEMA_VERSION
         units = {key: Measured(**unit) for key, unit in content.pop("units").items()}
+        content.pop("slowdown", None)  # of an older file; nothing reads it
         return Profile(units, **content)
     except FileNotFoundError:
         return None

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from shardwise.assembly.describe import describe
 from shardwise.assembly.optimizer import make_optimizer
+from shardwise.assembly.profiles import Measured
 from shardwise.base.interfaces import Mesh
 from shardwise.base.process.watchdog import beat
 from shardwise.base.process.world import threads_each
@@ -41,6 +42,7 @@ from shardwise.config import (
     Training,
     UserError,
 )
+from shardwise.lab.planner.bench import Bench, make_bench
 from shardwise.lab.planner.calibration import Calibration, Speeds, prices_of, write
 from shardwise.lab.planner.measure_messages import collectives, jitter
 from shardwise.lab.planner.measured_models import (
@@ -50,9 +52,9 @@ from shardwise.lab.planner.measured_models import (
     DeviceType,
     reference_run,
 )
-from shardwise.lab.planner.profile import Bench, Start, make_bench
+from shardwise.lab.planner.profile import Start
 from shardwise.lab.planner.stopwatch import ROUNDS, Stopwatch
-from shardwise.lab.planner.unit_time import Direction, in_bytes
+from shardwise.lab.planner.unit_time import in_bytes
 from shardwise.lab.planner.unit_work import UnitWork, work_of_units
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import free_cache
@@ -187,18 +189,19 @@ def _units(
     ):
         cfg = reference_run(folder, device, model_type, point, lora)
         try:
-            for work, seconds, host in _unit_seconds(cfg, mesh):
+            for work, unit, host in _unit_seconds(cfg, mesh):
                 if first.setdefault(work.key, model_type) != model_type and model_type in OTHERS:
                     continue
                 backward = work.backward if work.has_backward else ()
-                for direction, products, rest in (
-                    ("forward", work.forward, work.rest_forward),
-                    ("backward", backward, work.rest_backward),
+                for direction, seconds, products, rest in (
+                    ("forward", unit.forward_seconds, work.forward, work.rest_forward),
+                    ("backward", unit.backward_seconds, backward, work.rest_backward),
                 ):
-                    rest_seconds = seconds[direction] - sum(map(speeds.product_seconds, products))
+                    rest_seconds = seconds - sum(map(speeds.product_seconds, products))
                     points[work.key, direction].append((rest, rest_seconds))
-                for direction, pass_seconds in host.items():
-                    queued[work.key, direction].append(pass_seconds)
+                if host is not None:
+                    queued[work.key, "forward"].append(host.forward_seconds)
+                    queued[work.key, "backward"].append(host.backward_seconds)
         except (UserError, RuntimeError) as error:
             # A GPU may lack kernels for a family's layers, or memory.
             if device == "cpu":
@@ -220,9 +223,9 @@ def _units(
 
 def _unit_seconds(
     cfg: RunConfig, mesh: Mesh
-) -> Iterator[tuple[UnitWork, dict[Direction, float], dict[Direction, float]]]:
-    """Yield the work of each unit, as the device prices it, and its seconds by direction: those of
-    the device, and those of a GPU's host.
+) -> Iterator[tuple[UnitWork, Measured, Measured | None]]:
+    """Yield the work of each unit, as the device prices it, and its seconds: those of the device,
+    and those of a GPU's host.
 
     On a CPU units with a state come twice, once as under `cp` without its messages: the second time
     their cores compute more, so the two tell the price of a core's FLOPs from that of all else.
@@ -232,53 +235,24 @@ def _unit_seconds(
     bench = make_bench(cfg, mesh, facts, list(range(len(works))))
     if mesh.device.type == "cuda":
         works = tuple(in_bytes(cfg, facts, place, work) for place, work in enumerate(works))
-    yield from zip(works, *_passes(bench))
+    yield from zip(works, *_seconds_of(bench))
     with_maps = work_of_units(cfg, facts.hf, facts.spec, has_neighbours=True)
     if mesh.device.type == "cpu" and with_maps != works:
-        for stage in bench.stages:
-            stage.microbatches = [replace(x, neighbours=NoNeighbours()) for x in stage.microbatches]
-        yield from zip(with_maps, *_passes(bench))
+        bench.microbatches[0] = replace(bench.microbatches[0], neighbours=NoNeighbours())
+        yield from zip(with_maps, *_seconds_of(bench))
 
 
-def _passes(bench: Bench) -> tuple[list[dict[Direction, float]], list[dict[Direction, float]]]:
-    """Return the median seconds of the forward and of the backward of each unit, on the device and
-    on a GPU's host.
-    """
+def _seconds_of(bench: Bench) -> tuple[list[Measured], list[Measured] | list[None]]:
+    """Return the seconds of each unit on the device, and on a GPU's host."""
     device = bench.watch.device
-    _pass(bench)  # gradients are added up from here on, and kernels are compiled
     if device.type == "cpu":
-        device_seconds = _medians(bench)
-        return device_seconds, [{} for _ in device_seconds]
+        return bench.units(UNIT_ROUNDS), [None] * len(bench.stages)
     bench.watch = Stopwatch(device, "host")
-    host_seconds = _medians(bench)
+    host = bench.units(UNIT_ROUNDS)
+    slowest = max(max(unit.forward_seconds, unit.backward_seconds) for unit in host)
     bench.watch = Stopwatch(device, "device")
-    bench.watch.held_seconds = 0.001 + 2 * max(max(seconds.values()) for seconds in host_seconds)
-    return _medians(bench), host_seconds
-
-
-def _medians(bench: Bench) -> list[dict[Direction, float]]:
-    bench.seconds.clear()
-    while not bench.seconds or min(map(len, bench.seconds.values())) < UNIT_ROUNDS:
-        _pass(bench)
-    medians = {key: statistics.median(seconds) for key, seconds in bench.seconds.items()}
-    around = medians[0, "F"]
-    return [
-        {
-            "forward": max(0.0, medians[place, "F"] - (around if place else 0.0)),
-            "backward": medians.get((place, "B"), 0.0),
-        }
-        for place in range(len(bench.stages))
-    ]
-
-
-def _pass(bench: Bench) -> None:
-    """Run the forward of each stage, upwards, and then each backward."""
-    outputs = []
-    for place in range(len(bench.stages)):
-        bench.forward(0, "again")
-        outputs.append(bench.forward(place))
-    for place in reversed(range(len(bench.stages))):
-        bench.backward(place, *outputs.pop(), halves=False)
+    bench.watch.held_seconds = 0.001 + 2 * slowest
+    return bench.units(UNIT_ROUNDS), host
 
 
 def _copy_bandwidth(device: torch.device) -> float:

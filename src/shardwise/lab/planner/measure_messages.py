@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -106,8 +106,8 @@ def _among(n: int, rhythm: Rhythm, device: torch.device) -> Iterator[Collective]
             "all-to-all": partial(dist.all_to_all_single, into, shards, group=group),
             "broadcast": partial(dist.broadcast, complete, group=group, group_src=0),
             "reduce": partial(dist.reduce, complete, group=group, group_dst=0),
-            "send": partial(_transfer, complete, group, is_two_way=False),
-            "exchange": partial(_transfer, complete, group, is_two_way=True),
+            "send": partial(transfer, complete, {0}, group),
+            "exchange": partial(transfer, complete, {0, 1}, group),
         }
         stretches = rhythm.stretches if num_bytes < 2**23 else rhythm.stretches // 5
         for kind, message in kinds.items():
@@ -158,18 +158,19 @@ def _scatter_layer(gradients: torch.Tensor, num_ranks: int, group: dist.ProcessG
     reduce_scatter(copied.new_empty(len(copied) // num_ranks), copied, group=group)
 
 
-def _transfer(tensor: torch.Tensor, group: dist.ProcessGroup, is_two_way: bool) -> None:
-    """Send from rank 0 to rank 1, as pipelines do, or both ways, as context parallelism does.
-
-    Other ranks do nothing.
+def transfer(
+    tensor: torch.Tensor, senders: Collection[int], group: dist.ProcessGroup | None = None
+) -> None:
+    """Send from ranks 0 and 1 to one another: from one, as pipelines do, or from both, as context
+    parallelism does. Other ranks do nothing.
     """
     rank = dist.get_rank(group)
     if rank > 1:
         return
     transfers = []
-    if rank == 0 or is_two_way:
+    if rank in senders:
         transfers.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=1 - rank))
-    if rank == 1 or is_two_way:
+    if 1 - rank in senders:
         received = torch.empty_like(tensor)
         transfers.append(dist.P2POp(dist.irecv, received, group=group, group_peer=1 - rank))
     for work in dist.batch_isend_irecv(transfers):
