@@ -121,7 +121,9 @@ def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
 
 
 class Clocked:
-    """A stage whose forward takes seconds of its own, and some that depend on what ran before."""
+    """A stage whose forward takes seconds of its own, and some that depend on what ran before; the
+    second one of all is disturbed.
+    """
 
     after = "a backward"
     clock = 0.0
@@ -130,6 +132,7 @@ class Clocked:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.is_first = seconds == 0
+        self.disturbed = iter([0.0, 100.0])
 
     def forward_maybe_with_nosync(
         self, carried: torch.Tensor, number: torch.Tensor
@@ -137,6 +140,7 @@ class Clocked:
         Clocked.clock += {"a backward": 4.0, "a layer": 2.0, "nothing but what is around": 1.0}[
             self.after
         ] + self.seconds
+        Clocked.clock += next(self.disturbed, 0.0)
         Clocked.after = "a layer" if self.seconds else "nothing but what is around"
         return carried
 

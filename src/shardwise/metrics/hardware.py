@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise import __version__
+from shardwise.metrics.stopwatch import Stopwatch
 
 # Dense peaks in TFLOP/s, without sparsity, from NVIDIA's datasheets: (bfloat16 = float16 with
 # float32 accumulation, float32 on CUDA cores). Keys are full names as torch returns them. A part of
@@ -73,13 +74,17 @@ def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     8192, as long as a few products of the next size fit. A fixed size would not do: where a dtype
     has no fast path, one product of it can take longer than the whole measurement.
     """
-    size, best_rate, best_size = 256, 0.0, 0
+    size, best_rate, best_size, watch = 256, 0.0, 0, Stopwatch(device)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         # Random, since a GPU multiplies zeros faster than data.
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         a @ b
-        fastest_seconds = min(_seconds_of_product(a, b) for _ in range(3))
+        product_seconds: list[float] = []
+        for _ in range(3):
+            with watch.taking(product_seconds):
+                a @ b
+        fastest_seconds = min(product_seconds)
         if 2 * size**3 / fastest_seconds > best_rate:
             best_rate, best_size = 2 * size**3 / fastest_seconds, size
         if size < 8192 and time.perf_counter() + 4 * 8 * fastest_seconds < end:
@@ -149,16 +154,3 @@ def _cpu_name() -> str:
         return platform.processor()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _seconds_of_product(a: torch.Tensor, b: torch.Tensor) -> float:
-    _synchronize(a.device)
-    start = time.perf_counter()
-    a @ b
-    _synchronize(a.device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -30,8 +30,8 @@ from shardwise.base.batches import Batch
 from shardwise.base.interfaces import Mesh
 from shardwise.base.process.watchdog import beat
 from shardwise.config import Parallel, RunConfig
-from shardwise.lab.planner.stopwatch import Stopwatch
 from shardwise.metrics.memory import PeakMemory
+from shardwise.metrics.stopwatch import Stopwatch
 from shardwise.models.stage import Stage
 from shardwise.parallel.pipeline_stage import Clock, ScheduledStage
 

@@ -53,11 +53,11 @@ from shardwise.lab.planner.measured_models import (
     reference_run,
 )
 from shardwise.lab.planner.profile import Start
-from shardwise.lab.planner.stopwatch import ROUNDS, Stopwatch
 from shardwise.lab.planner.unit_time import in_bytes
 from shardwise.lab.planner.unit_work import UnitWork, work_of_units
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import free_cache
+from shardwise.metrics.stopwatch import ROUNDS, Stopwatch
 from shardwise.parallel.clip import clip_by_global_norm
 from shardwise.parallel.neighbours import NoNeighbours
 from shardwise.parallel.reduce import from_every_rank

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardwise.base.process.watchdog import beat
 from shardwise.lab.planner.calibration import LEAST_SECONDS, Collective
-from shardwise.lab.planner.stopwatch import ROUNDS, Stopwatch
+from shardwise.metrics.stopwatch import ROUNDS, Stopwatch
 from shardwise.parallel.reduce import all_gather, from_every_rank, reduce_scatter
 
 MESSAGE_BYTES = {

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from shardwise.lab.planner.stopwatch import Stopwatch
+from shardwise.metrics.stopwatch import Stopwatch
 
 
 @pytest.mark.parametrize("of", ["both", "device", "host"])
