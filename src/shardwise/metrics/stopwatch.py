@@ -73,12 +73,15 @@ class Stopwatch:
         into.append(time.perf_counter() - began)
 
     def median_seconds(self, work: Callable[[], Any], rounds: int = ROUNDS) -> float:
-        """Return the median seconds of a function, which runs once before."""
+        """Return the median seconds of a function, which runs once before.
+
+        What it returns lives until it has run once more.
+        """
         work()
         seconds: list[float] = []
         while len(seconds) < rounds:
             with self.taking(seconds):
-                work()
+                _ = work()
         return statistics.median(seconds)
 
     def wait(self) -> None:

@@ -69,7 +69,7 @@ class Rhythm:
             for _ in range(stretches):
                 for _ in range(self._products):
                     torch.mm(self._x, self._w)
-                message()
+                _ = message()  # lives until the next one
         beat()
         return seconds[0] / stretches
 
@@ -159,19 +159,27 @@ def _scatter_layer(gradients: torch.Tensor, num_ranks: int, group: dist.ProcessG
 
 
 def transfer(
-    tensor: torch.Tensor, senders: Collection[int], group: dist.ProcessGroup | None = None
-) -> None:
+    tensor: torch.Tensor,
+    senders: Collection[int],
+    group: dist.ProcessGroup | None = None,
+    into: torch.Tensor | None = None,
+) -> list[dist.Work]:
     """Send from ranks 0 and 1 to one another: from one, as pipelines do, or from both, as context
-    parallelism does. Other ranks do nothing.
+    parallelism does. Other ranks do nothing. `into`: what receives, by default new memory.
+
+    Returns what it waited for: who frees that at once waits for gloo's thread, on a machine that
+    does other work for milliseconds.
     """
     rank = dist.get_rank(group)
     if rank > 1:
-        return
+        return []
     transfers = []
     if rank in senders:
         transfers.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=1 - rank))
     if 1 - rank in senders:
-        received = torch.empty_like(tensor)
+        received = torch.empty_like(tensor) if into is None else into
         transfers.append(dist.P2POp(dist.irecv, received, group=group, group_peer=1 - rank))
-    for work in dist.batch_isend_irecv(transfers):
+    works = dist.batch_isend_irecv(transfers)
+    for work in works:
         work.wait()
+    return works

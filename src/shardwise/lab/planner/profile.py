@@ -98,9 +98,8 @@ def _message_seconds(bench: Bench) -> float:
     if dist.get_world_size() == 1:
         return 0.0
 
-    def there_and_back() -> None:
-        for sender in (0, 1):
-            transfer(bench.hidden, {sender})
+    def there_and_back() -> list[list[dist.Work]]:
+        return [transfer(bench.hidden, {sender}, into=bench.hidden) for sender in (0, 1)]
 
     # One number, from every rank to all.
     return from_every_rank(bench.watch.median_seconds(there_and_back, rounds=20) / 2)[0]
