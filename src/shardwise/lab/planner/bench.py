@@ -84,7 +84,7 @@ class Bench:
 
     @property
     def around_seconds(self) -> float:
-        """What a stage does around its layers, after a backward."""
+        """Seconds that a stage takes around its layers, after a backward."""
         return statistics.median(self.seconds[0, "around"])
 
     def round(self, detailed: bool, first: int = 0) -> float:
