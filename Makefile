@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. Twice as many as two cores: ranks that wait leave a core idle.
 TESTERS ?= 4
 
-.PHONY: help setup demo study peers faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-plan gpu-jet-nemotron cuda-lora clean
+.PHONY: help setup demo study peers launches faults pipeline-split plan-times test test-quick pins package check format plan-grid budget-grid plan-pages parity test-clusters test-nodes soak sbom audit gpu gpu-kernels gpu-runs gpu-plan gpu-jet-nemotron cuda-lora clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -125,6 +125,9 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 
 peers: $(PEERS)/.ok  ## Trainer, PyTorch, Accelerate, DeepSpeed, torchtitan beside shardwise on the same work; resumable; writes results/peers/
 	$(PEERS)/bin/python -m tools.peers
+
+launches: setup  ## what a layer of each kind launches and moves on a GPU, beside transformers + PEFT, counted on a CPU; writes results/launches.json
+	$(BIN)/python -m tools.launches
 
 faults: setup  ## 528 faults injected into small runs (half an hour to an hour); resumable; writes results/faults.json and .md
 	$(BIN)/python -m tests.faults

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from shardwise.models.families import family_of, spec_of
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.patches import patch
 from shardwise.models.spec import LayerSpec, ModelSpec
-from tests.models.counted_operators import CountedOperators
+from tests.models.counted_operators import KERNELS, CountedOperators
 
 
 class Real(NamedTuple):
@@ -96,8 +96,33 @@ def _is_alive(entry: Any) -> bool:
     return entry is not None and entry[0] is not None and not entry[0].expired()
 
 
+class Ready(NamedTuple):
+    """A layer that can run on fake tensors."""
+
+    place: int
+    layer: LayerSpec
+    module: nn.Module
+    leaf: torch.Tensor
+    """Hidden states. They require a gradient if the backward goes on below the layer."""
+    forward: Callable[[], torch.Tensor]
+    """Return the output for a copy of the hidden states."""
+
+
 def real_layers(cfg: RunConfig) -> tuple[PreTrainedModel, ModelSpec, list[Real]]:
     """The model on meta, and what the highest layer of each kind does with one row of tokens."""
+    with ready_layers(cfg, torch.device("cpu")) as (hf, spec, layers):
+        return hf, spec, [_real(ready) for ready in layers]
+
+
+@contextmanager
+def ready_layers(
+    cfg: RunConfig, device: torch.device, is_patched: bool = True
+) -> Iterator[tuple[PreTrainedModel, ModelSpec, list[Ready]]]:
+    """The model on meta, its fields, and the highest layer of each kind, ready in the context.
+
+    `device`: the one that layers are patched for; they run on a CPU. `is_patched`: False leaves
+    them to transformers and PEFT.
+    """
     hf = build_meta(cfg.model, read_config(cfg.model))
     spec = spec_of(hf.config, hf)
     if cfg.lora:
@@ -110,12 +135,14 @@ def real_layers(cfg: RunConfig) -> tuple[PreTrainedModel, ModelSpec, list[Real]]
         for path in (spec.embed, *(layer.name for layer in chosen)):
             _make(hf.get_submodule(path))
         part = CausalLM(hf, spec, family_of(hf), cfg)
-        patch(part, cfg, torch.device("cpu")).train()
+        if is_patched:
+            patch(part, cfg, device)
+        part.train()
         tokens = torch.zeros(1, cfg.data.sequence_length, dtype=torch.int64)
         batch = Batch(tokens, tokens, torch.zeros_like(tokens), (0,), step=1)
         with _passed_through(part) as calls, torch.no_grad():
             part.hidden_of(batch, {"input_ids": tokens})
-        return hf, spec, [_real(part, batch, i, calls) for i in places.values()]
+        yield (hf, spec, [_ready(part, batch, i, calls) for i in places.values()])
 
 
 def _make(module: nn.Module) -> None:
@@ -173,10 +200,11 @@ def head_moves(
             with part.autocast(batch):
                 return loss_of(norm, head, leaf.clone(), tokens, rows)
 
-        return hf, spec, _moves(nn.ModuleList([norm, head]), leaf, forward)
+        in_forward, in_backward = passes(nn.ModuleList([norm, head]), leaf, forward)
+        return hf, spec, (in_forward.moves, in_backward.moves)
 
 
-def _real(part: CausalLM, batch: Batch, place: int, calls: dict[str, Any]) -> Real:
+def _ready(part: CausalLM, batch: Batch, place: int, calls: dict[str, Any]) -> Ready:
     layer = part.spec.layers[place]
     module, (x, args, kwargs) = part.hf.get_submodule(layer.name), calls[layer.name]
     leaf = torch.empty_like(x).requires_grad_(is_trained_below(part.hf, part.spec, place + 1))
@@ -186,24 +214,34 @@ def _real(part: CausalLM, batch: Batch, place: int, calls: dict[str, Any]) -> Re
             out = module(leaf.clone(), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
-    forward()  # what the first call makes for all
-    with Watch(module) as watch:
-        out = forward()
-    kept, peak = watch.kept(out), watch.peak - x.nbytes
+    return Ready(place, layer, module, leaf, forward)
+
+
+def _real(ready: Ready) -> Real:
+    ready.forward()  # what the first call makes for all
+    with Watch(ready.module) as watch:
+        out = ready.forward()
+    kept, peak = watch.kept(out), watch.peak - ready.leaf.nbytes
     del out
-    moves = _moves(module, leaf, forward)
-    return Real(place, layer, kept, peak, watch.flops, *moves)
+    moves = [each.moves for each in passes(ready.module, ready.leaf, ready.forward)]
+    return Real(ready.place, ready.layer, kept, peak, watch.flops, *moves)
 
 
-def _moves(
-    module: nn.Module, leaf: torch.Tensor, forward: Callable[[], torch.Tensor]
-) -> tuple[list[int], list[int]]:
-    """What operators move in a forward and a backward, without the copy of the leaf."""
-    with CountedOperators() as in_forward:
+def passes(
+    module: nn.Module,
+    leaf: torch.Tensor,
+    forward: Callable[[], torch.Tensor],
+    as_one: Iterable[Any] = KERNELS,
+) -> tuple[CountedOperators, CountedOperators]:
+    """The operators of a forward and of a backward, without the copy of the leaf."""
+    in_forward = CountedOperators(as_one)
+    with in_forward:
         out = forward()
+    del in_forward.launches[0]
     gradient = torch.empty_like(out)
-    with CountedOperators() as in_backward:
+    in_backward = CountedOperators(as_one, in_forward.where)
+    with in_backward:
         torch.autograd.backward(out, gradient)
     for p in (leaf, *module.parameters()):
         p.grad = None
-    return in_forward.moves[1:], in_backward.moves
+    return in_forward, in_backward
