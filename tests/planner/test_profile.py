@@ -107,6 +107,15 @@ def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_in
     assert result.output_seconds == 0.0
 
 
+def test_backwards_of_compiled_layers_are_measured_whole():
+    """Their code cannot run in halves, and no schedule asks for it."""
+    cfg = config(tiny("llama"), training={"compile": "aot_eager"})
+    ((result, keys),) = run_ranks(1, measured, cfg)
+    layer = result.units[keys[1]]
+    assert layer.backward_seconds > 0
+    assert (layer.input_seconds, layer.weight_seconds) == (0.0, 0.0)
+
+
 def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
     cfg = config(tiny("llama"), training={"loss": "plain"})
     # One of three rounds may be disturbed by another process, but not always the same.
@@ -165,7 +174,7 @@ class ClockedBench(Bench):
 
 def clocked_forwards() -> tuple[float, list[float]]:
     stages = [Clocked(0.0), Clocked(5.0), Clocked(8.0)]
-    bench = ClockedBench(stages, [False] * 3, [], torch.zeros(1), 1.0, ClockedWatch())
+    bench = ClockedBench(stages, [False] * 3, True, [], torch.zeros(1), 1.0, ClockedWatch())
     units = bench.units(4, together=True)
     return bench.around_seconds, [unit.forward_seconds for unit in units]
 

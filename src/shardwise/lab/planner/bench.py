@@ -42,6 +42,7 @@ class Bench:
 
     stages: list[ScheduledStage]
     needs_input_gradient: list[bool]  # of each stage
+    can_halve: bool  # backwards of compiled layers have no halves
     microbatches: list[Batch]  # of one, which all stages look at
     hidden: torch.Tensor  # hidden states [B, T, D], the input of every stage but the first
     loss_scale: float
@@ -96,7 +97,7 @@ class Bench:
         self.watch.wait()
         start = time.perf_counter()
         places = [(first + place) % len(self.stages) for place in range(len(self.stages))]
-        for halves in (False, True)[: 1 + detailed]:
+        for halves in (False, True)[: 1 + (detailed and self.can_halve)]:
             self.forward(0, "around")
             outputs = {}
             for place in places:
@@ -184,6 +185,7 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: Sequence[
     return Bench(
         stages,
         [needed[place] for place in places],
+        cfg.training.compile == "none",
         microbatches,
         hidden,
         loss_scale,
