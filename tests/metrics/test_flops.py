@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
+from shardwise.kernels import gated_delta_rule, kimi_delta_attention, state_space_duality
 from shardwise.kernels.grouped_linear import loop
 from shardwise.kernels.grouped_linear.gradients import Needs
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
@@ -24,10 +25,14 @@ from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
 from shardwise.models.kinds.jet_block import DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from shardwise.models.kinds.mamba import Mamba
+from shardwise.models.kinds.mamba2 import Mamba2
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.patches.experts import use_routed_experts
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.activation_checkpoint import recompute
+from tests.kernels.gated_delta_rule import test_chunked as of_gated_delta_rule
+from tests.kernels.kimi_delta_attention import test_chunked as of_kda
+from tests.kernels.state_space_duality import test_chunked as of_mamba2
 from tests.left_out import some_now
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 
@@ -231,6 +236,42 @@ def test_a_fused_attention_backward_is_five_products():
     assert gradients / runs == backward / forward
     # The counter's forward takes every key for every query: T instead of (T + 1) / 2.
     assert runs * LENGTH * 2 * LENGTH == forward * (LENGTH + 1)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "tensors", "flops", "hidden"),
+    [
+        # 3 heads each; hidden are inverses, or solves and products of a token with itself.
+        (
+            gated_delta_rule.RECURRENCE,
+            of_gated_delta_rule.inputs(LENGTH, with_state=False),
+            GatedDeltaNet(3, 5, 8).flops(3),
+            3 * (64 * 64 * 63 + 16 * 16 * 15),
+        ),
+        (
+            kimi_delta_attention.RECURRENCE,
+            of_kda.inputs(LENGTH)[:-1],
+            KimiDeltaAttention(3, 5, 8).flops(3),
+            3 * 2 * (64 * 63 * (5 + 8) + 2 * 64 * 5),
+        ),
+        (
+            state_space_duality.RECURRENCE,
+            of_mamba2.inputs(LENGTH)[:-1],
+            Mamba2(4, 3, 5, num_groups=2).flops(4, 2),
+            0,
+        ),
+    ],
+    ids=["gated delta rule", "Kimi Delta Attention", "Mamba2"],
+)
+def test_maps_of_context_parallelism_match_the_counter(recurrence, tensors, flops, hidden):
+    values = tensors[0 if recurrence is state_space_duality.RECURRENCE else 2]
+    plain, with_maps = (flops.per_token(LENGTH, maps) for maps in (False, True))
+    maps = recurrence.summary, lambda *inputs: recurrence.grad_before(*inputs[:-1], values, None)
+    for run, both, one in zip(maps, with_maps, plain, strict=True):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            run(*tensors, None)
+        seen = counter.get_total_flops() / ROWS
+        assert (both - one) * LENGTH == pytest.approx(seen + hidden, rel=1e-12)
 
 
 def test_experts_count_by_the_share_a_token_meets():
