@@ -19,7 +19,7 @@ from shardwise.kernels.grouped_linear.gradients import Needs
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
 from shardwise.models.counts import ModelCounts, Unit, count_model
 from shardwise.models.families import FAMILIES
-from shardwise.models.kinds.attention import Attention, SlidingAttention
+from shardwise.models.kinds.attention import Attention
 from shardwise.models.kinds.base import Core
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
 from shardwise.models.kinds.jet_block import DynamicConvolution
@@ -79,15 +79,15 @@ def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[s
 def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
     """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not.
     FLOPs per token."""
+    if isinstance(core, Attention) and core.window:
+        # Both have all T keys; the scores that a fused backward computes again are ours alone.
+        return 0.5 * backward * 4 * core.num_heads * core.key_dim * LENGTH
     if isinstance(core, Attention):
         # All T keys instead of (T + 1) / 2, and four backward products, of K, K, V and V, instead
         # of five.
         nk, nv = core.num_heads * core.key_dim, core.num_heads * core.value_dim
         ours = (forwards * (nk + nv) + backward * (3 * nk + 2 * nv)) * (LENGTH + 1)
         return ours - (forwards + 2 * backward) * 2 * (nk + nv) * LENGTH
-    if isinstance(core, SlidingAttention):
-        # Both have all T keys; the scores that a fused backward computes again are ours alone.
-        return 0.5 * backward * 4 * core.num_heads * core.head_dim * LENGTH
     if isinstance(core, GatedDeltaNet):
         # Inverses of matrices of 64 and of 16 tokens, of 4 heads; a backward has one.
         return (forwards + backward) * 4 * (64 * 64 * 63 + 16 * 16 * 15) / LENGTH

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.models.chunks import CoreFlops
 from shardwise.models.counts import ProductWeight, Unit, count_model
 from shardwise.models.families import spec_of
-from shardwise.models.kinds.attention import Attention, SlidingAttention
+from shardwise.models.kinds.attention import Attention
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
 from shardwise.models.kinds.jet_block import DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
@@ -100,7 +100,7 @@ def test_cores_of_each_kind():
         "embed": (),
         "full_attention": (attention,),
         "gated_delta_net": (rule,),
-        "sliding_attention": (SlidingAttention(num_heads=4, head_dim=8, window=24),),
+        "sliding_attention": (Attention(num_heads=4, key_dim=8, value_dim=8, window=24),),
         "short_convolution": (),
         "mamba2": (scan,),
         "attention_and_mamba2": (scan, attention),
@@ -254,8 +254,8 @@ def test_sums_that_the_cores_are_made_of():
     # Three tokens have 1 + 2 + 3 pairs.
     assert Attention(2, 8, 8).model_forward(3) * 3 == 6 * 64
     # A window of two: pairs 1 + 2 + 2; one as long as the sequence is no window.
-    assert SlidingAttention(2, 8, window=2).model_forward(3) * 3 == 5 * 64
-    assert SlidingAttention(2, 8, window=9).model_forward(3) == Attention(2, 8, 8).model_forward(3)
+    assert Attention(2, 8, 8, window=2).model_forward(3) * 3 == 5 * 64
+    assert Attention(2, 8, 8, window=9).model_forward(3) == Attention(2, 8, 8).model_forward(3)
     # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
     assert Mamba(3, 2).model_forward(7) == 30
     assert DynamicConvolution(3, 4).model_forward(7) == 24  # 3 channels of 4 taps

@@ -16,7 +16,7 @@ from shardwise.kernels.grouped_linear import ROW_BYTES, takes
 from shardwise.kernels.quantised import Format
 from shardwise.models import eight_bit, expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
-from shardwise.models.kinds.attention import Attention, SlidingAttention
+from shardwise.models.kinds.attention import Attention
 from shardwise.models.names import in_use
 from shardwise.models.patches import experts, float8, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
@@ -100,8 +100,6 @@ def context_facts(hf: PreTrainedModel, spec: ModelSpec) -> ContextFacts:
         return ContextFacts(contiguous, None)
     # Kinds of attention of one model have the same heads.
     core = cores[0]
-    if isinstance(core, SlidingAttention):
-        core = Attention(core.num_heads, core.head_dim, core.head_dim)
     assert isinstance(core, Attention)
     kv_heads = getattr(hf.config, "num_key_value_heads", None) or core.num_heads
     shape = AttentionShape(1, core.num_heads, kv_heads, core.key_dim, core.value_dim, 1)

@@ -43,34 +43,22 @@ class Attention(Core):
     (DeepSeek-V2, arXiv 2405.04434), which training expands. Fused (flash) kernels skip the masked
     half, and in the backward they compute the scores again: five products (scores, dQ and dK of K,
     dP and dV of V) for the forward's two.
+
+    With a window a token meets the last W keys only, itself among them: W - W (W - 1) / 2T on
+    average over T tokens (W at most T). transformers hands fused attention that band as a mask,
+    which it applies to all T x T pairs.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
-        return float(self.num_heads * (self.key_dim + self.value_dim) * (sequence_length + 1))
-
-
-@dataclass(frozen=True)
-class SlidingAttention(Core):
-    """Attention of which a token meets the last W keys only, itself among them.
-
-    On average over T tokens it meets W - W (W - 1) / 2T of them (W at most T), at 4 N H each.
-    transformers hands fused attention that band as a mask, which it applies to all T x T pairs.
-    """
-
-    num_heads: int
-    head_dim: int
-    window: int
-
-    def model_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        window = min(self.window, sequence_length)
+        window = min(self.window or sequence_length, sequence_length)
         keys = window - window * (window - 1) / (2 * sequence_length)
-        return 4.0 * self.num_heads * self.head_dim * keys
+        return 2.0 * self.num_heads * (self.key_dim + self.value_dim) * keys
 
 
 def full_cores(config: PretrainedConfig) -> tuple[Attention]:
@@ -79,9 +67,9 @@ def full_cores(config: PretrainedConfig) -> tuple[Attention]:
     return (Attention(config.num_attention_heads, size, size),)
 
 
-def sliding_cores(config: PretrainedConfig) -> tuple[SlidingAttention]:
+def sliding_cores(config: PretrainedConfig) -> tuple[Attention]:
     """Return the core of attention over a window."""
-    return (SlidingAttention(config.num_attention_heads, _head_dim(config), config.sliding_window),)
+    return (replace(full_cores(config)[0], window=config.sliding_window),)
 
 
 def latent_cores(config: PretrainedConfig) -> tuple[Attention]:

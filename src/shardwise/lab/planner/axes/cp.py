@@ -25,7 +25,7 @@ from shardwise.models.counts import Unit
 from shardwise.models.dtypes import product_dtype
 from shardwise.models.facts import context_facts
 from shardwise.models.families import family_of
-from shardwise.models.kinds.attention import SlidingAttention
+from shardwise.models.kinds.attention import Attention
 from shardwise.models.kinds.base import Carried
 from shardwise.models.names import in_use
 from shardwise.models.patches.router_loss import routers_of
@@ -73,12 +73,11 @@ def mixers_of(
             if name.startswith(f"{path}.")
         }
         cores = block.kind.cores(hf.config)
-        windows = [core.window for core in cores if isinstance(core, SlidingAttention)]
         yield RankMixer(
             carried=block.kind.carries(hf.config, names),
             width=block.kind.width(in_use(hf.get_submodule(path))),
             is_attention=block.kind.is_attention,
-            window=windows[0] if windows else None,
+            window=next((core.window for core in cores if isinstance(core, Attention)), None),
             has_backward=unit.core_gradient,
             is_rerun=is_rerun,
         )
