@@ -41,17 +41,17 @@ def convolution(
     """
     wide, copied = numel * WIDE, cast(numel, itemsize)
     taps = [2 * wide, *[3 * wide] * (width - 1)]
-    seen = [2 * numel * itemsize, *copied]
+    seen = [SMALL, numel * (itemsize + WIDE)]
     sums = [*taps, *[2 * wide] * bias]
-    weights = [SMALL] * (1 + (itemsize != WIDE))
     written = numel * (WIDE + itemsize)
-    forward = [*weights, *seen, *sums, *[2 * wide] * silu, written]
+    forward = [SMALL, *seen, *sums, *[2 * wide] * silu, written]
     to_z = [*copied, *seen, *[*sums, 3 * wide] * silu]
     to_taps = [3 * wide, wide, SMALL, SMALL] * width
     to_bias = [wide, SMALL]
     to_weights = [*to_taps, *to_bias * bias, SMALL] * is_trained
-    to_x = [2 * wide, SMALL, *taps, written, SMALL]
-    return forward, [*weights, SMALL, SMALL, SMALL, *to_z, *to_weights, *to_x]
+    to_x = [2 * wide, *taps, written]
+    zeros = [SMALL] * (1 + is_trained + (bias and is_trained))
+    return forward, [SMALL, *zeros, *to_z, *to_weights, *to_x]
 
 
 def generated_convolution(numel: int, itemsize: int, width: int) -> tuple[Moves, Moves]:

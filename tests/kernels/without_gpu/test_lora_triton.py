@@ -40,6 +40,7 @@ class Case(NamedTuple):
     p: float = 0.0
     dtype: torch.dtype = torch.float64
     factors: torch.dtype | None = None
+    products: torch.dtype | None = None  # with the factors
     features: bool = False  # whether dropout is told which they are
 
 
@@ -53,6 +54,7 @@ CASES = [
     Case(40, 35, 3, modules=2, p=0.3, dtype=torch.bfloat16),
     Case(40, 35, 3, dtype=torch.float16),
     Case(40, 35, 3, modules=2, dtype=torch.bfloat16, factors=torch.float32),
+    Case(40, 35, 3, 2, 0.3, torch.bfloat16, factors=torch.float32, products=torch.bfloat16),
     Case(0, 35, 3),
     Case(0, 35, 3, modules=2, p=0.3),
 ]
@@ -80,7 +82,7 @@ def calls(
     yield backend.product(x, weight, bias, h[:, own], b, scale)
     yield backend.product(x, turned(weight), None, h[:, own], b, scale)
     yield from backend.output_gradients(dy, b, h[:, own], scale)
-    yield backend.output_gradients(dy, b, None, scale)[0]
+    yield backend.output_gradients(dy, b.to(h.dtype), None, scale)[0]
     yield backend.output_gradients(dy, None, h[:, own], scale)[1]
     yield backend.input_gradient([dy, turned(dy)[:, 8:]], [weight, turned(weight)[8:]], g, a, drop)
     yield backend.factor_gradient(g, x, drop)
@@ -94,6 +96,7 @@ def drawn(case: Case) -> tuple[dict[str, torch.Tensor], Dropout | None]:
     inputs = {}
     for name, shape in shapes.items():
         dtype = (case.factors or case.dtype) if name in "abhg" else case.dtype
+        dtype = (case.products or dtype) if name in "hg" else dtype
         inputs[name] = (torch.randn(shape, generator=generator, dtype=torch.float64) * k**-0.25).to(
             dtype
         )

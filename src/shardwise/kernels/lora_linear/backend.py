@@ -6,10 +6,10 @@ so that x is read once for all of them. Linear i has the columns i*R to (i+1)*R 
 [rows, linears * R], and with dropout the mask i.
 
 Tensors may have any strides, and there may be no rows. x, weights, biases, outputs and the
-gradients of outputs have one dtype; a, b, h and g have one too, which may be another (float32
-adapters on a bfloat16 model). Sums are in float32, or float64 for float64. The functions are pure,
-and their results are new tensors. Backends that launch kernels of their own are called through
-operators.py.
+gradients of outputs have one dtype; h and g have one too, which may be another; a and b are rounded
+to that of h or g where either is given. Sums are in float32, or float64 for float64. The functions
+are pure, and their results are new tensors. Backends that launch kernels of their own are called
+through operators.py.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class LoraBackend(Protocol):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R] of one linear.
 
-        dy [rows, out], b [out, R], h [rows, R]. g has b's dtype; db is float32, or float64 for
-        float64. Without b there is no g, without h no db.
+        dy [rows, out], b [out, R], h [rows, R]. g has h's dtype, or b's without h; db is float32,
+        or float64 for float64. Without b there is no g, without h no db.
         """
         ...
 

@@ -113,7 +113,7 @@ class _LoraLinears(torch.autograd.Function):
         stored, biases, a, b = _parts(tensors, num_linears)
         weights = [*weights_of(stored, options.layouts)]
         _, _, needs_da, needs_db = _parts(ctx.needs_input_grad[4:], num_linears)
-        h = backend.project(x, _stacked(a, dtype), from_arguments(seeds, features, options.p))
+        h = backend.project(x, _stacked(a).to(dtype), from_arguments(seeds, features, options.p))
         ctx.options, ctx.first_half = options, None
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, not zeros
         # The weights themselves are saved: what autocast makes of them is made again.
@@ -122,7 +122,7 @@ class _LoraLinears(torch.autograd.Function):
         ys = []
         parts = zip(weights, biases, h.chunk(len(a), 1), b, options.scales, options.float8)
         for weight, bias, h_i, b_i, scale, float8 in parts:
-            weight, b_i = weight.to(x.dtype), b_i.to(dtype)
+            weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
             if float8 is None:
                 ys.append(backend.product(x, weight, bias, h_i, b_i, scale))
@@ -160,7 +160,7 @@ class _LoraLinears(torch.autograd.Function):
         das: list[torch.Tensor | None] = [None] * num_linears
         if needs_dx:
             assert g is not None
-            dx = _input_gradient(options, dys, weights, g, _stacked(a, options.dtype), drop)
+            dx = _input_gradient(options, dys, weights, g, _stacked(a), drop)
         if half == "input":
             # g and dbs read dy together, so both are computed now, and kept for the second half.
             ctx.first_half = g, dbs
@@ -213,9 +213,8 @@ def _output_gradients(
     for dy, b_i, h_i, needed, scale in zip(dys, b, hs, needs_db, options.scales):
         g, db = None, None
         if needs_g or needed:
-            g, db = options.backend.output_gradients(
-                dy, b_i.to(options.dtype) if needs_g else None, h_i if needed else None, scale
-            )
+            b_i = None if not needs_g else b_i if needed else b_i.to(options.dtype)
+            g, db = options.backend.output_gradients(dy, b_i, h_i if needed else None, scale)
         gs.append(g)
         dbs.append(db)
     if not needs_g:
@@ -223,11 +222,9 @@ def _output_gradients(
     return gs[0] if len(gs) == 1 else torch.cat(gs, 1), dbs
 
 
-def _stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the a's of the linears below one another: [linears * R, in]."""
-    if len(factors) == 1:
-        return factors[0].to(dtype)
-    return torch.cat([factor.to(dtype) for factor in factors])
+    return factors[0] if len(factors) == 1 else torch.cat([*factors])
 
 
 def _filled(

@@ -149,7 +149,8 @@ def output_gradients(
 def _(
     backend: str, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    g = dy.new_empty(0, 0) if b is None else b.new_empty(dy.shape[0], b.shape[1])
+    factor: Any = b if h is None else h
+    g = dy.new_empty(0, 0) if b is None else factor.new_empty(dy.shape[0], b.shape[1])
     if h is None:
         return g, dy.new_empty(0, 0)
     wide = torch.promote_types(h.dtype, torch.float32)

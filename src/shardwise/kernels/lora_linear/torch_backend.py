@@ -39,13 +39,14 @@ def product(
 
 def with_update(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Return y + scale h b^T [rows, out] in y's dtype."""
-    return torch.addmm(y.to(h.dtype), h, b.t(), alpha=scale).to(y.dtype)
+    return torch.addmm(y.to(h.dtype), h, b.to(h.dtype).t(), alpha=scale).to(y.dtype)
 
 
 def output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], each None if not needed."""
+    b = None if b is None else b.to((b if h is None else h).dtype)
     g = None if b is None else (dy.to(b.dtype) @ b) * scale
     db = None if h is None else _wide(dy.to(h.dtype).t() @ h) * scale
     return g, db
@@ -69,6 +70,7 @@ def with_input_gradient(
     dx: torch.Tensor, g: torch.Tensor, a: torch.Tensor, drop: Dropout | None
 ) -> torch.Tensor:
     """Return dx + the sum over i of drop_i(g_i a_i) [rows, in] in dx's dtype; dx may be changed."""
+    a = a.to(g.dtype)
     if drop is None:
         return dx.to(g.dtype).addmm_(g, a).to(dx.dtype)
     total = dx.to(g.dtype)

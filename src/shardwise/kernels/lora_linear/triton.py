@@ -83,8 +83,9 @@ def output_gradients(
             BLOCK_COLUMNS=columns,
             **_dtypes(factor),
         )
-    g = None if g_parts is None else _sum(g_parts, factor.dtype, scale)
-    return g, None if db_parts is None else _sum(db_parts, wide, scale)
+    parts = ((g_parts, factor.dtype), (db_parts, wide))
+    sums = iter(_sums([(x, dtype) for x, dtype in parts if x is not None], scale))
+    return None if b is None else next(sums), None if h is None else next(sums)
 
 
 def input_gradient(
@@ -119,7 +120,7 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
             STRIPE=STRIPE,
             **_dtypes(g, drop),
         )
-    return _sum(parts, wide, _kept_scale(drop))
+    return _sums([(parts, wide)], _kept_scale(drop))[0]
 
 
 def _expand(
@@ -134,7 +135,7 @@ def _expand(
     num_rows, num_features = out.shape
     if num_rows == 0:
         return
-    num_masks, rank, block = _factors(right, len(right), drop)
+    num_masks, rank, block = _factors(left, len(right), drop)
 
     def grid(blocks: dict[str, int]) -> tuple[int]:
         num_row_blocks = _ceil_div(num_rows, blocks["BLOCK_ROWS"])
@@ -150,16 +151,14 @@ def _expand(
     )
 
 
-def _sum(parts: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Return scale times the sum over the first dim of parts."""
-    total = parts.new_empty(parts.shape[1:], dtype=dtype)
-    kernels.sum_kernel[(_ceil_div(total.numel(), 1024),)](
-        *(parts, total, len(parts), total.numel()),
-        SCALE=scale,
-        WIDE=_triton_dtype(parts.dtype),
-        BLOCK=1024,
+def _sums(terms: list[tuple[torch.Tensor, torch.dtype]], scale: float) -> list[torch.Tensor]:
+    """Return scale times the sums over the first dim of one or two tensors, in dtypes."""
+    totals = [parts.new_empty(parts.shape[1:], dtype=dtype) for parts, dtype in terms]
+    given = [(parts, y, len(parts), y.numel()) for (parts, _), y in zip(terms, totals)]
+    kernels.sum_kernel[(sum(_ceil_div(sizes[3], 1024) for sizes in given),)](
+        *(given[0], given[-1]), SCALE=scale, WIDE=_triton_dtype(terms[0][0].dtype), BLOCK=1024
     )
-    return total
+    return totals
 
 
 def _matrix(x: torch.Tensor) -> tuple[Any, ...]:

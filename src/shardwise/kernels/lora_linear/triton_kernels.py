@@ -273,12 +273,19 @@ def factor_gradient_kernel(
 
 
 @triton.jit
-def sum_kernel(
-    parts, total, num_parts, size,
-    SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compute a block of total = SCALE times the sum of its parts [num_parts, size], contiguous."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def sum_kernel(one, other, SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute a block of one of two sums, as `_sum_block` takes them; those of `one` come first."""
+    block, num_blocks = tl.program_id(0), tl.cdiv(one[3], BLOCK)
+    if block < num_blocks:
+        _sum_block(*one, block, SCALE, WIDE, BLOCK)
+    else:
+        _sum_block(*other, block - num_blocks, SCALE, WIDE, BLOCK)
+
+
+@triton.jit
+def _sum_block(parts, total, num_parts, size, block, SCALE, WIDE, BLOCK: tl.constexpr):
+    """Compute a block of total = SCALE times the sum of parts [num_parts, size], contiguous."""
+    places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     block_sum = tl.zeros((BLOCK,), WIDE)
     for _ in range(num_parts):
         block_sum += tl.load(parts + places, mask=places < size, other=0.0)

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+Tensors = Iterable[torch.Tensor]
 BLOCK = 64
 """Tokens of a block on a CPU."""
 
@@ -62,8 +63,9 @@ class _ShortConv(torch.autograd.Function):
         (grad_out,) = gradients
         taps = _taps(weight)
         width, before = len(taps), len(taps) - 1
-        grad_x, grad_taps = torch.empty_like(x), torch.zeros_like(taps)
-        grad_bias = taps.new_zeros(x.shape[-1])
+        grad_x = torch.empty_like(x)
+        grad_taps = torch.zeros_like(taps) if ctx.needs_input_grad[1] else None
+        grad_bias = taps.new_zeros(x.shape[-1]) if ctx.needs_input_grad[2] else None
         # The gradient of the sums of the W - 1 tokens after a block: they read the block's last.
         later = taps.new_zeros(x.shape[0], before, x.shape[-1])
         for start, stop in reversed(_blocks(x)):
@@ -72,26 +74,27 @@ class _ShortConv(torch.autograd.Function):
             if ctx.has_silu:
                 z = _sum(by_tap(seen, width, documents, start, before), taps, bias)
                 grad_z = torch.ops.aten.silu_backward(grad_z, z)
-            if ctx.needs_input_grad[1]:
+            if grad_taps is not None:
                 for tap, shifted in enumerate(by_tap(seen, width, documents, start, before)):
                     grad_taps[tap] += (grad_z * shifted).sum((0, 1))
-            if ctx.needs_input_grad[2]:
+            if grad_bias is not None:
                 grad_bias += grad_z.sum((0, 1))
             grad_z = torch.cat([grad_z, later], 1)
             grad_x[:, start:stop] = _sum(
-                by_tap(grad_z, width, documents, start + before, 0), taps.flip(0)
+                by_tap(grad_z, width, documents, start + before, 0), taps.unbind()[::-1]
             )
-            later = grad_z[:, :before].clone()
+            if start or ctx.needs_input_grad[4]:
+                later = grad_z[:, :before].clone()
         grad_earlier = None
         if ctx.needs_input_grad[4]:
             grad_z = F.pad(later, (0, 0, before, 0))
-            grad_earlier = _sum(by_tap(grad_z, width, documents, 0, 0), taps.flip(0)).to(
+            grad_earlier = _sum(by_tap(grad_z, width, documents, 0, 0), taps.unbind()[::-1]).to(
                 earlier.dtype
             )
         return (
             grad_x,
-            grad_taps.T.to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            grad_bias.to(bias.dtype) if ctx.needs_input_grad[2] else None,
+            None if grad_taps is None else grad_taps.T.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             grad_earlier,
             None,
@@ -100,7 +103,8 @@ class _ShortConv(torch.autograd.Function):
 
 def _taps(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight [D, W] as [W, D] in the dtype of sums: float32, or float64 of float64."""
-    return weight.T.to(torch.promote_types(weight.dtype, torch.float32)).contiguous()
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return weight.T.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _blocks(x: torch.Tensor) -> list[tuple[int, int]]:
@@ -126,8 +130,8 @@ def _seen(
     if start >= before:
         return x[:, start - before : stop].to(dtype)
     if earlier is None:
-        return F.pad(x[:, :stop], (0, 0, before - start, 0)).to(dtype)
-    return torch.cat([earlier[:, start:], x[:, :stop]], 1).to(dtype)
+        earlier = x.new_zeros(x.shape[0], before, x.shape[2], dtype=dtype)
+    return torch.cat([earlier[:, start:].to(dtype), x[:, :stop]], 1)  # one copy, which casts x
 
 
 def by_tap(
@@ -147,12 +151,10 @@ def by_tap(
         yield shifted
 
 
-def _sum(
-    tokens_by_tap: Iterable[torch.Tensor], taps: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the sum [B, C, D] of the tokens of each tap times its weights [W, D], plus a bias."""
+def _sum(each: Tensors, taps: Tensors, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sum [B, C, D] of the tokens of each tap times its weights [D], plus a bias."""
     total: torch.Tensor | None = None
-    for tokens, tap in zip(tokens_by_tap, taps, strict=True):
+    for tokens, tap in zip(each, taps, strict=True):
         total = tokens * tap if total is None else total.addcmul_(tokens, tap)
     assert total is not None
     return total if bias is None else total.add_(bias)
