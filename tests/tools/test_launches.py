@@ -8,14 +8,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from tools.launches import MODELS, OUT, SIDES, counts, launches_of, ready
+from tools.launches import MODELS, OUT, PAGE, SIDES, TUNINGS, counts, launches_of, ready, table_of
 
 from shardwise.models.activations import unit_moves
 from tests.left_out import some_now
 from tests.models.fake_layers import passes
 
-COMMITTED = json.loads(OUT.read_text())["layers"]
-TUNINGS = ("lora", "full")
+COMMITTED = json.loads(OUT.read_text())
 NOW = [
     *((name, "lora", "shardwise") for name in ("nemotron-3-nano-30b-a3b", "kimi-linear-48b-a3b")),
     *((name, "lora", "shardwise") for name in ("lfm2-1.2b", "llama-3.1-8b", "qwen3_5_moe_text")),
@@ -25,7 +24,7 @@ NOW = [
 
 @pytest.mark.parametrize(("name", "tuning", "side"), some_now(product(MODELS, TUNINGS, SIDES), NOW))
 def test_layers_launch_and_move_what_is_committed(name, tuning, side):
-    rows = {kind: row[tuning][side] for kind, row in COMMITTED[name].items()}
+    rows = {kind: row[tuning][side] for kind, row in COMMITTED["layers"][name].items()}
     assert counts(name, tuning, side) == rows, "run make launches"
 
 
@@ -39,6 +38,10 @@ def test_the_walk_that_a_plan_takes_moves_as_much(tuning):
             for moves, launches in zip((walk.forward, walk.backward), counted, strict=True):
                 assert sum(moves) == pytest.approx(sum(launches.moves), rel=0.005)
                 assert len(moves) == pytest.approx(len(launches.moves), abs=5)
+
+
+def test_the_page_shows_what_is_committed():
+    assert table_of(COMMITTED) in PAGE.read_text(), "run python -m tools.launches --draw"
 
 
 def test_linears_launch_what_peft_and_our_kernels_do():
