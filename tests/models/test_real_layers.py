@@ -16,6 +16,7 @@ from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.kernels.linear_cross_entropy import chunked
 from shardwise.models.activations import UnitMoves, unit_memory, unit_moves
 from shardwise.models.counts import count_model
+from shardwise.models.facts import noise_of
 from shardwise.models.families import FAMILIES
 from shardwise.models.operations import TapedBlock
 from tests.left_out import some_now
@@ -51,8 +52,9 @@ def test_a_layer_keeps_and_multiplies_what_formulas_say(model, setting, tmp_path
     path = CONFIGS / model
     if model not in PRESETS:
         path = tmp_path
-        config = AutoConfig.for_model(model.removeprefix("default "))
-        config.attn_pdrop = 0.0  # a rule refuses another one
+        name = model.removeprefix("default ")
+        config = AutoConfig.for_model(name)
+        config.update(dict.fromkeys(noise_of(config, FAMILIES[name]), 0.0))  # as a rule wants it
         config.save_pretrained(path)
     lora = None if setting == "full" else LORA
     cfg = run_of(str(path), "bfloat16" if lora else "float32", lora)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 import torch
 from peft.tuners.lora import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.base.layouts import ModelFacts
 from shardwise.base.schedule.context import AttentionShape, ContextFacts
@@ -22,14 +21,11 @@ from shardwise.models.patches import experts, float8, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
 from shardwise.models.weights import weights_of
 
-_UNSEEDED_NOISE = ("attention_dropout", "attn_pdrop", "router_jitter_noise")
-"""Names in the config.json of listed families of a dropout inside the attention kernel, or noise on
-what routers read."""
-
 
 def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts:
     """Return the facts of a whole model with its adapters, on any device."""
     is_listed = family.model_type in FAMILIES
+    noise = noise_of(hf.config, family)
 
     def indivisible(num_ranks: int) -> str | None:
         return tensor_plan.problem(hf, spec, num_ranks) if is_listed else None
@@ -45,7 +41,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         kinds=kinds,
         is_tied=spec.tied,
         num_positions=None if spec.positions is None else hf.config.max_position_embeddings,
-        unseeded_noise=_unseeded_noise(hf, is_listed),
+        unseeded_noise=next(iter(noise.items()), None),
         has_router_loss=bool(router_loss.routers_of(hf, family)),
         has_router_bias=any(True for _ in expert_plan.biases_of(hf, spec)),
         adds_positions=family.positions is not None,
@@ -75,11 +71,14 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
     )
 
 
-def _unseeded_noise(hf: PreTrainedModel, is_listed: bool) -> tuple[str, float] | None:
-    keys: Iterable[str] = _UNSEEDED_NOISE
-    if not is_listed:  # whatever the key, a function inside a block may draw the numbers
-        keys = [key for key in hf.config.to_dict() if "drop" in key or "jitter" in key]
-    return next(((key, value) for key in keys if (value := getattr(hf.config, key, 0))), None)
+def noise_of(config: PretrainedConfig, family: Family) -> dict[str, float]:
+    """Return the keys of a config, with their values, whose random numbers no seed reaches.
+
+    Whatever the key, a function inside a block may draw the numbers.
+    """
+    keys = [key for key in config.to_dict() if "drop" in key or "jitter" in key]
+    values = {key: getattr(config, key, 0) for key in keys if key not in family.seeded}
+    return {key: value for key, value in values.items() if value}
 
 
 def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:

@@ -81,6 +81,8 @@ class Family:
     """Steps of its base model beside running its layers on the embeddings it is given."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss."""
+    seeded: tuple[str, ...] = ()
+    """Keys of its config with the rate of a dropout that is a module, or that it never runs."""
 
     logits_multiplied_by: str | None = None
     """Attribute of the config with a factor on what the head gives."""

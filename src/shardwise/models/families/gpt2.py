@@ -13,4 +13,5 @@ GPT2 = Family(
     mixers={"full_attention": mixer("attn", attention.JOINED)},
     norms=Norms(before="ln_1", between="ln_2"),
     cut=StageFacts(dropout="transformer.drop"),
+    seeded=("resid_pdrop", "embd_pdrop", "summary_first_dropout"),
 )
