@@ -130,10 +130,12 @@ NORMS_BEHIND = {
     *QK_NORMS,
     *("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "norm.weight"),
 }
+QKV_BIASES = {f"self_attn.{name}_proj.bias" for name in "qkv"}
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
     **dict.fromkeys(("tiny-olmo2", "tiny-olmo3", "tiny-exaone4"), NORMS_BEHIND),
-    "tiny-qwen2": {*PLAIN_NORMS, *(f"self_attn.{name}_proj.bias" for name in "qkv")},
+    "tiny-qwen2": {*PLAIN_NORMS, *QKV_BIASES},
+    "tiny-seed_oss": {*PLAIN_NORMS, *QKV_BIASES},
     "tiny-qwen3_moe": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
     "tiny-qwen3_5": {
         *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight",

@@ -46,6 +46,7 @@ SEEDS = {
     85083: "exaone4 pp interleaved-1f1b full 2p",
     86006: "granite pp interleaved-1f1b full 2p",
     91087: "arcee tp full 2p",
+    95015: "seed_oss tp-sp full 2p",
 }
 """What each seed draws of a family: where the program draws otherwise, choose others."""
 

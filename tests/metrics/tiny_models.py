@@ -53,6 +53,9 @@ CONFIGS = {
     "smollm3": {"num_hidden_layers": 2, "head_dim": 8, "no_rope_layers": [1, 0]},
     "granite": {"num_hidden_layers": 2},
     "arcee": {"num_hidden_layers": 2, "head_dim": 8},
+    "seed_oss": {
+        **{"num_hidden_layers": 2, "head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0}
+    },
     "qwen2": {"num_hidden_layers": 2, "use_sliding_window": True, **_SLIDING},
     "olmo3": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "exaone4": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},

@@ -150,7 +150,10 @@ def test_gradients_are_those_of_transformers_own_loss():
 
 @pytest.mark.parametrize(
     ("family", "key"),
-    [("llama", "attention_dropout"), ("gpt2", "attn_pdrop"), ("mixtral", "router_jitter_noise")],
+    [
+        *(("llama", "attention_dropout"), ("gpt2", "attn_pdrop"), ("seed_oss", "residual_dropout")),
+        ("mixtral", "router_jitter_noise"),
+    ],
 )
 def test_noise_that_no_seed_reaches_is_a_fact(family, key):
     assert facts(family).unseeded_noise is None

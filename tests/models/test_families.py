@@ -22,6 +22,7 @@ KINDS = {
     "tiny-llama": ["full_attention"] * 4,
     "tiny-arcee": ["full_attention"] * 4,
     "tiny-granite": ["full_attention"] * 4,
+    "tiny-seed_oss": ["full_attention"] * 4,
     "tiny-mistral": ["full_attention"] * 4,
     "tiny-smollm3": ["full_attention"] * 4,
     "tiny-qwen2": ["full_attention"] * 3 + ["sliding_attention"],

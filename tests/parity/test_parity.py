@@ -133,3 +133,8 @@ def test_what_is_offered_has_a_result():
     cells = json.loads((ROOT / "results" / "parity.json").read_text())["cells"]
     assert {cell["status"] for cell in cells} == {"ok"}
     assert {cell.id for cell in proofs().values()} <= {cell["id"] for cell in cells}
+    families, layouts = ({cell[key] for cell in cells} for key in ("family", "layout"))
+    assert (
+        f"{len(cells):,} of {len(cells):,} comparisons agree: {len(families)} families, "
+        f"{len(layouts)} layouts"
+    ) in (ROOT / "README.md").read_text(encoding="utf-8")

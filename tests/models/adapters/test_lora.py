@@ -46,6 +46,7 @@ EXPECTED = {
     "tiny-granite": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-mistral": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-smollm3": {"full_attention": (4 * 7, 28, 28, 16)},
+    "tiny-seed_oss": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-qwen2": {"full_attention": (3 * 7, 21, 21, 12), "sliding_attention": (7, 7, 7, 4)},
     "tiny-olmo3": {"full_attention": (7, 7, 7, 4), "sliding_attention": (3 * 7, 21, 21, 12)},
     "tiny-exaone4": {"full_attention": (7, 7, 7, 4), "sliding_attention": (3 * 7, 21, 21, 12)},

@@ -10,6 +10,7 @@ QWEN2 = Family("qwen2")
 QWEN3 = Family("qwen3")
 SMOLLM3 = Family("smollm3")
 ARCEE = Family("arcee")
+SEED_OSS = Family("seed_oss")
 OLMO2 = Family(
     "olmo2",
     mixers={"full_attention": mixer("self_attn", attention.ROTATED_WIDE)},

@@ -20,6 +20,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNo
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from shardwise.config import RunConfig
 from shardwise.kernels.gated_activation import gated_silu
@@ -79,6 +80,7 @@ def _norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.T
 
 OURS: dict[tuple[object, ...], Callable[..., torch.Tensor]] = {
     _code(LlamaMLP): _mlp,
+    _code(SeedOssMLP): _mlp,  # a rule refuses its dropout
     _code(Lfm2MLP): _mlp_of_lfm2,
     _code(GraniteMoeHybridMLP): _mlp_of_granite,
     _code(FalconH1MLP): _mlp_of_falcon_h1,
