@@ -44,7 +44,7 @@ class StrategyFacts:
     order: float = 0
     """Place among the strategies, the simplest first."""
     axis: Literal["dp_replicate", "dp_shard"] | None = "dp_replicate"
-    """The axis of the mesh that it works over; None: it uses no ranks but those of a model."""
+    """The axis of the mesh that it works over; None, of `single` alone: no ranks but a model's."""
     with_replicas: str | None = None
     """Name of its layouts with several replicas (`parallel.dp_replicate`); None: it has no
     replicas beside its shards."""
