@@ -1,8 +1,12 @@
-"""Kernels that others have published, where they are installed: fla, mamba_ssm, causal_conv1d."""
+"""Kernels that others have published, where they are installed: fla, liger_kernel, mamba_ssm,
+causal_conv1d.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,14 +20,53 @@ Backend = Callable[[torch.device, torch.dtype], str]
 """Returns what computes an operation for values of a dtype on a device: a package, or `torch`."""
 
 
-def backend_of(package: str, only_16_bits: bool) -> Backend:
-    """Return what says where a package's kernels compute; none of them takes float64."""
+def backend_of(*packages: str, only_16_bits: bool = False, when_compiled: bool = True) -> Backend:
+    """Return what says which package's kernels compute: the first one there is.
+
+    None of them takes float64. `when_compiled`: in code that torch compiles, too.
+    """
 
     def backend(device: torch.device, dtype: torch.dtype) -> str:
         takes_it = dtype.itemsize == 2 if only_16_bits else dtype != torch.float64
-        return package if device.type == "cuda" and takes_it and find_spec(package) else "torch"
+        if device.type != "cuda" or not takes_it:
+            return "torch"
+        if not when_compiled and torch.compiler.is_compiling():
+            return "torch"
+        return next(filter(_is_there, packages), "torch")
 
     return backend
+
+
+def _is_there(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return _spec_of(package) is not None
+
+
+_spec_of = cache(find_spec)  # which looks in all folders
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """Compute the root mean square norm by liger_kernel, in float32, rounded once.
+
+    Its backward would write into the gradient that it is given, which others may read.
+    """
+    norm: Any = import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    return norm.apply(x, weight, eps, offset, "gemma", False)
+
+
+def gated_norm(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, activation: str
+) -> torch.Tensor:
+    """Compute the norm with a gate by fla."""
+    fla: Any = import_module("fla.modules.norm.fused_norm_gate")
+    return fla.rms_norm_gated(x, gate, weight, None, activation=activation, eps=eps)
+
+
+def gated_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up by fla."""
+    fla: Any = import_module("fla.modules.activations")
+    return fla.swiglu(gate, up)
 
 
 def delta_rule(
@@ -99,6 +142,27 @@ def mamba2_scan(
     return mamba_ssm.mamba_chunk_scan_combined(
         x, dt, a, b.to(x.dtype), c.to(x.dtype), D=d, initial_states=state, seq_idx=numbers, **flags
     )
+
+
+def short_conv_of_fla(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    earlier: torch.Tensor | None,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute the short convolution by fla."""
+    fla: Any = import_module("fla.modules.causal_conv1d")
+    (rows, tokens, _), flags = x.shape, dict[str, Any]()
+    if earlier is not None:
+        x = torch.cat([earlier.to(x.dtype), x], 1)
+    if documents is not None:
+        ends = packed(documents)
+        flags = {"cu_seqlens": ends.cu_seqlens, "cu_seqlens_cpu": ends.cu_seqlens_on_host}
+        x = x.flatten(0, 1)[None]
+    out, _ = fla.causal_conv1d(x, weight, bias, activation=activation, **flags)
+    return out.view(rows, -1, out.shape[-1])[:, -tokens:]
 
 
 def short_conv(

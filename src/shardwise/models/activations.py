@@ -246,7 +246,6 @@ class _Unit:
             hidden=self.hidden,
             cast=cast.itemsize if cast else None,
             on_cpu=device_of(cfg) == "cpu",
-            rounds_last=(layer or self.spec.layers[0]).norms.rounds_last,
             shares_rows=None if cfg.parallel.cp == 1 else self._shared_rows(is_windowed(layer)),
             spreads_experts=cfg.parallel.ep > 1,
             is_windowed=is_windowed(layer),

@@ -48,8 +48,6 @@ class Elementwise:
     cast: int | None
     """Bytes of a number in the dtype of autocast; None without it."""
     on_cpu: bool = True
-    rounds_last: bool = False
-    """Norms multiply by their weight in 32 bits, and round after it."""
     buffers: frozenset[str] = frozenset()
     is_transposed: bool = False
     """Whether its linears are transformers' Conv1D."""

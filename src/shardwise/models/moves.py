@@ -20,25 +20,68 @@ def cast(numel: int, itemsize: int) -> list[int]:
     return [] if itemsize == WIDE else [numel * (itemsize + WIDE)]
 
 
-def gated_norm(numel: int, itemsize: int, is_trained: bool) -> tuple[Moves, Moves]:
-    """Return the moves of the forward and the backward of kernels/gated_norm/fused.py."""
-    wide, copied = numel * WIDE, cast(numel, itemsize)
-    root = [2 * wide, wide, SMALL, SMALL]
-    forward = [*copied, *root, 2 * wide, 2 * wide, *copied, 2 * wide, 3 * wide, *copied]
-    normed = [*copied, *copied, *copied, 2 * wide, 2 * wide]
-    to_gate = [3 * wide, 2 * wide, 3 * wide, *copied]
-    to_weight = [3 * wide, wide] if is_trained else []
-    to_x = [2 * wide, 3 * wide, wide, 2 * wide, 3 * wide, 2 * wide, *copied]
-    return forward, [*normed, *to_gate, 3 * wide, *to_weight, *to_x]
+def rms_norm(numel: int, itemsize: int, is_trained: bool, in_one: bool) -> tuple[Moves, Moves]:
+    """Return the moves of the forward and the backward of kernels/rms_norm.
+
+    `in_one`: by liger_kernel, whose backward first fills its output with zeros.
+    """
+    wide, narrow, copied = numel * WIDE, numel * itemsize, cast(numel, itemsize)
+    if in_one:
+        return [2 * narrow], [narrow, 3 * narrow, *[SMALL] * (2 * is_trained)]
+    to_weight = [wide + narrow, 3 * wide, wide] if is_trained else []
+    forward = [*_root(narrow), narrow + wide, 2 * wide, *copied]
+    return forward, [*copied, *copied, *to_weight, 2 * wide, *_grad_of_x(wide), *copied]
+
+
+def gated_norm(numel: int, itemsize: int, is_trained: bool, in_one: bool) -> tuple[Moves, Moves]:
+    """Return the moves of the forward and the backward of kernels/gated_norm.
+
+    `in_one`: by fla, whose backward adds up the gradient of a frozen weight too.
+    """
+    wide, narrow, copied = numel * WIDE, numel * itemsize, cast(numel, itemsize)
+    if in_one:
+        return [3 * narrow], [5 * narrow, SMALL, SMALL]
+    gated = [*copied, 2 * wide, 3 * wide, *copied]  # the activation, and its product
+    forward = [*_root(narrow), narrow + wide, 2 * wide, *gated]
+    given = [*copied, *copied, *copied, 2 * wide]
+    to_gate = [2 * wide, 3 * wide, 2 * wide, 3 * wide, *copied]
+    to_weight = [2 * wide, 3 * wide, wide] if is_trained else []
+    to_x = [3 * wide, 2 * wide, *_grad_of_x(wide), *copied]
+    return forward, [*given, *to_gate, *to_weight, *to_x]
+
+
+def _root(read: int) -> list[int]:
+    """Return the moves of the root of the mean square of each row."""
+    return [read, SMALL, SMALL, SMALL, SMALL]
+
+
+def _grad_of_x(wide: int) -> list[int]:
+    """Return the moves of the gradient of x from that of x times its root."""
+    return [3 * wide, wide, SMALL, SMALL, 3 * wide, 2 * wide]
+
+
+def rotation(numel: int, rotated: int, itemsize: int, wide: int) -> Moves:
+    """Return the moves of kernels/rotary/fused.py in a pass.
+
+    `rotated`: elements that are turned. `wide`: bytes of a number in between.
+    """
+    x, turned = rotated * itemsize, rotated * wide
+    added = turned + x // 2
+    rounded = [x + turned] if wide != itemsize else []
+    return [x + turned, added, added, *rounded, *[2 * numel * itemsize] * (rotated < numel)]
 
 
 def convolution(
-    numel: int, itemsize: int, width: int, *, bias: bool, silu: bool, is_trained: bool
+    numel: int, itemsize: int, width: int, *, bias: bool, silu: bool, is_trained: bool, in_one: bool
 ) -> tuple[Moves, Moves]:
-    """Return the moves of the forward and the backward of kernels/short_conv/shifted.py.
+    """Return the moves of the forward and the backward of kernels/short_conv.
 
-    `width`: taps, of all tokens at once.
+    `width`: taps, of all tokens at once. `in_one`: by fla, which computes what goes into silu once
+    more, and adds up the gradients of frozen weights too.
     """
+    if in_one:
+        size = numel * itemsize
+        return [2 * size], [*[2 * size] * silu, (3 + silu) * size, *[SMALL] * 2 * (1 + bias)]
     wide, copied = numel * WIDE, cast(numel, itemsize)
     taps = [2 * wide, *[3 * wide] * (width - 1)]
     seen = [SMALL, numel * (itemsize + WIDE)]

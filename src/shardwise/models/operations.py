@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.kernels.lora_linear.magnitude import CHUNK_ELEMENTS
 from shardwise.models.chunks import ChunkFlops, CoreFlops
 from shardwise.models.elementwise import Elementwise
-from shardwise.models.moves import WIDE, gated_norm
+from shardwise.models.moves import WIDE, gated_norm, rms_norm, rotation
 from shardwise.models.parameters import Parameter, read_in_backward
 from shardwise.models.tape import Tensor, parameter
 
@@ -23,18 +23,26 @@ class TapedBlock(Elementwise):
 
     # --------------------------------------------------------------------------------------- norms
 
-    def rms_norm(self, name: str, x: Tensor, size: int, *, rounds_last: bool = False) -> Tensor:
-        """Return the root mean square norm of x over `size` features.
+    def rms_norm(self, name: str, x: Tensor, size: int) -> Tensor:
+        """Return the root mean square norm of x over `size` features; see kernels/rms_norm.
 
-        `rounds_last`: the product with the weight is in 32 bits too.
+        On a GPU one kernel computes it, and one its gradient.
         """
-        weight = self.weight(name)
-        wide = self.as_dtype(x, WIDE)
-        rounds_last = rounds_last or self.rounds_last
-        normed = self.rescaled(wide, size)
-        if rounds_last:
-            return self.as_dtype(self.product(normed, self.as_dtype(weight, WIDE)), x.itemsize)
-        return self.product(weight, self.as_dtype(normed, x.itemsize))
+        weight, wide = self.weight(name), x.numel * WIDE
+        root = self.tape.tensor(x.numel // size, WIDE)
+        moves, back = rms_norm(x.numel, x.itemsize, weight.slot is not None, not self.on_cpu)
+        forward, backward = (0, wide) if x.itemsize == WIDE else (wide, wide * 7 // 2)
+        if not self.on_cpu:
+            forward, backward = 0, 0
+        return self.tape.run(
+            [x, weight],
+            [(x.numel, x.itemsize)],
+            keeps=[x, root],
+            forward=forward,
+            backward=backward,
+            forward_moves=moves,
+            backward_moves=back,
+        )[0]
 
     # ------------------------------------------------------------------------------ matrix products
 
@@ -149,6 +157,8 @@ class TapedBlock(Elementwise):
         size = up.num_bytes
         forward = 2 * size, 3 * size  # the activation; it times the other
         backward = 2 * size, 3 * size, 3 * size, 3 * size
+        if not self.on_cpu:  # fla's kernels
+            forward, backward = (3 * size,), (5 * size,)
         return self.tape.run(
             [gate, up],
             [(up.numel, up.itemsize)],
@@ -160,21 +170,23 @@ class TapedBlock(Elementwise):
     # ----------------------------------------------------------------------------- recurrent mixers
 
     def gated_norm(self, name: str, x: Tensor, gate: Tensor) -> Tensor:
-        """Return the norm of x times an activation of its gate; see kernels/gated_norm.
-
-        It computes in 32 bits, the backward with four tensors of x's size beside the gradients.
-        """
-        weight = self.weight(name)
-        wide = x.numel * WIDE
-        copies = 0 if x.itemsize == WIDE else wide * 5 // 2
+        """Return the norm of x times an activation of its gate; see kernels/gated_norm."""
+        weight, wide = self.weight(name), x.numel * WIDE
+        forward, backward = wide, wide
+        if not self.on_cpu:
+            forward, backward = 0, 0
+        elif x.itemsize < WIDE:
+            forward, backward = wide * 5 // 2, wide * 11 // 2
         root = self.tape.tensor(x.numel // self.parameters[name].shape[0], WIDE)
-        moves, moves_back = gated_norm(x.numel, x.itemsize, weight.slot is not None)
+        moves, moves_back = gated_norm(
+            x.numel, x.itemsize, weight.slot is not None, not self.on_cpu
+        )
         return self.tape.run(
             [x, weight, gate],
             [(x.numel, x.itemsize)],
             keeps=[x, gate, root],
-            forward=wide + copies,
-            backward=4 * wide + copies,
+            forward=forward,
+            backward=backward,
             forward_moves=moves,
             backward_moves=moves_back,
         )[0]
@@ -193,26 +205,24 @@ class TapedBlock(Elementwise):
         moves = None if is_copied else ()
         return self.tape.run([x], [(x.numel, x.itemsize)], view=True, backward_moves=moves)[0]
 
-    def rotated(self, x: Tensor, share: float, is_wide: bool = False) -> Tensor:
-        """Return x with a share of each head's features rotated by positions.
+    def rotated(self, x: Tensor, share: float = 1, is_wide: bool = False) -> Tensor:
+        """Return x with a share of each head's features rotated by positions; see kernels/rotary.
 
-        `is_wide`: in 32 bits, where it has all of them.
+        `is_wide`: in 32 bits.
         """
-        if share == 1:
-            return self.turned(x, is_wide)
-        first = self.slice(x, int(x.numel * share))
-        rest = self.slice(x, int(x.numel * (1 - share)))
-        return self.beside_turned(self.turned(first), rest)
-
-    def turned(self, x: Tensor, is_wide: bool = False) -> Tensor:
-        """Return x rotated by positions; `is_wide`: computed in 32 bits."""
-        angles = parameter(0, WIDE if is_wide else self.hidden, is_trained=False)
-        direct = self.product(x, angles)
-        first, second = (self.slice(x, x.numel // 2) for _ in range(2))
-        half = self.joined([self.pointwise(second), first])
-        del first, second
-        turned = self.sum(direct, self.product(half, angles))
-        return self.as_dtype(turned, x.itemsize) if is_wide else turned
+        rotated, wide = int(x.numel * share), max(x.itemsize, WIDE if is_wide else self.hidden)
+        moves = rotation(x.numel, rotated, x.itemsize, wide)
+        between = rotated * wide if rotated < x.numel or wide > x.itemsize else 0
+        (y,) = self.tape.run(
+            [x],
+            [(x.numel, x.itemsize)],
+            forward=between,
+            backward=between,
+            forward_moves=moves,
+            backward_moves=moves,
+        )
+        y.is_head_major = share < 1
+        return y
 
     def beside_turned(self, turned: Tensor, rest: Tensor) -> Tensor:
         """Return rotated features of heads and the rest of them."""

@@ -23,8 +23,6 @@ class Norms:
     between: str = "post_attention_layernorm"
     """After the mixer or before the feed-forward."""
     after: str = "post_feedforward_layernorm"
-    rounds_last: bool = False
-    """They multiply by their weight in 32 bits and round after it; others round before it."""
 
 
 @dataclass(frozen=True)

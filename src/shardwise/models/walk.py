@@ -34,7 +34,6 @@ def walk_of(
         length=1,
         hidden=size,
         cast=None,
-        rounds_last=layer.norms.rounds_last,
         is_windowed=is_windowed(layer),
     )
     x = tape.tensor(config.hidden_size, size)

@@ -24,7 +24,7 @@ ALLOWED = {
     # It replaces the forward of one class of transformers, with the names of that class.
     "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"},
     # It replaces the forwards of some classes of transformers, with the names of those classes.
-    "models/patches/gates.py": {
+    "models/patches/elementwise.py": {
         *("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"),
         *("input_linear", "output_linear"),
     },

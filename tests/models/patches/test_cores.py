@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -57,8 +57,8 @@ def test_a_model_computes_what_it_computes_with_transformers_functions(family):
 
 def test_a_function_that_a_mixer_does_not_call_is_an_error(monkeypatch):
     model, spec = build("lfm2")
-    forward = type(model.get_submodule("model.layers.0.conv"))
-    monkeypatch.setattr(forward, "forward", lambda self, hidden_states: hidden_states)
+    conv = model.get_submodule("model.layers.0.conv")
+    monkeypatch.setattr(conv, "forward", MethodType(lambda self, x: x, conv))
     with pytest.raises(AssertionError, match="calls no causal_conv1d_fn"):
         use_cores(model, spec, Tokens)
 

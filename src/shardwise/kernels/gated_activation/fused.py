@@ -13,11 +13,7 @@ from torch.nn import functional as F
 
 
 def gated_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [..., F], in the dtype that both have.
-
-    silu is rounded to that dtype before the product, as by torch's operators one after the other.
-    The backward keeps gate and up alone.
-    """
+    """Return silu(gate) * up [..., F], in the dtype that both have."""
     assert gate.dtype == up.dtype
     return _GatedSilu.apply(gate, up)
 

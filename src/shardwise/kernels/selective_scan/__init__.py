@@ -9,7 +9,7 @@ from shardwise.kernels.published import backend_of
 from shardwise.kernels.recurrence import Recurrence, by_factor
 from shardwise.kernels.selective_scan import chunked
 
-backend = backend_of("mamba_ssm", only_16_bits=False)
+backend = backend_of("mamba_ssm")
 
 
 def selective_scan(

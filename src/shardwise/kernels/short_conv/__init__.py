@@ -8,7 +8,7 @@ from shardwise.kernels import published
 from shardwise.kernels.published import backend_of
 from shardwise.kernels.short_conv import shifted
 
-backend = backend_of("causal_conv1d", only_16_bits=False)
+backend = backend_of("causal_conv1d", "fla")
 
 
 def short_conv(
@@ -27,11 +27,15 @@ def short_conv(
 
     The result has x's dtype. Sums are float32, or float64 if the weight is.
 
-    On a GPU with `causal_conv1d` installed its kernel computes it, except in float64 and for what
-    it does not take: more than 4 taps, one tap, or channels that 8 does not divide.
+    On a GPU the kernels of `causal_conv1d` compute it or, where that is not installed, those of
+    `fla`; float64, and what the first does not take (more than 4 taps, one tap, or channels that 8
+    does not divide), are computed by torch.
     """
     assert activation in (None, "silu", "swish")
+    by = backend(x.device, x.dtype)
+    if by == "fla":
+        return published.short_conv_of_fla(x, weight, bias, activation, earlier, documents)
     kernel_takes_it = weight.shape[1] in (2, 3, 4) and weight.shape[0] % 8 == 0
-    if kernel_takes_it and backend(x.device, x.dtype) == "causal_conv1d":
+    if by == "causal_conv1d" and kernel_takes_it:
         return published.short_conv(x, weight, bias, activation, earlier, documents)
     return shifted.short_conv(x, weight, bias, activation, earlier, documents)

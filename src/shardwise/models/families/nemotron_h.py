@@ -15,7 +15,7 @@ NEMOTRON_H = Family(
         "moe": mixer("mixer", mixture.WITHOUT_GATES),
     },
     feed_forward={},  # a block of its own
-    norms=Norms(before="norm", rounds_last=True),
+    norms=Norms(before="norm"),
     # No router: a bias balances its load (`mixture.MIXTURE`).
     cut=StageFacts(layer_attribute="block_type"),
 )

@@ -2,7 +2,6 @@
 
 from shardwise.models.families.base import Family, mixer
 from shardwise.models.kinds import attention, gated_delta_net
-from shardwise.models.spec import Norms
 
 OLMO_HYBRID = Family(
     "olmo_hybrid",
@@ -10,5 +9,4 @@ OLMO_HYBRID = Family(
         "linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE),
         "full_attention": mixer("self_attn", attention.ROTATED_WIDE),
     },
-    norms=Norms(rounds_last=True),
 )

@@ -2,7 +2,6 @@
 
 from shardwise.models.families.base import Family, StageFacts, mixer
 from shardwise.models.kinds import attention
-from shardwise.models.spec import Norms
 
 LLAMA = Family("llama")
 MISTRAL = Family("mistral", options={"sliding_window": None})  # as published since 0.2
@@ -11,18 +10,13 @@ QWEN3 = Family("qwen3")
 SMOLLM3 = Family("smollm3")
 ARCEE = Family("arcee")
 SEED_OSS = Family("seed_oss")
-OLMO2 = Family(
-    "olmo2",
-    mixers={"full_attention": mixer("self_attn", attention.ROTATED_WIDE)},
-    norms=Norms(rounds_last=True),
-)
+OLMO2 = Family("olmo2", mixers={"full_attention": mixer("self_attn", attention.ROTATED_WIDE)})
 OLMO3 = Family(
     "olmo3",
     mixers={
         "full_attention": mixer("self_attn", attention.ROTATED_WIDE),
         "sliding_attention": mixer("self_attn", attention.SLIDING_ROTATED_WIDE),
     },
-    norms=Norms(rounds_last=True),
 )
 EXAONE4 = Family(
     "exaone4",

@@ -2,14 +2,12 @@
 
 from shardwise.models.families.base import FULL, Family, feed_forwards, mixer
 from shardwise.models.kinds import gated_delta_net, mixture
-from shardwise.models.spec import Norms
 
 _MIXERS = {"linear_attention": mixer("linear_attn", gated_delta_net.JOINED), "full_attention": FULL}
-QWEN3_5 = Family("qwen3_5_text", mixers=_MIXERS, norms=Norms(rounds_last=True))
+QWEN3_5 = Family("qwen3_5_text", mixers=_MIXERS)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
     mixers=_MIXERS,
     feed_forward=feed_forwards(mixture.WITH_GATED_EXPERT),
-    norms=Norms(rounds_last=True),
     router="Qwen3_5MoeTopKRouter",
 )

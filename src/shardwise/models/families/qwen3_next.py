@@ -2,7 +2,6 @@
 
 from shardwise.models.families.base import FULL, Family, feed_forwards, mixer
 from shardwise.models.kinds import gated_delta_net, mixture
-from shardwise.models.spec import Norms
 
 QWEN3_NEXT = Family(
     "qwen3_next",
@@ -11,6 +10,5 @@ QWEN3_NEXT = Family(
         "full_attention": FULL,
     },
     feed_forward=feed_forwards(mixture.WITH_GATED_EXPERT),
-    norms=Norms(rounds_last=True),
     router="Qwen3NextTopKRouter",
 )

@@ -140,13 +140,13 @@ def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
     # transformers' code refers to it until it returns.
     q = queries = block.viewed(q, is_copied=True)
     if is_rotated:
-        turned = block.turned(block.slice(queries, q.numel * rope // (nope + rope)))
+        turned = _of_latent(block, block.slice(queries, q.numel * rope // (nope + rope)))
         q = block.beside_turned(turned, block.slice(queries, q.numel * nope // (nope + rope)))
     rank = config.kv_lora_rank
     compressed, k_rot = block.split(joined, (rank, rope))
     compressed = block.rms_norm("kv_a_layernorm.weight", compressed, rank)
     if is_rotated:
-        k_rot = block.rotated(k_rot, 1)
+        k_rot = _of_latent(block, k_rot)
     expanded = block.viewed(block.linear("kv_b_proj", compressed), is_copied=True)
     k, v = block.split(expanded, (nope, values))
     keys = num_heads * (nope + rope) * block.tokens
@@ -164,6 +164,11 @@ def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
     else:
         out = _of_latents(block, q, k, v, num_heads)
     return block.linear("o_proj", out)
+
+
+def _of_latent(block: TapedBlock, x: Tensor) -> Tensor:
+    """Return features of latent attention that are rotated: as neighbours, or as halves."""
+    return block.rotated(block.copied(x) if block.config.rope_interleave else x)
 
 
 def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:

@@ -56,11 +56,11 @@ def uncut_convolution(tokens: Tokens, x: torch.Tensor, weight: torch.Tensor, **f
 def convolved(block: TapedBlock, x: Tensor, name: str = "conv1d", has_silu: bool = True) -> Tensor:
     """Return the convolution of x, which keeps x alone; see kernels/short_conv.
 
-    It works in 32 bits, on a CPU on 64 tokens at a time: on their sums and a product with one tap
-    in the forward, and on twice as many in the backward.
+    On a CPU it works in 32 bits on 64 tokens at a time: on their sums and a product with one tap in
+    the forward, and on twice as many in the backward.
     """
     channels, _, width = block.parameters[f"{name}.weight"].shape
-    tokens = block.rows * (min(BLOCK, block.length) if block.on_cpu else block.length)
+    tokens = block.rows * min(BLOCK, block.length)
     wide = tokens * channels * WIDE
     copied = wide if x.itemsize < WIDE else 0
     names = [n for n in (f"{name}.weight", f"{name}.bias") if n in block.parameters]
@@ -72,13 +72,17 @@ def convolved(block: TapedBlock, x: Tensor, name: str = "conv1d", has_silu: bool
         bias=len(names) > 1,
         silu=has_silu,
         is_trained=weights[0].slot is not None,
+        in_one=not block.on_cpu,
     )
+    forward, backward = 2 * wide + copied, 4 * wide + copied + 5 * width * channels * WIDE
+    if not block.on_cpu:
+        forward, backward = 0, has_silu * x.num_bytes
     return block.tape.run(
         [x, *weights],
         [(x.numel, x.itemsize)],
         keeps=[x],
-        forward=2 * wide + copied,
-        backward=4 * wide + copied + 5 * width * channels * WIDE,
+        forward=forward,
+        backward=backward,
         mixes=True,
         forward_moves=moves,
         backward_moves=moves_back,

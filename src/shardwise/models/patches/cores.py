@@ -15,16 +15,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb_interleave as rotate_interleaved,
+)
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all
+from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rotate_wide
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as rotate_part
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
+from shardwise.kernels.rotary import rotate, rotate_pairs
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.names import in_use
+from shardwise.models.patches.elementwise import code_of
 from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
+
+ROTATIONS = {
+    **dict.fromkeys(map(code_of, (rotate_all, rotate_part, rotate_wide)), rotate),
+    code_of(rotate_interleaved): rotate_pairs,
+}
+"""The project's functions by the code of transformers': of all features of a head, of some of them,
+in float32, and of neighbours."""
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 """attention(tokens, module, q, k, v, mask, *, scaling, ...), as in transformers' registry."""
@@ -38,16 +53,16 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
 def use_cores(hf: nn.Module, spec: ModelSpec, tokens: Callable[[], Tokens]) -> None:
     """Replace the cores of all mixers of `hf`; `tokens` gives the tokens of the micro-batch."""
     # Layers of one class share their forward, so that compiled ones share code.
-    forwards: dict[tuple[type, str], Callable[..., Any]] = {}
+    forwards: dict[tuple[object, str], Callable[..., Any]] = {}
     for layer in spec.layers:
         for block in layer.mixers:
             mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
-            key = type(mixer), block.kind.name
-            if block.kind.functions and key not in forwards:
+            forward = _forward_of(mixer)
+            key = forward, block.kind.name
+            if key not in forwards:
                 cores = {n: _with_tokens(c, tokens) for n, c in block.kind.functions.items()}
-                forwards[key] = _with_names(type(mixer), cores)
-            if block.kind.functions:
-                mixer.forward = MethodType(forwards[key], mixer)
+                forwards[key] = _with_names(forward, cores)
+            mixer.forward = MethodType(forwards[key], mixer)
 
 
 def use_attention(
@@ -61,14 +76,14 @@ def use_attention(
     hf.config._attn_implementation = "shardwise"
     registry = _Registry(_with_tokens(attention, tokens))
     # Compiled code of a class is kept in the globals of one forward, so its layers share that.
-    forwards: dict[type, Callable[..., Any]] = {}
+    forwards: dict[object, Callable[..., Any]] = {}
     for layer in spec.layers:
         for path in layer.attention:
             mixer = in_use(hf.get_submodule(f"{layer.name}.{path}"))
-            if type(mixer) not in forwards:
-                new = {"ALL_ATTENTION_FUNCTIONS": registry}
-                forwards[type(mixer)] = _with_names(type(mixer), new)
-            mixer.forward = MethodType(forwards[type(mixer)], mixer)
+            forward = _forward_of(mixer)
+            if forward not in forwards:
+                forwards[forward] = _with_names(forward, {"ALL_ATTENTION_FUNCTIONS": registry})
+            mixer.forward = MethodType(forwards[forward], mixer)
 
 
 class _Registry:
@@ -110,14 +125,24 @@ def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str,
     return chosen
 
 
-def _with_names(mixer: type[nn.Module], new: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the forward of a class of mixers, with other objects under some global names."""
-    forward: Any = inspect.unwrap(mixer.forward)
+def _forward_of(mixer: nn.Module) -> Any:
+    """Return the function that a mixer runs: its class's, or what `_with_names` made of that."""
+    return inspect.unwrap(getattr(mixer.forward, "__func__", mixer.forward))
+
+
+def _with_names(forward: Any, new: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the forward of mixers of one class, with other objects under some global names.
+
+    Rotary positions that have the code of one of ROTATIONS are computed by the project's kernel.
+    """
     unknown = new.keys() - set(forward.__code__.co_names)
-    assert not unknown, f"{mixer.__name__}.forward calls no {', '.join(sorted(unknown))}"
+    assert not unknown, f"{forward.__qualname__} calls no {', '.join(sorted(unknown))}"
     names = forward.__globals__ | new
+    for name in ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"):
+        if name in names:
+            names[name] = ROTATIONS.get(code_of(names[name]), names[name])
     # torch.compile would look the functions up in the module of this name.
-    del names["__name__"]
+    names.pop("__name__", None)
     assert forward.__kwdefaults__ is None
     return FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__

@@ -24,7 +24,7 @@ from shardwise.kernels.grouped_linear import StackedAdapter, grouped_linear, tak
 from shardwise.kernels.quantised import Weight
 from shardwise.models.names import hf_name
 from shardwise.models.patches.capacity import Capacity, Documents
-from shardwise.models.patches.gates import has_silu
+from shardwise.models.patches.elementwise import has_silu
 from shardwise.models.stored import weight_of
 
 if TYPE_CHECKING:

@@ -2,10 +2,7 @@
 
 from shardwise.models.families.base import SOFTMAX, Family, mixer
 from shardwise.models.kinds import jet_block
-from shardwise.models.spec import Norms
 
 JET_NEMOTRON = Family(
-    "jet_nemotron",
-    mixers={"linear_attention": mixer("self_attn", jet_block.JET_BLOCK), **SOFTMAX},
-    norms=Norms(rounds_last=True),
+    "jet_nemotron", mixers={"linear_attention": mixer("self_attn", jet_block.JET_BLOCK), **SOFTMAX}
 )

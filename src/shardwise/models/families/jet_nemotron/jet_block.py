@@ -20,6 +20,7 @@ from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import gated_delta_rule
 from shardwise.kernels.gated_norm import gated_norm
 from shardwise.kernels.recurrence import wide
+from shardwise.kernels.rms_norm import rms_norm
 from shardwise.models.families.jet_nemotron.configuration import JetNemotronConfig
 
 
@@ -38,9 +39,7 @@ class JetNemotronRMSNorm(nn.Module):
         """Return the norm of x [..., size], with a gate of that shape, in x's dtype."""
         if gate is not None:
             return gated_norm(x, self.weight, gate, self.eps)
-        y = wide(x)
-        y = self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps))
-        return y.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class JetNemotronDynamicConv(nn.Module):

@@ -1,4 +1,4 @@
-"""Gated MLPs and gated norms compute what transformers computes, and keep less."""
+"""Norms and gated MLPs compute what transformers computes, and keep less."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from shardwise.models.patches import gates
-from shardwise.models.patches.gates import use_gates
+from shardwise.models.patches import elementwise
+from shardwise.models.patches.elementwise import use_kernels
 from tests.kernels.gates import kept_elements
 from tests.left_out import some_now
 from tests.metrics.tiny_models import CONFIGS, build
 from tests.models.tiny import relative_error, with_every_kind
 
-WITHOUT = {"gpt2", "granitemoe", "mixtral", "nemotron_h"}
-"""Families without a gated MLP, and with Mamba2's norm alone."""
+WITHOUT = {"gpt2"}
+"""Families whose norms and MLPs are others."""
 
 
 def replaced(model: nn.Module) -> dict[str, str]:
@@ -26,7 +26,7 @@ def replaced(model: nn.Module) -> dict[str, str]:
     return {
         type(module).__name__: module.forward.__name__
         for module in model.modules()
-        if module.forward.__module__ == gates.__name__
+        if module.forward.__module__ == elementwise.__name__
     }
 
 
@@ -34,7 +34,7 @@ def replaced(model: nn.Module) -> dict[str, str]:
 def test_a_model_computes_what_it_computes_without(family):
     theirs, _ = build(family)
     ours = deepcopy(theirs)
-    use_gates(ours)
+    use_kernels(ours)
     assert (not replaced(ours)) == (family in WITHOUT)
     ids = torch.randint(0, 64, (2, 30), generator=torch.Generator().manual_seed(0))
     losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, theirs)]
@@ -49,11 +49,19 @@ def test_a_model_computes_what_it_computes_without(family):
 
 def test_mlps_shared_experts_and_norms_are_found():
     model, _ = build("qwen3_next", "meta")
-    use_gates(model)
-    assert replaced(model) == {"Qwen3NextMLP": "_mlp", "Qwen3NextRMSNormGated": "_norm"}
+    use_kernels(model)
+    assert replaced(model) == {
+        "Qwen3NextMLP": "_mlp",
+        "Qwen3NextRMSNorm": "_norm_around_one",
+        "Qwen3NextRMSNormGated": "_gated_norm",
+    }
     model, _ = build("kimi_linear", "meta")
-    use_gates(model)
-    assert replaced(model) == {"KimiLinearMLP": "_mlp", "KimiLinearRMSNormGated": "_norm"}
+    use_kernels(model)
+    assert replaced(model) == {
+        "KimiLinearMLP": "_mlp",
+        "KimiLinearRMSNorm": "_norm",
+        "KimiLinearRMSNormGated": "_gated_norm",
+    }
 
 
 def mlp(activation: str = "silu") -> LlamaMLP:
@@ -73,13 +81,13 @@ class Doubled(LlamaMLP):
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_another_activation_is_left_alone(activation):
     block = mlp(activation)
-    use_gates(block)
+    use_kernels(block)
     assert replaced(block) == {}
 
 
 def test_another_forward_is_left_alone():
     block = Doubled(mlp().config)
-    use_gates(block)
+    use_kernels(block)
     assert replaced(block) == {}
 
 
@@ -87,7 +95,7 @@ def test_an_mlp_keeps_no_activation():
     block = mlp().requires_grad_(False)
     x = torch.randn(1, 9, 32, requires_grad=True)
     before = kept_elements(block, [x])
-    use_gates(block)
+    use_kernels(block)
     assert before - kept_elements(block, [x]) == 9 * block.intermediate_size
 
 
@@ -97,10 +105,11 @@ def test_a_multiplier_that_is_left_out_shows(monkeypatch):
     for module in (*theirs.modules(), *ours.modules()):
         if hasattr(module, "gate_multiplier"):
             module.gate_multiplier = 3.0
-    use_gates(ours)
+    use_kernels(ours)
     ids = torch.arange(20)[None]
     expected = theirs(ids, use_cache=False).logits
     assert relative_error(ours(ids, use_cache=False).logits, expected) < 1e-5
-    monkeypatch.setitem(gates.OURS, gates._code(gates.FalconH1MLP), gates._mlp)
-    use_gates(ours)
+    code = elementwise._code_of(elementwise.FalconH1MLP)
+    monkeypatch.setitem(elementwise.OURS, code, elementwise._mlp)
+    use_kernels(ours)
     assert relative_error(ours(ids, use_cache=False).logits, expected) > 1e-3

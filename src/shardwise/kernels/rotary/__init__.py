@@ -1,0 +1,5 @@
+"""Rotary positions of queries and keys."""
+
+from shardwise.kernels.rotary.fused import rotate, rotate_pairs
+
+__all__ = ["rotate", "rotate_pairs"]

@@ -1,0 +1,63 @@
+"""Rotary positions with a written backward, which turns gradients by the opposite angles.
+
+It keeps the angles alone. Source: Su et al., "RoFormer", arXiv 2104.09864.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys [B, N, T, H] turned by the angles of their tokens, in their dtypes.
+
+    cos and sin are [1 or B, T, R], whose second half equals the first. The first R features of each
+    head are turned, feature i with feature i + R/2; the rest stay as they are. `unsqueeze_dim`
+    is the dim of heads. It computes in the wider dtype of x and the angles.
+    """
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+
+
+def rotate_pairs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: None = None,
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys as `rotate`, feature 2 i with feature 2 i + 1: they become features
+    i and i + R/2.
+    """
+    apart = (torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in (q, k))
+    return rotate(*apart, cos, sin, unsqueeze_dim)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradients[0], cos, sin, -1), None, None
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """Return x turned by the angles times `sign`."""
+    size, half = cos.shape[-1], cos.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:size]
+    out = x[..., :size] * cos
+    out[..., :half].addcmul_(second, sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(first, sin[..., half:], value=sign)
+    out = out.to(x.dtype)
+    return out if size == x.shape[-1] else torch.cat([out, x[..., size:]], -1)

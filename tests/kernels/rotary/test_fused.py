@@ -1,0 +1,94 @@
+"""Rotated queries and keys equal transformers', and no copy of them is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb_interleave as rotate_interleaved,
+)
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all
+from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rotate_wide
+from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as rotate_part
+
+from shardwise.kernels.rotary import fused, naive, rotate, rotate_pairs
+from tests.kernels.gates import error, kept_elements
+from tests.kernels.recurrences import weighed
+from tests.models.tiny import relative_error
+
+SIZE = 8
+
+
+def angles(rotated: int, rows: int = 1, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Cosines and sines [rows, 5, rotated] whose halves are equal."""
+    half = torch.randn(rows, 5, rotated // 2, generator=torch.Generator().manual_seed(1)) * 3
+    both = torch.cat([half, half], -1).double()
+    return [both.cos().to(dtype), both.sin().to(dtype)]
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Queries of 4 heads and keys of 2, for 2 rows of 5 tokens, as views of projections."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(2, 5, heads, SIZE, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (4, 2)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    ("theirs", "rotated"), [(rotate_all, SIZE), (rotate_part, 4), (rotate_wide, SIZE)]
+)
+def test_equals_transformers(theirs, rotated, rows):
+    q, k = inputs()
+    results = []
+    for function in (rotate, theirs):
+        out = function(q, k, *angles(rotated, rows))
+        total = sum(weighed(x) for x in out)
+        results.append([*out, *torch.autograd.grad(total, [q, k])])
+    assert max(relative_error(mine, other) for mine, other in zip(*results, strict=True)) < 1e-14
+
+
+def test_pairs_equal_transformers():
+    q, k = inputs()
+    results = []
+    for function in (rotate_pairs, rotate_interleaved):
+        out = function(q, k, *angles(SIZE, 2))
+        total = sum(weighed(x) for x in out)
+        results.append([*out, *torch.autograd.grad(total, [q, k])])
+    assert max(relative_error(mine, other) for mine, other in zip(*results, strict=True)) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("of_angles", [torch.float32, None])
+@pytest.mark.parametrize("rotated", [SIZE, 4])
+def test_equals_the_naive_one_and_has_the_dtype_of_x(dtype, of_angles, rotated):
+    cos, sin = (y.unsqueeze(1) for y in angles(rotated, dtype=of_angles or dtype))
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, x, cos[:, 0], sin[:, 0])[0]
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return naive.rotate(x, cos.double(), sin.double())
+
+    tolerance = {torch.float64: 1e-6 if of_angles else 1e-14, torch.bfloat16: 2**-6}
+    assert error(ours, other, inputs(dtype)[:1]) < tolerance[dtype]
+
+
+def test_nothing_but_angles_is_kept():
+    cos, sin = angles(SIZE, dtype=torch.float32)
+    kept = kept_elements(lambda q, k: rotate(q, k, cos, sin), inputs(torch.float32))
+    assert kept == cos.numel() + sin.numel()
+
+
+def test_gradients_turned_forwards_show(monkeypatch):
+    turned = fused._turned
+    monkeypatch.setattr(fused, "_turned", lambda x, cos, sin, sign: turned(x, cos, sin, 1))
+    q, k = inputs()
+    total = sum(weighed(x) for x in rotate(q, k, *angles(SIZE)))
+    expected = sum(weighed(x) for x in rotate_all(q, k, *angles(SIZE)))
+    mine, other = (torch.autograd.grad(y, q, retain_graph=True)[0] for y in (total, expected))
+    assert relative_error(mine, other) > 1e-2
