@@ -1,7 +1,7 @@
 """A GPU's kernels on fake tensors of a CPU: each is noted as one launch, and computes nothing.
 
-So layers run as they would on a GPU with `fla` and `mamba_ssm` installed: cores, attention and LoRA
-by kernels, experts by grouped products, all tokens of a convolution at once.
+So layers run as they would on a GPU with `fla`, `liger_kernel` and `mamba_ssm` installed: cores,
+attention, norms, gates, convolutions and LoRA by kernels, experts by grouped products.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from shardwise.kernels import (
+    gated_activation,
     gated_delta_rule,
+    gated_norm,
     kimi_delta_attention,
     lora_linear,
     published,
+    rms_norm,
     short_conv,
     state_space_duality,
 )
@@ -31,18 +34,26 @@ from shardwise.kernels.grouped_linear.gradients import Needs
 from shardwise.models.patches import experts, lora_kernel
 from tests.models.counted_operators import CountedOperators
 
-INSTALLED = ("fla", "mamba_ssm")
+INSTALLED = ("fla", "liger_kernel", "mamba_ssm")
 """Packages of both sides. `causal_conv1d`, which has to be compiled, is none of the extra `gpu`."""
 CUDA = torch.device("cuda")
-CHOSEN_BY = (gated_delta_rule, kimi_delta_attention, state_space_duality, short_conv)
+CHOSEN_BY = (
+    *(gated_delta_rule, kimi_delta_attention, state_space_duality, short_conv),
+    *(gated_activation, gated_norm, rms_norm),
+)
+ELEMENTWISE = ("conv1d", "norm", "swiglu")
+"""Parts of the names of kernels that are no products."""
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel with a backward: one launch each, which reads and writes all once."""
+    """A kernel with a backward: one launch each, which reads and writes all once.
+
+    `more`: what the library launches in a backward beside it, by elements of those tensors.
+    """
 
     @staticmethod
-    def forward(ctx: Any, name: str, out: Callable[..., Any], *inputs: Any) -> Any:
-        ctx.name = name
+    def forward(ctx: Any, name: str, more: Any, out: Callable[..., Any], *inputs: Any) -> Any:
+        ctx.name, ctx.more = name, more
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         results = out(*inputs)
@@ -51,15 +62,22 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        needs, inputs = ctx.needs_input_grad[2:], ctx.saved_tensors
+        needs, inputs = ctx.needs_input_grad[3:], ctx.saved_tensors
         results = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs)]
         _note(f"{ctx.name} backward", (gradients, inputs, results))
-        return None, None, *results
+        for other, tensors in ctx.more(inputs, needs):
+            _note(f"{ctx.name} {other}", tensors)
+        return None, None, None, *results
 
 
 def _note(name: str, tensors: Any) -> None:
     if CountedOperators.active is not None:
-        CountedOperators.active.note(name, tensors, is_product="conv1d" not in name)
+        is_product = not any(part in name for part in ELEMENTWISE)
+        CountedOperators.active.note(name, tensors, is_product=is_product)
+
+
+def _nothing(inputs: Any, needs: Any) -> list[Any]:
+    return []
 
 
 def _in_autocast(*tensors: torch.Tensor | None) -> list[Any]:
@@ -78,7 +96,7 @@ def delta_rule(name: str) -> Callable[..., Any]:
             state = v.new_empty(len(v), v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
             return torch.empty_like(v, memory_format=torch.contiguous_format), state
 
-        return _Kernel.apply(name, out, q, k, v, g, beta)
+        return _Kernel.apply(name, _nothing, out, q, k, v, g, beta)
 
     return rule
 
@@ -91,7 +109,7 @@ def mamba2_scan(x: Any, dt: Any, a: Any, b: Any, c: Any, *_: Any, **flags: Any) 
         return torch.empty_like(x, memory_format=torch.contiguous_format), state
 
     biases = [flags[name] for name in ("D", "dt_bias") if flags.get(name) is not None]
-    results = _Kernel.apply("mamba_chunk_scan_combined", out, x, dt, a, b, c, *biases)
+    results = _Kernel.apply("mamba_chunk_scan_combined", _nothing, out, x, dt, a, b, c, *biases)
     return results if flags.get("return_final_states") else results[0]
 
 
@@ -104,7 +122,8 @@ def attention(
         return v.new_empty(len(q), q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
     masks = [] if attn_mask is None else [attn_mask]
-    return _Kernel.apply("scaled_dot_product_attention", out, *_in_autocast(q, k, v), *masks)
+    inputs = [*_in_autocast(q, k, v), *masks]
+    return _Kernel.apply("scaled_dot_product_attention", _nothing, out, *inputs)
 
 
 def depthwise(x: Any, weight: Any, bias: Any = None, padding: int = 0, **_: Any) -> torch.Tensor:
@@ -117,7 +136,45 @@ def depthwise(x: Any, weight: Any, bias: Any = None, padding: int = 0, **_: Any)
         return x.new_empty(*x.shape[:2], x.shape[2] + 2 * padding - weight.shape[2] + 1)
 
     assert len(weight) == x.shape[1]
-    return _Kernel.apply("conv1d", out, *_in_autocast(x, weight, bias))
+    return _Kernel.apply("conv1d", _nothing, out, *_in_autocast(x, weight, bias))
+
+
+def _like_first(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class LigerNorm:
+    """Stand for liger_kernel's norm, whose backward fills the gradient with zeros first."""
+
+    @staticmethod
+    def apply(x: Any, weight: Any, *_: Any) -> torch.Tensor:
+        """Return what the norm gives."""
+
+        def more(inputs: Any, needs: Any) -> list[Any]:
+            return [("zeros", inputs[0])] + [("sum", ()), ("cast", ())] * needs[1]
+
+        return _Kernel.apply("rms_norm", more, _like_first, x, weight)
+
+
+def rms_norm_gated(x: Any, gate: Any, weight: Any, bias: None, **_: Any) -> torch.Tensor:
+    """Stand for fla's norm with a gate, which adds up the gradient of a frozen weight too."""
+    more = [("sum", ()), ("cast", ())]
+    return _Kernel.apply("norm_gated", lambda *_: more, _like_first, x, weight, gate)
+
+
+def swiglu(gate: Any, up: Any) -> torch.Tensor:
+    """Stand for fla's gated activation."""
+    return _Kernel.apply("swiglu", _nothing, _like_first, gate, up)
+
+
+def convolution(x: Any, weight: Any, bias: Any, activation: Any, **_: Any) -> tuple[Any, None]:
+    """Stand for fla's convolution, which computes what goes into its activation once more."""
+
+    def more(inputs: Any, needs: Any) -> list[Any]:
+        again = [("forward", (x, torch.empty_like(x)))] if activation else []
+        return [*again, *[("sum", ()), ("cast", ())] * (1 + (bias is not None))]
+
+    return _Kernel.apply("conv1d", more, _like_first, x, weight, bias), None
 
 
 class _TritonKernel:
@@ -161,7 +218,13 @@ def kernels_of_a_gpu(config: PretrainedConfig) -> Iterator[None]:
     layers = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     gated, kda = delta_rule("chunk_gated_delta_rule"), delta_rule("chunk_kda")
     package = SimpleNamespace(
-        chunk_gated_delta_rule=gated, chunk_kda=kda, mamba_chunk_scan_combined=mamba2_scan
+        chunk_gated_delta_rule=gated,
+        chunk_kda=kda,
+        mamba_chunk_scan_combined=mamba2_scan,
+        LigerRMSNormFunction=LigerNorm,
+        rms_norm_gated=rms_norm_gated,
+        swiglu=swiglu,
+        causal_conv1d=convolution,
     )
     in_transformers = {
         "torch_chunk_gated_delta_rule": gated,
@@ -175,7 +238,7 @@ def kernels_of_a_gpu(config: PretrainedConfig) -> Iterator[None]:
             patches.enter_context(mock.patch.object(owner, name, value))
 
         put(published, "import_module", lambda name: package)
-        put(published, "find_spec", lambda name: name in INSTALLED)
+        put(published, "_is_there", lambda name: name in INSTALLED)
         for core in CHOSEN_BY:
             put(core, "backend", lambda device, dtype, of=core.backend: of(CUDA, dtype))
         put(lora_kernel, "load_backend", lambda name: backend)

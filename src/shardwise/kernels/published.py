@@ -162,7 +162,8 @@ def short_conv_of_fla(
         flags = {"cu_seqlens": ends.cu_seqlens, "cu_seqlens_cpu": ends.cu_seqlens_on_host}
         x = x.flatten(0, 1)[None]
     out, _ = fla.causal_conv1d(x, weight, bias, activation=activation, **flags)
-    return out.view(rows, -1, out.shape[-1])[:, -tokens:]
+    out = out.view(rows, -1, out.shape[-1])
+    return out if earlier is None else out[:, -tokens:]
 
 
 def short_conv(
@@ -192,4 +193,5 @@ def short_conv(
         initial_states=None if earlier is None else earlier.to(x.dtype).transpose(1, 2),
         activation=activation,
     )
-    return out.transpose(1, 2)[:, -tokens:]
+    out = out.transpose(1, 2)
+    return out if out.shape[1] == tokens else out[:, -tokens:]
