@@ -34,7 +34,7 @@ $(KERNELS)/.ok: $(VENV)/.ok Makefile
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(KERNELS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton
-	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt --no-deps torchao
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt --no-deps torchao fla-core liger-kernel einops
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -17,7 +17,7 @@ from shardwise.config.run_file import load_config, parse_config
 KEYS = [(section, key) for section in keys.known_keys() for key in keys.known_keys(section)]
 WAYS_OUT = (
     *("give", "set", "did you mean", "known ", "add it", "name "),
-    *("leave", "write", "quote it", "correct it", "use ", "is for", "see "),
+    *("leave", "write", "quote it", "correct it", "lower it", "use ", "is for", "see "),
 )
 
 extremes = st.sampled_from(

@@ -97,7 +97,7 @@ def lora(dtype: torch.dtype, rank: int, p: float, m: int = 64, k: int = 128, n: 
         if p
         else None
     )
-    h = backend.project(x, a.to(dtype), drop)
+    h = backend.project(x, a, drop, dtype)
     y = backend.product(x, weight, bias, h[:, :rank], b, 2.0)
     backend.input_gradient([y, y], [weight, weight], h, a, drop)
     backend.output_gradients(y, b, h[:, :rank], 2.0)

@@ -78,7 +78,7 @@ def calls(
         inputs[name] for name in ("x", "weight", "bias", "a", "b", "h", "g", "dy")
     )
     own, scale = slice(0, case.rank), 1.7
-    yield backend.project(x, a, drop)
+    yield backend.project(x, a, drop, h.dtype)
     yield backend.product(x, weight, bias, h[:, own], b, scale)
     yield backend.product(x, turned(weight), None, h[:, own], b, scale)
     yield from backend.output_gradients(dy, b, h[:, own], scale)
@@ -192,7 +192,7 @@ def test_operators_are_what_they_say(p):
     )
     own, mask = h[:, :3], as_arguments(drop)
     arguments = [
-        (operators.project, (x, a, *mask)),
+        (operators.project, (x, a, *mask, h.dtype)),
         (operators.product, (x, weight, bias, own, b, 2.0)),
         (operators.output_gradients, (dy, b, own, 2.0)),
         (operators.output_gradients, (dy, None, own, 2.0)),

@@ -29,8 +29,10 @@ class LoraBackend(Protocol):
         """Return why it cannot run on a device, as a clause with a way out; None if it can."""
         ...
 
-    def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Return h = drop(x) a^T [rows, linears * R], in a's dtype.
+    def project(
+        self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return h = drop(x) a^T [rows, linears * R], in `dtype`, to which a is rounded.
 
         x [rows, in], a [linears * R, in].
         """

@@ -113,7 +113,8 @@ class _LoraLinears(torch.autograd.Function):
         stored, biases, a, b = _parts(tensors, num_linears)
         weights = [*weights_of(stored, options.layouts)]
         _, _, needs_da, needs_db = _parts(ctx.needs_input_grad[4:], num_linears)
-        h = backend.project(x, _stacked(a).to(dtype), from_arguments(seeds, features, options.p))
+        drop = from_arguments(seeds, features, options.p)
+        h = backend.project(x, _stacked(a), drop, dtype)
         ctx.options, ctx.first_half = options, None
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, not zeros
         # The weights themselves are saved: what autocast makes of them is made again.

@@ -38,9 +38,11 @@ class Operators:
         """Return why the backend cannot run on a device; None if it can."""
         return self._module.missing(device)
 
-    def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+    def project(
+        self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return h = drop(x) a^T [rows, linears * R]."""
-        return project(self.name, x, a, *as_arguments(drop))
+        return project(self.name, x, a, *as_arguments(drop), dtype)
 
     def product(
         self,
@@ -106,14 +108,15 @@ def project(
     seeds: torch.Tensor | None,
     features: torch.Tensor | None,
     p: float,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return h as a new tensor."""
-    return _module(backend).project(x, a, from_arguments(seeds, features, p))
+    return _module(backend).project(x, a, from_arguments(seeds, features, p), dtype)
 
 
 @torch.library.register_fake("shardwise::lora_project")
-def _(backend: str, x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
-    return a.new_empty(x.shape[0], a.shape[0])
+def _(backend: str, x: torch.Tensor, a: torch.Tensor, *others: Any) -> torch.Tensor:
+    return a.new_empty(x.shape[0], a.shape[0], dtype=others[-1])
 
 
 @_operator("lora_product")

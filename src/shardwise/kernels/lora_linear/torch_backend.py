@@ -16,9 +16,11 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+def project(
+    x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+) -> torch.Tensor:
     """Return h = drop(x) a^T [rows, linears * R]."""
-    x = x.to(a.dtype)
+    x, a = x.to(dtype), a.to(dtype)
     if drop is None:
         return F.linear(x, a)
     parts = [F.linear(drop.zero(x, i), a_i) for i, a_i in enumerate(a.chunk(len(drop.seeds)))]

@@ -31,10 +31,12 @@ def missing(device: torch.device) -> str | None:
     return why_not(device)
 
 
-def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+def project(
+    x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+) -> torch.Tensor:
     """Return h = drop(x) a^T [rows, linears * R] of x [rows, D]."""
-    h = a.new_empty(len(x), len(a))
-    num_masks, rank, block = _factors(a, len(a), drop)
+    h = a.new_empty(len(x), len(a), dtype=dtype)
+    num_masks, rank, block = _factors(h, len(a), drop)
     if len(x):
         grid = _grid(len(x), "BLOCK_ROWS", num_masks * _ceil_div(rank, block))
         kernels.project_kernel[grid](
@@ -42,7 +44,7 @@ def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Ten
             *(*x.shape, rank, num_masks),
             KEPT=_kept_scale(drop),
             BLOCK_R=block,
-            **_dtypes(a, drop),
+            **_dtypes(h, drop),
         )
     return h
 
