@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from tests.kernels.gates import kept_elements
 from tests.left_out import some_now
 from tests.metrics.tiny_models import CONFIGS, build
 from tests.models.tiny import relative_error, with_every_kind
+from tests.parity.harness import Cell, run_config
 
 WITHOUT = {"gpt2"}
 """Families whose norms and MLPs are others."""
@@ -113,3 +117,15 @@ def test_a_multiplier_that_is_left_out_shows(monkeypatch):
     monkeypatch.setitem(elementwise.OURS, code, elementwise._mlp)
     use_kernels(ours)
     assert relative_error(ours(ids, use_cache=False).logits, expected) > 1e-3
+
+
+@pytest.mark.parametrize(("package", "name"), [("liger_kernel", "norms"), ("fla", "gates")])
+def test_what_computes_them_is_said_for_a_gpu(package, name, monkeypatch):
+    cfg = run_config(Cell("llama", "single", "full"))
+    cuda = torch.device("cuda")
+    assert elementwise.backends(cfg, cuda) == {"norms": "torch", "gates": "torch"}
+    module = ModuleType(package)
+    module.__spec__ = ModuleSpec(package, None)
+    monkeypatch.setitem(sys.modules, package, module)
+    assert elementwise.backends(cfg, cuda)[name] == package
+    assert elementwise.backends(cfg, torch.device("cpu")) == {}

@@ -28,9 +28,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from shardwise.config import RunConfig
+from shardwise.kernels import gated_activation, rms_norm
 from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.gated_norm import gated_norm
-from shardwise.kernels.rms_norm import rms_norm
+from shardwise.models.dtypes import autocast_dtype
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -47,6 +48,15 @@ def use_kernels(hf: nn.Module) -> None:
         ours = OURS.get(_code_of(type(module)))
         if ours is not None and has_silu(module):
             module.forward = MethodType(ours, module)
+
+
+def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
+    """Return what computes norms and gates on a GPU; nothing on a CPU, where torch does."""
+    if device.type != "cuda":
+        return {}
+    dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
+    used = {"norms": rms_norm.backend, "gates": gated_activation.backend}
+    return {name: backend(device, dtype) for name, backend in used.items()}
 
 
 def has_silu(module: Any) -> bool:
@@ -86,11 +96,11 @@ def _mlp_of_falcon_h1(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    return rms_norm.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _norm_around_one(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, self.weight, self.eps, offset=1.0)
+    return rms_norm.rms_norm(x, self.weight, self.eps, offset=1.0)
 
 
 def _gated_norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
