@@ -46,6 +46,14 @@ def _is_there(package: str) -> bool:
 _spec_of = cache(find_spec)  # which looks in all folders
 
 
+def dtype_of_products(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which autocast multiplies x; its own without autocast, and float64."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     """Compute the root mean square norm by liger_kernel, in float32, rounded once.
 

@@ -92,3 +92,14 @@ def test_what_the_kernels_do_not_take_is_torchs(calls, monkeypatch):
     monkeypatch.setattr(package, "backend", backend)
     mamba2_scan(*inputs(5, dtype=torch.bfloat16))  # on a CPU
     assert calls == []
+
+
+def test_under_autocast_the_kernel_gets_16_bits_of_a_wider_x(calls):
+    """Falcon-H1 multiplies what goes in by a buffer in float32."""
+    tensors = [x.detach().requires_grad_() for x in inputs(20, dtype=torch.float32)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = mamba2_scan(*tensors)
+    assert [given["x"].dtype for given in calls] == [torch.bfloat16]
+    expected, _ = naive.mamba2_scan(*tensors)
+    assert out.dtype == torch.float32
+    assert relative_error(out, expected) < BF16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.kernels import published
-from shardwise.kernels.published import backend_of
+from shardwise.kernels.published import backend_of, dtype_of_products
 from shardwise.kernels.recurrence import Recurrence, by_factor
 from shardwise.kernels.state_space_duality import chunked
 
@@ -37,11 +37,13 @@ def mamba2_scan(
     The output has x's dtype. Sums and the state are float32, or float64 if x is.
     Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060, sections 6 and 7.
 
-    On a GPU with `mamba_ssm` installed its kernels compute it if x has 16 bits: of float32, their
-    products have 10 bits after the point.
+    On a GPU with `mamba_ssm` installed its kernels compute it if x has 16 bits, or autocast lets
+    products have them: of float32, theirs have 10 bits after the point.
     """
-    if backend(x.device, x.dtype) == "mamba_ssm":
-        return published.mamba2_scan(x, dt, a, b, c, d, state, documents)
+    dtype = dtype_of_products(x)
+    if backend(x.device, dtype) == "mamba_ssm":
+        out, last = published.mamba2_scan(x.to(dtype), dt, a, b, c, d, state, documents)
+        return out.to(x.dtype), last
     return chunked.mamba2_scan(x, dt, a, b, c, d, state, documents)
 
 
