@@ -338,7 +338,7 @@ def test_a_price_of_experts_knows_their_axis():
     spread, complete = (explain(replace(asked, cfg=c))[0].time for c in (cfg, sliced))
     assert spread.communication > complete.communication
     # As many products; beside them a rank puts rows into the order of ranks, and of its experts.
-    assert complete.layers < spread.layers < 1.04 * complete.layers
+    assert complete.layers < spread.layers < 1.08 * complete.layers
 
 
 def test_a_large_cluster_is_ordered_quickly_and_bounds_are_bounds():

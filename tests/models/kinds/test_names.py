@@ -25,7 +25,7 @@ ALLOWED = {
     "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"},
     # It replaces the forwards of some classes of transformers, with the names of those classes.
     "models/patches/elementwise.py": {
-        *("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"),
+        *("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "_norm"),
         *("input_linear", "output_linear"),
     },
     # It replaces the forward of transformers' classes of stacked experts, with their names.

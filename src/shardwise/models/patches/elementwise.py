@@ -71,11 +71,12 @@ def _code_of(cls: type[nn.Module]) -> tuple[object, ...]:
 
 
 def code_of(function: Any) -> tuple[object, ...]:
-    """Return what a function does: its instructions and the names in them."""
+    """Return what a function does: its instructions, and the names and constants in them."""
     code = getattr(inspect.unwrap(function), "__code__", None) if function else None
     if code is None:
         return ()
-    return code.co_code, code.co_names, code.co_varnames, code.co_consts
+    constants = tuple(x for x in code.co_consts if x is None or x != function.__doc__)
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def _mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
