@@ -68,7 +68,7 @@ SHOWN_BY = {
     "cores": "hybrid, operators",
     "attention kernel": "dense, in full",
     "finite forget gates": "hybrid, gates",
-    "gated activations": "dense, in full",
+    "norms and gated MLPs": "dense, in full",
     "isolated documents": "dense, lora by torch",
     "quantised base": "dense, stored base",
     "routed experts": "experts, router loss",

@@ -48,12 +48,15 @@ ELEMENTWISE = ("conv1d", "norm", "swiglu")
 class _Kernel(torch.autograd.Function):
     """A kernel with a backward: one launch each, which reads and writes all once.
 
-    `more`: what the library launches in a backward beside it, by elements of those tensors.
+    `more`: what the library launches in a backward beside it, by name and tensors; `read` is what
+    that one reads too. Norms copy what is not contiguous.
     """
 
     @staticmethod
     def forward(ctx: Any, name: str, more: Any, out: Callable[..., Any], *inputs: Any) -> Any:
         ctx.name, ctx.more = name, more
+        if "norm" in name:
+            inputs = tuple(x.contiguous() for x in inputs)
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         results = out(*inputs)
@@ -64,9 +67,14 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         needs, inputs = ctx.needs_input_grad[3:], ctx.saved_tensors
         results = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs)]
-        _note(f"{ctx.name} backward", (gradients, inputs, results))
-        for other, tensors in ctx.more(inputs, needs):
-            _note(f"{ctx.name} {other}", tensors)
+        if "norm" in ctx.name:
+            gradients = tuple(g if g is None else g.contiguous() for g in gradients)
+        others = ctx.more(inputs, needs)
+        read = [tensors for other, tensors in others if other == "read"]
+        _note(f"{ctx.name} backward", (gradients, inputs, results, read))
+        for other, tensors in others:
+            if other != "read":
+                _note(f"{ctx.name} {other}", tensors)
         return None, None, None, *results
 
 
@@ -171,7 +179,8 @@ def convolution(x: Any, weight: Any, bias: Any, activation: Any, **_: Any) -> tu
     """Stand for fla's convolution, which computes what goes into its activation once more."""
 
     def more(inputs: Any, needs: Any) -> list[Any]:
-        again = [("forward", (x, torch.empty_like(x)))] if activation else []
+        y = torch.empty_like(x)
+        again = [("forward", (x, y)), ("read", y)] if activation else []
         return [*again, *[("sum", ()), ("cast", ())] * (1 + (bias is not None))]
 
     return _Kernel.apply("conv1d", more, _like_first, x, weight, bias), None

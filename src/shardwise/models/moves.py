@@ -60,15 +60,21 @@ def _grad_of_x(wide: int) -> list[int]:
     return [3 * wide, wide, SMALL, SMALL, 3 * wide, 2 * wide]
 
 
-def rotation(numel: int, rotated: int, itemsize: int, wide: int) -> Moves:
+def rotation(numel: int, rotated: int, angles: int, itemsize: int, wide: int) -> Moves:
     """Return the moves of kernels/rotary/fused.py in a pass.
 
-    `rotated`: elements that are turned. `wide`: bytes of a number in between.
+    `rotated`: elements that are turned, `angles`: of cosines. `wide`: bytes of a number in between.
     """
     x, turned = rotated * itemsize, rotated * wide
-    added = turned + x // 2
+    added = turned + x // 2 + angles * wide // 2
     rounded = [x + turned] if wide != itemsize else []
-    return [x + turned, added, added, *rounded, *[2 * numel * itemsize] * (rotated < numel)]
+    return [
+        x + turned + angles * wide,
+        added,
+        added,
+        *rounded,
+        *[2 * numel * itemsize] * (rotated < numel),
+    ]
 
 
 def convolution(

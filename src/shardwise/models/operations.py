@@ -205,13 +205,14 @@ class TapedBlock(Elementwise):
         moves = None if is_copied else ()
         return self.tape.run([x], [(x.numel, x.itemsize)], view=True, backward_moves=moves)[0]
 
-    def rotated(self, x: Tensor, share: float = 1, is_wide: bool = False) -> Tensor:
+    def rotated(self, x: Tensor, size: int, share: float = 1, is_wide: bool = False) -> Tensor:
         """Return x with a share of each head's features rotated by positions; see kernels/rotary.
 
-        `is_wide`: in 32 bits.
+        `size`: features of a head. `is_wide`: in 32 bits.
         """
         rotated, wide = int(x.numel * share), max(x.itemsize, WIDE if is_wide else self.hidden)
-        moves = rotation(x.numel, rotated, x.itemsize, wide)
+        angles = int(self.length * size * share)
+        moves = rotation(x.numel, rotated, angles, x.itemsize, wide)
         between = rotated * wide if rotated < x.numel or wide > x.itemsize else 0
         (y,) = self.tape.run(
             [x],

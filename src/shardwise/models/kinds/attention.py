@@ -100,6 +100,8 @@ def activations(
     if block.num_in(output) < q.numel // block.tokens:
         q, gate = block.split(q, (1, 1))
         gate = block.copied(gate)
+        if not block.on_cpu:  # the kernel of the norm takes no heads with gaps between them
+            q = block.copied(q)
     rotary = rotary_size(block.config, size)
     is_global = rotates_windows and block.config.sliding_window and not block.is_windowed
     if is_global or not block.is_rotated:
@@ -107,11 +109,12 @@ def activations(
     q = _normed(block, ("q_norm", "q_layernorm"), q, size)
     k = _normed(block, ("k_norm", "k_layernorm"), k, size)
     # What joins the gradients of queries and gates copies them.
-    q = block.viewed(q, is_copied=rotary > 0 and gate is None)
+    joins = gate is not None and block.on_cpu
+    q = block.viewed(q, is_copied=rotary > 0 and not joins)
     k = block.viewed(k, is_copied=rotary > 0)
     v = block.viewed(v, is_copied=False)
     if rotary:
-        q, k = (block.rotated(y, rotary / size, rotates_wide) for y in (q, k))
+        q, k = (block.rotated(y, size, rotary / size, rotates_wide) for y in (q, k))
     mask = 0
     window = getattr(block.config, "sliding_window", None) if block.is_windowed else None
     # A shorter row needs none, and attention under cp makes none.
@@ -168,7 +171,8 @@ def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
 
 def _of_latent(block: TapedBlock, x: Tensor) -> Tensor:
     """Return features of latent attention that are rotated: as neighbours, or as halves."""
-    return block.rotated(block.copied(x) if block.config.rope_interleave else x)
+    size = block.config.qk_rope_head_dim
+    return block.rotated(block.copied(x) if block.config.rope_interleave else x, size)
 
 
 def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
