@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.config import UserError
 from shardwise.parallel import disk
 from shardwise.parallel.disk_buffers import Buffer, PinnedBuffer
 from shardwise.training.step import NonFiniteLossError
@@ -129,7 +130,7 @@ def outcome(cell: Cell, bug: Callable[[], None]) -> tuple[Outcome | None, int]:
         bug()
     cfg = run_config(cell, optimizer="adamw")
     seen = None
-    with contextlib.suppress(NonFiniteLossError):
+    with contextlib.suppress(NonFiniteLossError, UserError):  # in training, in validation
         seen = run(cfg, lambda mesh, step: microbatches(cfg, mesh, step))
     is_read_over = any(stream.is_read_over for stream in streams)
     return None if is_read_over else seen, sum(stream.num_bytes for stream in streams)
