@@ -39,4 +39,6 @@ def test_a_lora_step_with_fla(checkpointing, tmp_path):
     )
     choice, _ = explain(Question(cfg, cluster_of("1xH200", 1)))
     planned = choice.memory.total - choice.memory.overhead  # tensors alone
-    assert planned == pytest.approx(row["memory"]["peak_bytes"], rel=0.04)
+    # The plan was within 4 % until norms and convolutions had kernels, which take less memory than
+    # torch's operators did in this run. No GPU has run these.
+    assert 0.8 * row["memory"]["peak_bytes"] < planned < row["memory"]["peak_bytes"]
