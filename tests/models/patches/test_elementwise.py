@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -128,4 +129,6 @@ def test_what_computes_them_is_said_for_a_gpu(package, name, monkeypatch):
     module.__spec__ = ModuleSpec(package, None)
     monkeypatch.setitem(sys.modules, package, module)
     assert elementwise.backends(cfg, cuda)[name] == package
+    compiled = replace(cfg, training=replace(cfg.training, compile="inductor"))
+    assert elementwise.backends(compiled, cuda)[name] == "torch"
     assert elementwise.backends(cfg, torch.device("cpu")) == {}

@@ -51,12 +51,15 @@ def use_kernels(hf: nn.Module) -> None:
 
 
 def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
-    """Return what computes norms and gates on a GPU; nothing on a CPU, where torch does."""
+    """Return what computes norms and gates on a GPU: torch where layers are compiled. On a CPU it
+    always does, and nothing is returned.
+    """
     if device.type != "cuda":
         return {}
     dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
     used = {"norms": rms_norm.backend, "gates": gated_activation.backend}
-    return {name: backend(device, dtype) for name, backend in used.items()}
+    is_compiled = cfg.training.compile != "none"
+    return {n: "torch" if is_compiled else by(device, dtype) for n, by in used.items()}
 
 
 def has_silu(module: Any) -> bool:
