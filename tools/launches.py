@@ -13,7 +13,7 @@ Trainer runs them. `full`: weights in float32, or bfloat16 where a layer has exp
 product takes nothing else.
 
 `host_seconds`: CPU time of a forward and a backward of four layers of qwen3_5 that are so small
-that little is computed; five rounds by turns. Triton's launcher is in neither side.
+that little is computed; fifteen rounds by turns. Triton's launcher is in neither side.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from shardwise.models.patches import patch
 ROOT = Path(__file__).parents[1]
 OUT, PAGE = ROOT / "results" / "launches.json", ROOT / "docs" / "concepts" / "lora-kernels.md"
 BEGIN, END = "<!-- tools/launches.py -->\n", "<!-- end -->\n"
-TOKENS, RANK, ROUNDS, STEPS, CUDA = 8192, 16, 5, 20, torch.device("cuda")
+TOKENS, RANK, ROUNDS, STEPS, CUDA = 8192, 16, 15, 20, torch.device("cuda")
 MODELS = (
     *("qwen3_5-0.8b", "qwen3_5_moe_text", "qwen3-next-80b-a3b", "olmo-hybrid-7b"),
     *("kimi-linear-48b-a3b", "nemotron-3-nano-30b-a3b", "granite-4.0-h-tiny", "falcon-h1-1.5b"),

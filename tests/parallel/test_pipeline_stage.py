@@ -18,7 +18,7 @@ from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, DrawnStart, microbatches, run_config
 
-PRODUCTS = ("product", "output_gradients", "input_gradient", "factor_gradient")
+PRODUCTS = ("products", "output_gradients", "input_gradient", "factor_gradient")
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def products(schedule: str, forgetful: bool) -> Counter[str]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_no_product_is_computed_in_both_halves(schedule):
     for calls in run_ranks(2, products, schedule, False):
-        assert calls["output_gradients"] == calls["product"] > 0  # once per linear and micro-batch
+        assert calls["output_gradients"] == calls["products"] > 0  # once per node and micro-batch
         # Once per node; the first layer's input needs no gradient, except where backwards run in
         # halves.
         assert 0 < calls["input_gradient"] <= calls["factor_gradient"]
@@ -61,4 +61,4 @@ def test_no_product_is_computed_in_both_halves(schedule):
 
 def test_a_stage_that_tells_nothing_computes_gradients_twice():
     for calls in run_ranks(2, products, "zbv", True):
-        assert calls["output_gradients"] > calls["product"]
+        assert calls["output_gradients"] > calls["products"]

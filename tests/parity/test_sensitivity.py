@@ -271,7 +271,9 @@ def mask_by_place_instead_of_slot():
 
 def scale_left_out_of_the_adapters_backward():
     gradients_of = torch_backend.output_gradients
-    torch_backend.output_gradients = lambda dy, b, h, scale: gradients_of(dy, b, h, 1.0)
+    torch_backend.output_gradients = lambda dys, b, h, scales, *others: gradients_of(
+        dys, b, h, [1.0 for _ in scales], *others
+    )
 
 
 def mask_of_the_backward_another_than_the_forwards():

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from shardwise.base.schedule.orders import ORDERS, Pipeline
+from shardwise.base.schedule.simulate import kept_messages
 from shardwise.lab.planner.passes import progress_of
 
 PLACES = [
@@ -35,8 +36,11 @@ def every_progress(pipeline: Pipeline, rank: int):
             forwards, whole, halves, rests = (done[c, of] for of in "FBIW")
             begun = whole + halves + runs[c, "B"] + runs[c, "I"]
             unfinished = halves - rests
-            flags = whole + rests > 0, whole + halves > 0, False
-            numbers.append((forwards - begun + unfinished, unfinished, *flags))
+            backwards, most = whole + halves, None if kept_messages(pipeline) else 1
+            shown = (min(forwards, most or forwards), min(backwards, most or backwards))
+            numbers.append(
+                (forwards - begun + unfinished, unfinished, whole + rests > 0, *shown, False)
+            )
         is_first = not done[chunk, "B"] + done[chunk, "W"]
         yield (kind, chunks.index(chunk), is_first), tuple(zip(*numbers, strict=True))
         done[chunk, kind] += 1

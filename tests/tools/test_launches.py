@@ -57,8 +57,8 @@ def test_linears_launch_what_peft_and_our_kernels_do():
     assert (forward["mm"], backward["mm"]) == (7 * 3, 7 * 5)
     assert forward[attention] == backward[f"{attention} backward"] == 1
     forward, backward = names["shardwise"]
-    assert (forward["project_kernel"], forward["expand_kernel"], forward["addmm_"]) == (4, 7, 7)
-    assert backward["output_gradients_kernel"] == backward["addmm_"] == 7
-    assert backward["expand_kernel"] == backward["factor_gradient_kernel"] == 4
-    assert backward["sum_kernel"] == 7 + 4  # of both gradients of an output; of the A's of an input
+    assert (forward["project_kernel"], forward["expand_kernel"], forward["addmm_"]) == (4, 4, 7)
+    kernels = ("output_gradients_kernel", "combine_kernel", "factor_gradient_kernel")
+    assert [backward[name] for name in (*kernels, "addmm_")] == [4, 4, 4, 7]
+    assert backward["sum_kernel"] == 4 + 4  # of the gradients of outputs; of the A's of an input
     assert forward[attention] == backward[f"{attention} backward"] == 1

@@ -91,16 +91,16 @@ def lora(dtype: torch.dtype, rank: int, p: float, m: int = 64, k: int = 128, n: 
 
     s = 2
     x, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((m, k), (n, k), (n,)))
-    a, b = torch.zeros(s * rank, k), torch.zeros(n, rank)  # in 32 bits, as adapters are
+    a, b = [torch.zeros(rank, k)] * s, [torch.zeros(n, rank)] * s  # in 32 bits, as adapters are
     drop = (
         Dropout(p, torch.zeros(s, m, dtype=torch.int32), torch.arange(k, dtype=torch.int32))
         if p
         else None
     )
     h = backend.project(x, a, drop, dtype)
-    y = backend.product(x, weight, bias, h[:, :rank], b, 2.0)
-    backend.input_gradient([y, y], [weight, weight], h, a, drop)
-    backend.output_gradients(y, b, h[:, :rank], 2.0)
+    ys = backend.products(x, [weight] * s, [bias] * s, h, b, [2.0, 1.0])
+    backend.input_gradient(ys, [weight] * s, h, a, drop)
+    backend.output_gradients(ys, b, h, [2.0, 1.0], dtype, True)
     backend.factor_gradient(h, x, drop)
 
 

@@ -15,6 +15,7 @@ from tests.kernels.without_gpu import compile_triton
 KERNELS = {
     "project",
     "expand",
+    "combine",
     "output_gradients",
     "factor_gradient",
     "sum",

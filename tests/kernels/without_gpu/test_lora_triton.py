@@ -77,14 +77,24 @@ def calls(
     x, weight, bias, a, b, h, g, dy = (
         inputs[name] for name in ("x", "weight", "bias", "a", "b", "h", "g", "dy")
     )
-    own, scale = slice(0, case.rank), 1.7
-    yield backend.project(x, a, drop, h.dtype)
-    yield backend.product(x, weight, bias, h[:, own], b, scale)
-    yield backend.product(x, turned(weight), None, h[:, own], b, scale)
-    yield from backend.output_gradients(dy, b, h[:, own], scale)
-    yield backend.output_gradients(dy, b.to(h.dtype), None, scale)[0]
-    yield backend.output_gradients(dy, None, h[:, own], scale)[1]
-    yield backend.input_gradient([dy, turned(dy)[:, 8:]], [weight, turned(weight)[8:]], g, a, drop)
+    own, factors = slice(0, case.rank), a.split(case.rank)
+    # Of two linears or more, the second one has fewer outputs and another scale.
+    outs = [N, 13, *[N] * case.modules][: case.modules]
+    scales = [1.7 + i for i in range(case.modules)]
+    weights, biases, bs, dys = (
+        [t[:, :n] if t is dy else t[:n] for n in outs] for t in (weight, bias, b, dy)
+    )
+    yield backend.project(x, factors, drop, h.dtype)
+    yield from backend.products(x, weights, biases, h, bs, scales)
+    turned_ones = [turned(w) for w in weights]
+    some = [None if i else bias for i, bias in enumerate(biases)]
+    yield from backend.products(x, turned_ones, some, h, bs, scales)
+    yield from backend.products(x, [weight], [None], h[:, own], [turned(b)], [1.7])
+    given = [turned(part) for part in dys]
+    yield from backend.output_gradients(given, bs, h, scales, h.dtype, True)
+    yield backend.output_gradients(dys, bs, None, scales, h.dtype, True)[0]
+    yield backend.output_gradients(dys, bs, h, scales, h.dtype, False)[1]
+    yield backend.input_gradient(given, turned_ones, g, factors, drop)
     yield backend.factor_gradient(g, x, drop)
 
 
@@ -120,8 +130,8 @@ def test_equals_torchs_backend(case):
         assert (found.shape, found.dtype) == (expected.shape, dtype)
         # Cut off by the interpreter, or rounded to nearest by half an eps: once; but the product
         # twice, when it starts out as the adapter's part and when it is done, and the gradient of
-        # the input with two siblings thrice, earlier ones on smaller numbers. Else sums of at most
-        # 60 numbers, in another order.
+        # the input with siblings once more for each, earlier ones on smaller numbers. Else sums of
+        # at most 60 numbers, in another order.
         eps = (
             1.5 * torch.finfo(dtype).eps
             if narrow and dtype == case.dtype
@@ -190,14 +200,15 @@ def test_operators_are_what_they_say(p):
     x, weight, bias, a, b, h, g, dy = (
         inputs[k] for k in ("x", "weight", "bias", "a", "b", "h", "g", "dy")
     )
-    own, mask = h[:, :3], as_arguments(drop)
+    mask, factors, scales = as_arguments(drop), [*a.split(3)], [2.0, 1.0]
     arguments = [
-        (operators.project, (x, a, *mask, h.dtype)),
-        (operators.product, (x, weight, bias, own, b, 2.0)),
-        (operators.output_gradients, (dy, b, own, 2.0)),
-        (operators.output_gradients, (dy, None, own, 2.0)),
-        (operators.output_gradients, (dy, b, None, 2.0)),
-        (operators.input_gradient, ([dy, dy], [weight, weight], g, a, *mask)),
+        (operators.project, (x, factors, *mask, h.dtype)),
+        (operators.products, (x, [weight, weight], [bias, None], h, [b, b], scales)),
+        *(
+            (operators.output_gradients, ([dy, dy], [b, b], one, scales, h.dtype, needs_g))
+            for one, needs_g in ((h, True), (h, False), (None, True))
+        ),
+        (operators.input_gradient, ([dy, dy], [weight, weight], g, factors, *mask)),
         (operators.factor_gradient, (g, x, *mask)),
     ]
     for operator, tensors in arguments:

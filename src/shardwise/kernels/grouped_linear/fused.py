@@ -45,10 +45,17 @@ def grouped_linear(
     a, b, scale = adapter or (None, None, 1.0)
     with torch.autocast(x.device.type, enabled=False):
         if adapter is not None:
-            a, b = adapter.a.to(weight.dtype), adapter.b.to(weight.dtype)
+            a, b = (_rounded(factor, weight.dtype) for factor in (adapter.a, adapter.b))
         (layout,) = layouts_of([weight])
         x = x.to(weight.dtype)
         return _GroupedLinear.apply(x, a, b, layout, scale, ends, half, *tensors_of([weight]))
+
+
+def _rounded(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a factor in a dtype. PEFT's B of an expert lies apart: a cast brings it together."""
+    if factor.dtype == dtype:
+        return factor
+    return factor.to(dtype, memory_format=torch.contiguous_format)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -25,7 +25,7 @@ class _Rows(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(back)
         ctx.copies = copies
-        return x.index_select(0, order // copies)
+        return x.index_select(0, order if copies == 1 else order // copies)
 
     @staticmethod
     @once_differentiable

@@ -1,8 +1,8 @@
 """The five products of LoRA linears, which each backend computes: torch's or Triton's.
 
 Several linears may share their input x [rows, in]. Linear i has a weight [out, in] and an adapter
-of rank R, a [R, in] and b [out, R]. All a's lie below one another in one matrix [linears * R, in],
-so that x is read once for all of them. Linear i has the columns i*R to (i+1)*R of h and g, both
+of rank R, a [R, in] and b [out, R]. Each function computes for all of them at once, so that x is
+read once and few kernels are launched. Linear i has the columns i*R to (i+1)*R of h and g, both
 [rows, linears * R], and with dropout the mask i.
 
 Tensors may have any strides, and there may be no rows. x, weights, biases, outputs and the
@@ -30,37 +30,45 @@ class LoraBackend(Protocol):
         ...
 
     def project(
-        self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+        self, x: torch.Tensor, a: Sequence[torch.Tensor], drop: Dropout | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return h = drop(x) a^T [rows, linears * R], in `dtype`, to which a is rounded.
 
-        x [rows, in], a [linears * R, in].
+        x [rows, in], a [R, in] of each linear.
         """
         ...
 
-    def product(
+    def products(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
         h: torch.Tensor,
-        b: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """Return y = x weight^T + bias + scale h b^T [rows, out] of one linear, in x's dtype.
+        b: Sequence[torch.Tensor],
+        scales: Sequence[float],
+    ) -> list[torch.Tensor]:
+        """Return y_i = x weight_i^T + bias_i + scale_i h_i b_i^T [rows, out], in x's dtype.
 
-        x [rows, in], weight [out, in], bias [out], h [rows, R], b [out, R]. A weight that is stored
-        as [in, out] comes as a transposed view.
+        x [rows, in], h [rows, linears * R]; for each linear weight [out, in], bias [out] and b
+        [out, R]. A weight that is stored as [in, out] comes as a transposed view.
         """
         ...
 
     def output_gradients(
-        self, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+        self,
+        dys: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        h: torch.Tensor | None,
+        scales: Sequence[float],
+        dtype: torch.dtype,
+        needs_g: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R] of one linear.
+        """Return g_i = scale_i dy_i b_i [rows, linears * R] and db_i = scale_i dy_i^T h_i, below
+        one another: [sum of outs, R].
 
-        dy [rows, out], b [out, R], h [rows, R]. g has h's dtype, or b's without h; db is float32,
-        or float64 for float64. Without b there is no g, without h no db.
+        dy [rows, out] and b [out, R], one per linear; h [rows, linears * R]. g is in `dtype`, which
+        h has too; db is float32, or float64 for float64. Without `needs_g` there is no g, without h
+        no db.
         """
         ...
 
@@ -69,13 +77,12 @@ class LoraBackend(Protocol):
         dys: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         g: torch.Tensor,
-        a: torch.Tensor,
+        a: Sequence[torch.Tensor],
         drop: Dropout | None,
     ) -> torch.Tensor:
         """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in], in dy's dtype.
 
-        dys [rows, out] and weights [out, in], one per linear; g [rows, linears * R],
-        a [linears * R, in].
+        dys [rows, out], weights [out, in] and a [R, in], one per linear; g [rows, linears * R].
         """
         ...
 

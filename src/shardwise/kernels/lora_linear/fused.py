@@ -19,7 +19,16 @@ from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.kernels.lora_linear.backend import LoraBackend
-from shardwise.kernels.quantised import StoredLayout, Weight, layouts_of, tensors_of, weights_of
+from shardwise.kernels.quantised import (
+    Matrix,
+    StoredLayout,
+    Weight,
+    layouts_of,
+    tensors_of,
+    weights_of,
+)
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class Linear(NamedTuple):
@@ -53,47 +62,37 @@ def lora_linear(
     nobody uses gets no gradient (zeros where the call is compiled). There are no second
     derivatives.
     """
-    for linear in linears:
-        for tensor in (*tensors_of([linear.weight]), linear.bias):
+    weights, biases, a, b, scales = zip(*linears)
+    stored, layouts = weights, None
+    for weight in weights:
+        if isinstance(weight, Matrix):
+            stored, layouts = tensors_of(weights), layouts_of(weights)
+    if torch.is_grad_enabled():
+        for tensor in (*stored, *biases):
             # A view passes: one into a flat parameter of frozen and trained weights requires a
             # gradient, as the parameter does.
-            if tensor is not None and torch.is_grad_enabled() and tensor.is_leaf:
-                assert not tensor.requires_grad
-    device = x.device.type
-    rows, dtype = _rows_and_dtype(x, linears)
-    seeds, features, p = as_arguments(drop)
-    scales = tuple(linear.scale for linear in linears)
-    weights = [linear.weight for linear in linears]
-    assert backend is torch_backend or not any(float8)
-    in_8_bits = tuple(float8 or (None for _ in linears))
-    options = _Options(backend, scales, layouts_of(weights), dtype, p, half, in_8_bits)
-    biases = [linear.bias for linear in linears]
-    a = [linear.a for linear in linears]
-    b = [linear.b for linear in linears]
-    with torch.autocast(device, enabled=False):
-        ys = _LoraLinears.apply(
-            options, seeds, features, rows, *tensors_of(weights), *biases, *a, *b
-        )
-    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
-
-
-def _rows_and_dtype(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.Tensor, torch.dtype]:
-    """Return x as [rows, in] in the weights' product dtype, and the adapters' product dtype."""
-    rows, device = x.reshape(-1, x.shape[-1]), x.device.type
+            if tensor is not None and tensor.requires_grad:
+                assert not tensor.is_leaf
+    dtype, device = a[0].dtype, x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-        return rows.to(dtype), dtype
-    return rows, linears[0].a.dtype
+        x = x if x.dtype == dtype else x.to(dtype)
+    seeds, features, p = as_arguments(drop)
+    in_8_bits = float8 if float8 and any(float8) else None
+    assert in_8_bits is None or backend is torch_backend
+    options = _Options(backend, scales, layouts, dtype, p, half, in_8_bits)
+    # Dtypes are given: autocast, which goes on here, finds nothing to cast.
+    return _LoraLinears.apply(options, seeds, features, x, *stored, *biases, *a, *b)
 
 
 class _Options(NamedTuple):
     backend: LoraBackend
     scales: tuple[float, ...]  # one per linear
-    layouts: tuple[StoredLayout | None, ...]  # of weights that are stored in few bits
+    layouts: tuple[StoredLayout | None, ...] | None  # if weights are stored in few bits
     dtype: torch.dtype  # of the products with the adapters
     p: float  # of the dropout
     half: BackwardHalf | None  # None: every backward is a full one
-    float8: tuple[Float8 | None, ...]  # one per linear
+    float8: Sequence[Float8 | None] | None  # one per linear, if any multiplies in 8 bits
 
 
 class _LoraLinears(torch.autograd.Function):
@@ -105,33 +104,26 @@ class _LoraLinears(torch.autograd.Function):
         options: _Options,
         seeds: torch.Tensor | None,
         features: torch.Tensor | None,
-        x: torch.Tensor,
+        whole_x: torch.Tensor,
         *tensors: Any,
     ) -> tuple[torch.Tensor, ...]:
-        backend, dtype = options.backend, options.dtype
-        num_linears = len(options.scales)
-        stored, biases, a, b = _parts(tensors, num_linears)
-        weights = [*weights_of(stored, options.layouts)]
-        _, _, needs_da, needs_db = _parts(ctx.needs_input_grad[4:], num_linears)
+        shape, x = whole_x.shape, _matrix(whole_x)
+        backend, dtype, scales = options.backend, options.dtype, options.scales
+        stored, biases, a, b = _parts(tensors, len(scales))
+        _, _, needs_da, needs_db = _parts(ctx.needs_input_grad[4:], len(scales))
         drop = from_arguments(seeds, features, options.p)
-        h = backend.project(x, _stacked(a), drop, dtype)
-        ctx.options, ctx.first_half = options, None
+        h = backend.project(x, a, drop, dtype)
+        ctx.options, ctx.first_half, ctx.shape = options, None, shape
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, not zeros
         # The weights themselves are saved: what autocast makes of them is made again.
-        saved_x, saved_h = x if any(needs_da) else None, h if any(needs_db) else None
+        saved_x, saved_h = whole_x if True in needs_da else None, h if True in needs_db else None
         ctx.save_for_backward(seeds, features, saved_x, saved_h, *stored, *a, *b)
-        ys = []
-        parts = zip(weights, biases, h.chunk(len(a), 1), b, options.scales, options.float8)
-        for weight, bias, h_i, b_i, scale, float8 in parts:
-            weight = weight.to(x.dtype)
-            bias = None if bias is None else bias.to(x.dtype)
-            if float8 is None:
-                ys.append(backend.product(x, weight, bias, h_i, b_i, scale))
-            else:
-                y = float8.output(x, weight)
-                y = y if bias is None else y + bias
-                ys.append(torch_backend.with_update(y, h_i, b_i, scale))
-        return tuple(ys)
+        biases = [c if c is None or c.dtype == x.dtype else c.to(x.dtype) for c in biases]
+        ys = _outputs(options, x, stored, biases, h, b)
+        if len(shape) == 2:
+            return tuple(ys)
+        # No views: those who get them may change them.
+        return tuple([_unsafe_view(y, (*shape[:-1], y.shape[-1])) for y in ys])
 
     @staticmethod
     @once_differentiable
@@ -140,39 +132,85 @@ class _LoraLinears(torch.autograd.Function):
         half = "full" if options.half is None else options.half.current
         num_linears = len(grads)
         seeds, features, x, h, *tensors = ctx.saved_tensors
-        num_factors = 2 * num_linears
-        stored, factors = tensors[:-num_factors], tensors[-num_factors:]
-        weights = [*weights_of(stored, options.layouts)]
-        a, b = factors[:num_linears], factors[num_linears:]
-        dys, is_used = _filled(grads, weights)
-        if not any(is_used):
-            return (None,) * len(ctx.needs_input_grad)
-        _, _, needs_da, needs_db = _parts(ctx.needs_input_grad[4:], num_linears)
-        needs_da = [needed and used for needed, used in zip(needs_da, is_used)]
-        needs_db = [needed and used for needed, used in zip(needs_db, is_used)]
-        needs_dx = ctx.needs_input_grad[3] and half != "weight"
+        grads = tuple([None if dy is None else _matrix(dy) for dy in grads])
+        stored, a = tensors[: -2 * num_linears], tensors[-2 * num_linears : -num_linears]
+        b = tensors[-num_linears:]
+        needs = ctx.needs_input_grad
+        needs_da, needs_db = needs[-2 * num_linears : -num_linears], needs[-num_linears:]
+        dys: Any = grads
+        if any(dy is None for dy in grads):
+            dys, is_used = _filled(grads, b)
+            if not dys:
+                return (None,) * len(needs)
+            needs_da = [needed and used for needed, used in zip(needs_da, is_used)]
+            needs_db = [needed and used for needed, used in zip(needs_db, is_used)]
+        needs_dx, trains_a, trains_b = (
+            needs[3] and half != "weight",
+            True in needs_da,
+            True in needs_db,
+        )
         drop = from_arguments(seeds, features, options.p)
         if half == "weight" and ctx.first_half is not None:
-            (g, dbs), ctx.first_half = ctx.first_half, None
+            (g, db), ctx.first_half = ctx.first_half, None
         else:
-            needs_g = needs_dx or any(needs_da)
-            g, dbs = _output_gradients(options, dys, b, h, needs_g, needs_db)
+            g, db = options.backend.output_gradients(
+                dys, b, h if trains_b else None, options.scales, options.dtype, needs_dx or trains_a
+            )
         dx = None
-        das: list[torch.Tensor | None] = [None] * num_linears
+        das = dbs = (None,) * num_linears
         if needs_dx:
             assert g is not None
-            dx = _input_gradient(options, dys, weights, g, _stacked(a), drop)
+            dx = _input_gradient(options, dys, _weights(stored, options), g, a, drop)
+            dx = dx.view(ctx.shape)
         if half == "input":
-            # g and dbs read dy together, so both are computed now, and kept for the second half.
-            ctx.first_half = g, dbs
-            return None, None, None, dx, *[None] * (len(stored) + 3 * num_linears)
-        if any(needs_da):
+            # g and db read dy together, so both are computed now, and kept for the second half.
+            ctx.first_half = g, db
+            return None, None, None, dx, *[None] * (len(needs) - 4)
+        if trains_a:
             assert g is not None
-            parts = options.backend.factor_gradient(g, x, drop).chunk(num_linears)
-            for i, part in enumerate(parts):
-                das[i] = part.to(a[i].dtype) if needs_da[i] else None
-        dbs = [None if db is None else db.to(b_i.dtype) for db, b_i in zip(dbs, b)]
+            da = options.backend.factor_gradient(g, _matrix(x), drop)
+            das = _shares(da, a, needs_da)
+        if trains_b:
+            assert db is not None
+            dbs = _shares(db, b, needs_db)
         return None, None, None, dx, *[None] * (len(stored) + num_linears), *das, *dbs
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _weights(stored: Sequence[torch.Tensor], options: _Options) -> Sequence[Weight]:
+    return stored if options.layouts is None else [*weights_of(stored, options.layouts)]
+
+
+def _outputs(
+    options: _Options,
+    x: torch.Tensor,
+    stored: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    h: torch.Tensor,
+    b: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return the outputs [rows, out] for x [rows, in]."""
+    weights: Any = _weights(stored, options)
+    if options.float8 is None:
+        are_ready = options.layouts is None and all(w.dtype == x.dtype for w in stored)
+        if are_ready or options.backend is torch_backend:  # which reads one after the other
+            return options.backend.products(x, weights, biases, h, b, options.scales)
+    # What has to be made of a weight is in memory for one linear at a time.
+    ys: list[torch.Tensor] = []
+    float8s = options.float8 or [None] * len(b)
+    parts = zip(weights, biases, h.chunk(len(b), 1), b, options.scales, float8s)
+    for weight, bias, h_i, b_i, scale, float8 in parts:
+        plain = weight.to(x.dtype)
+        if float8 is None:
+            ys += options.backend.products(x, [plain], [bias], h_i, [b_i], [scale])
+        else:
+            y = float8.output(x, plain)
+            y = y if bias is None else y + bias
+            ys.append(torch_backend.with_update(y, h_i, b_i, scale))
+    return ys
 
 
 def _input_gradient(
@@ -180,15 +218,15 @@ def _input_gradient(
     dys: Sequence[torch.Tensor],
     weights: Sequence[Weight],
     g: torch.Tensor,
-    a: torch.Tensor,
+    a: Sequence[torch.Tensor],
     drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx [rows, in], as LoraBackend.input_gradient."""
-    if options.backend is torch_backend and not any(options.float8):
+    if options.backend is torch_backend and options.float8 is None:
         # It reads one weight at a time. Operators of the others take tensors.
         return torch_backend.input_gradient(dys, weights, g, a, drop)
     plain = [weight.to(dys[0].dtype) for weight in weights]
-    if not any(options.float8):
+    if options.float8 is None:
         return options.backend.input_gradient(dys, plain, g, a, drop)
     parts = [
         dy @ weight if float8 is None else float8.input_gradient(float8.completed(dy), weight)
@@ -200,40 +238,23 @@ def _input_gradient(
     return torch_backend.with_input_gradient(dx, g, a, drop)
 
 
-def _output_gradients(
-    options: _Options,
-    dys: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    h: torch.Tensor | None,
-    needs_g: bool,
-    needs_db: Sequence[bool],
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Return g [rows, linears * R] if it is needed, and a db [out, R] or None per linear."""
-    hs = [None] * len(dys) if h is None else h.chunk(len(dys), 1)
-    gs, dbs = [], []
-    for dy, b_i, h_i, needed, scale in zip(dys, b, hs, needs_db, options.scales):
-        g, db = None, None
-        if needs_g or needed:
-            b_i = None if not needs_g else b_i if needed else b_i.to(options.dtype)
-            g, db = options.backend.output_gradients(dy, b_i, h_i if needed else None, scale)
-        gs.append(g)
-        dbs.append(db)
-    if not needs_g:
-        return None, dbs
-    return gs[0] if len(gs) == 1 else torch.cat(gs, 1), dbs
-
-
-def _stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the a's of the linears below one another: [linears * R, in]."""
-    return factors[0] if len(factors) == 1 else torch.cat([*factors])
+def _shares(
+    gradient: torch.Tensor, factors: Sequence[torch.Tensor], needs: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Return the gradient of each factor, which lie below one another, None if not needed."""
+    gradient = gradient.to(factors[0].dtype)
+    if len(factors) == 1:
+        return [gradient]
+    parts = gradient.split([factor.shape[0] for factor in factors])
+    return [part if needed else None for part, needed in zip(parts, needs)]
 
 
 def _filled(
-    grads: Sequence[torch.Tensor | None], weights: Sequence[Weight]
+    grads: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[bool]]:
     """Return the gradients of the outputs, zeros for those that nobody used, and which were used.
 
-    Without any gradient, the first list is empty.
+    Without any gradient, the first list is empty. b [out, R], one per linear.
     """
     is_used = [dy is not None for dy in grads]
     used = [dy for dy in grads if dy is not None]
@@ -241,13 +262,12 @@ def _filled(
         return [], is_used
     num_rows = len(used[0])
     dys = []
-    for dy, weight in zip(grads, weights):
-        dys.append(used[0].new_zeros(num_rows, weight.shape[0]) if dy is None else dy)
+    for dy, b_i in zip(grads, b):
+        dys.append(used[0].new_zeros(num_rows, b_i.shape[0]) if dy is None else dy)
     return dys, is_used
 
 
 def _parts(values: Sequence[Any], num_linears: int) -> list[Sequence[Any]]:
     """Return what belongs to weights, biases, a's and b's; a stored weight has several tensors."""
-    first = len(values) - 3 * num_linears
-    starts = [0, *range(first, len(values), num_linears)]
-    return [values[start:end] for start, end in zip(starts, [*starts[1:], len(values)])]
+    third, second, first = (len(values) - i * num_linears for i in (1, 2, 3))
+    return [values[:first], values[first:second], values[second:third], values[third:]]

@@ -39,40 +39,47 @@ class Operators:
         return self._module.missing(device)
 
     def project(
-        self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+        self, x: torch.Tensor, a: Sequence[torch.Tensor], drop: Dropout | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return h = drop(x) a^T [rows, linears * R]."""
-        return project(self.name, x, a, *as_arguments(drop), dtype)
+        return project(self.name, x, list(a), *as_arguments(drop), dtype)
 
-    def product(
+    def products(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
         h: torch.Tensor,
-        b: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """Return y = x weight^T + bias + scale h b^T [rows, out]."""
-        return product(self.name, x, weight, bias, h, b, scale)
+        b: Sequence[torch.Tensor],
+        scales: Sequence[float],
+    ) -> list[torch.Tensor]:
+        """Return y_i = x weight_i^T + bias_i + scale_i h_i b_i^T [rows, out] of each linear."""
+        return products(self.name, x, list(weights), list(biases), h, list(b), list(scales))
 
     def output_gradients(
-        self, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+        self,
+        dys: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        h: torch.Tensor | None,
+        scales: Sequence[float],
+        dtype: torch.dtype,
+        needs_g: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], None if not needed."""
-        g, db = output_gradients(self.name, dy, b, h, scale)
-        return None if b is None else g, None if h is None else db
+        """Return g [rows, linears * R] and db [sum of outs, R], None if not needed."""
+        g, db = output_gradients(self.name, list(dys), list(b), h, list(scales), dtype, needs_g)
+        return g if needs_g else None, None if h is None else db
 
     def input_gradient(
         self,
         dys: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         g: torch.Tensor,
-        a: torch.Tensor,
+        a: Sequence[torch.Tensor],
         drop: Dropout | None,
     ) -> torch.Tensor:
         """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
-        return input_gradient(self.name, list(dys), list(weights), g, a, *as_arguments(drop))
+        arguments = list(dys), list(weights), g, list(a), *as_arguments(drop)
+        return input_gradient(self.name, *arguments)
 
     def factor_gradient(
         self, g: torch.Tensor, x: torch.Tensor, drop: Dropout | None
@@ -104,7 +111,7 @@ def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 def project(
     backend: str,
     x: torch.Tensor,
-    a: torch.Tensor,
+    a: list[torch.Tensor],
     seeds: torch.Tensor | None,
     features: torch.Tensor | None,
     p: float,
@@ -115,49 +122,61 @@ def project(
 
 
 @torch.library.register_fake("shardwise::lora_project")
-def _(backend: str, x: torch.Tensor, a: torch.Tensor, *others: Any) -> torch.Tensor:
-    return a.new_empty(x.shape[0], a.shape[0], dtype=others[-1])
+def _(backend: str, x: torch.Tensor, a: list[torch.Tensor], *others: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], len(a) * a[0].shape[0], dtype=others[-1])
 
 
-@_operator("lora_product")
-def product(
+@_operator("lora_products")
+def products(
     backend: str,
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
     h: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Return y as a new tensor."""
-    return _module(backend).product(x, weight, bias, h, b, scale)
+    b: list[torch.Tensor],
+    scales: list[float],
+) -> list[torch.Tensor]:
+    """Return the y's as new tensors."""
+    return _module(backend).products(x, weights, biases, h, b, scales)
 
 
-@torch.library.register_fake("shardwise::lora_product")
-def _(backend: str, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+@torch.library.register_fake("shardwise::lora_products")
+def _(backend: str, x: torch.Tensor, weights: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
 
 
 @_operator("lora_output_gradients")
 def output_gradients(
-    backend: str, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+    backend: str,
+    dys: list[torch.Tensor],
+    b: list[torch.Tensor],
+    h: torch.Tensor | None,
+    scales: list[float],
+    dtype: torch.dtype,
+    needs_g: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return g and db as new tensors."""
-    g, db = _module(backend).output_gradients(dy, b, h, scale)
-    empty = dy.new_empty(0, 0)
+    g, db = _module(backend).output_gradients(dys, b, h, scales, dtype, needs_g)
+    empty = dys[0].new_empty(0, 0)
     return empty if g is None else g, empty.clone() if db is None else db
 
 
 @torch.library.register_fake("shardwise::lora_output_gradients")
 def _(
-    backend: str, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+    backend: str,
+    dys: list[torch.Tensor],
+    b: list[torch.Tensor],
+    h: torch.Tensor | None,
+    scales: list[float],
+    dtype: torch.dtype,
+    needs_g: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    factor: Any = b if h is None else h
-    g = dy.new_empty(0, 0) if b is None else factor.new_empty(dy.shape[0], b.shape[1])
+    dy, rank = dys[0], b[0].shape[1]
+    g = dy.new_empty(dy.shape[0], len(b) * rank, dtype=dtype) if needs_g else dy.new_empty(0, 0)
     if h is None:
         return g, dy.new_empty(0, 0)
-    wide = torch.promote_types(h.dtype, torch.float32)
-    return g, h.new_empty(dy.shape[1], h.shape[1], dtype=wide)
+    wide = torch.promote_types(dtype, torch.float32)
+    return g, dy.new_empty(sum(dy.shape[1] for dy in dys), rank, dtype=wide)
 
 
 @_operator("lora_input_gradient")
@@ -166,7 +185,7 @@ def input_gradient(
     dys: list[torch.Tensor],
     weights: list[torch.Tensor],
     g: torch.Tensor,
-    a: torch.Tensor,
+    a: list[torch.Tensor],
     seeds: torch.Tensor | None,
     features: torch.Tensor | None,
     p: float,
@@ -181,10 +200,10 @@ def _(
     dys: list[torch.Tensor],
     weights: list[torch.Tensor],
     g: torch.Tensor,
-    a: torch.Tensor,
+    a: list[torch.Tensor],
     *_: Any,
 ) -> torch.Tensor:
-    return dys[0].new_empty(g.shape[0], a.shape[1])
+    return dys[0].new_empty(g.shape[0], a[0].shape[1])
 
 
 @_operator("lora_factor_gradient")

@@ -17,48 +17,64 @@ def missing(device: torch.device) -> str | None:
 
 
 def project(
-    x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+    x: torch.Tensor, a: Sequence[torch.Tensor], drop: Dropout | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return h = drop(x) a^T [rows, linears * R]."""
-    x, a = x.to(dtype), a.to(dtype)
+    x = x.to(dtype)
     if drop is None:
-        return F.linear(x, a)
-    parts = [F.linear(drop.zero(x, i), a_i) for i, a_i in enumerate(a.chunk(len(drop.seeds)))]
+        return F.linear(x, _stacked(a).to(dtype))
+    parts = [F.linear(drop.zero(x, i), a_i.to(dtype)) for i, a_i in enumerate(a)]
     return torch.cat(parts, 1) / (1.0 - drop.p)
 
 
-def product(
+def products(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weights: Sequence[Weight],
+    biases: Sequence[torch.Tensor | None],
     h: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Return y = x weight^T + bias + scale h b^T [rows, out]."""
-    return with_update(F.linear(x, weight, bias), h, b, scale)
+    b: Sequence[torch.Tensor],
+    scales: Sequence[float],
+) -> list[torch.Tensor]:
+    """Return y_i = x weight_i^T + bias_i + scale_i h_i b_i^T [rows, out] of each linear."""
+    return [
+        with_update(F.linear(x, weight.to(x.dtype), bias), h_i, b_i, scale)
+        for weight, bias, h_i, b_i, scale in zip(weights, biases, h.chunk(len(b), 1), b, scales)
+    ]
 
 
 def with_update(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return y + scale h b^T [rows, out] in y's dtype."""
+    """Return y + scale h b^T [rows, out] in y's dtype; y may be changed."""
+    if y.dtype == h.dtype:
+        return y.addmm_(h, b.to(h.dtype).t(), alpha=scale)
     return torch.addmm(y.to(h.dtype), h, b.to(h.dtype).t(), alpha=scale).to(y.dtype)
 
 
 def output_gradients(
-    dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+    dys: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    h: torch.Tensor | None,
+    scales: Sequence[float],
+    dtype: torch.dtype,
+    needs_g: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], each None if not needed."""
-    b = None if b is None else b.to((b if h is None else h).dtype)
-    g = None if b is None else (dy.to(b.dtype) @ b) * scale
-    db = None if h is None else _wide(dy.to(h.dtype).t() @ h) * scale
-    return g, db
+    """Return g [rows, linears * R] of all linears and db [sum of outs, R], None if not needed."""
+    hs = [None] * len(dys) if h is None else h.chunk(len(dys), 1)
+    gs, dbs = [], []
+    for dy, b_i, h_i, scale in zip(dys, b, hs, scales):
+        dy = dy.to(dtype)
+        if needs_g:
+            gs.append((dy @ b_i.to(dtype)).mul_(scale))
+        if h_i is not None:
+            dbs.append(_wide(dy.t() @ h_i).mul_(scale))
+    g = None if not gs else gs[0] if len(gs) == 1 else torch.cat(gs, 1)
+    return g, None if not dbs else _stacked(dbs)
 
 
 def input_gradient(
     dys: Sequence[torch.Tensor],
     weights: Sequence[Weight],
     g: torch.Tensor,
-    a: torch.Tensor,
+    a: Sequence[torch.Tensor],
     drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
@@ -69,17 +85,15 @@ def input_gradient(
 
 
 def with_input_gradient(
-    dx: torch.Tensor, g: torch.Tensor, a: torch.Tensor, drop: Dropout | None
+    dx: torch.Tensor, g: torch.Tensor, a: Sequence[torch.Tensor], drop: Dropout | None
 ) -> torch.Tensor:
     """Return dx + the sum over i of drop_i(g_i a_i) [rows, in] in dx's dtype; dx may be changed."""
-    a = a.to(g.dtype)
     if drop is None:
-        return dx.to(g.dtype).addmm_(g, a).to(dx.dtype)
+        return dx.to(g.dtype).addmm_(g, _stacked(a).to(g.dtype)).to(dx.dtype)
     total = dx.to(g.dtype)
-    num_linears = len(drop.seeds)
-    factors = zip((g / (1.0 - drop.p)).chunk(num_linears, 1), a.chunk(num_linears))
+    factors = zip((g / (1.0 - drop.p)).chunk(len(a), 1), a)
     for i, (g_i, a_i) in enumerate(factors):
-        total += drop.zero(g_i @ a_i, i)
+        total += drop.zero(g_i @ a_i.to(g.dtype), i)
     return total.to(dx.dtype)
 
 
@@ -90,6 +104,11 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
         return _wide(g.t() @ x)
     parts = [g_i.t() @ drop.zero(x, i) for i, g_i in enumerate(g.chunk(len(drop.seeds), 1))]
     return _wide(torch.cat(parts)) / (1.0 - drop.p)
+
+
+def _stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the a's of linears below one another: [linears * R, in]."""
+    return factors[0] if len(factors) == 1 else torch.cat([*factors])
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

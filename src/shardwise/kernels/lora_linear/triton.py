@@ -32,74 +32,140 @@ def missing(device: torch.device) -> str | None:
 
 
 def project(
-    x: torch.Tensor, a: torch.Tensor, drop: Dropout | None, dtype: torch.dtype
+    x: torch.Tensor, a: Sequence[torch.Tensor], drop: Dropout | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return h = drop(x) a^T [rows, linears * R] of x [rows, D]."""
-    h = a.new_empty(len(x), len(a), dtype=dtype)
-    num_masks, rank, block = _factors(h, len(a), drop)
-    if len(x):
-        grid = _grid(len(x), "BLOCK_ROWS", num_masks * _ceil_div(rank, block))
-        kernels.project_kernel[grid](
-            *(_matrix(x), _matrix(a), _matrix(h), _mask(drop, x.shape[1])),
-            *(*x.shape, rank, num_masks),
+    stacked = a[0] if len(a) == 1 else torch.cat([*a])
+    num_rows, num_features = x.shape
+    num_factors = stacked.shape[0]
+    h = stacked.new_empty(num_rows, num_factors, dtype=dtype)
+    num_masks = 1 if drop is None else len(a)
+    rank = num_factors // num_masks
+    if num_rows:
+        block = _block(rank, dtype)
+        kernels.project_kernel[_grid(num_rows, "BLOCK_ROWS", num_masks * -(-rank // block))](
+            *(_matrix(x), _matrix(stacked), _matrix(h), _mask(drop, num_features)),
+            *(num_rows, num_features, rank, num_masks),
             KEPT=_kept_scale(drop),
             BLOCK_R=block,
-            **_dtypes(h, drop),
+            **_dtypes(dtype, drop),
         )
     return h
 
 
-def product(
+def products(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
     h: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Return y = x weight^T + bias + scale h b^T [rows, out]."""
-    y = x.new_empty(len(x), len(weight))
-    _expand(y, h, b.t(), bias, None, scale)
-    return y.addmm_(x, weight.t())
+    b: Sequence[torch.Tensor],
+    scales: Sequence[float],
+) -> list[torch.Tensor]:
+    """Return y_i = x weight_i^T + bias_i + scale_i h_i b_i^T [rows, out] of each linear."""
+    num_rows, num_linears = x.shape[0], len(weights)
+    sizes = tuple([weight.shape[0] for weight in weights])
+    ys = [x.new_empty(num_rows, size) for size in sizes]
+    if num_rows == 0:
+        return ys
+    given: Any = biases if biases[0] is not None or any(c is not None for c in biases) else None
+    if given is not None:  # Triton 3.6 takes no None within a tuple
+        given = tuple(
+            x.new_zeros(size) if c is None else c.contiguous() for size, c in zip(sizes, given)
+        )
+    rank = b[0].shape[1]
+
+    def grid(blocks: dict[str, int]) -> tuple[int]:
+        width = blocks["BLOCK_FEATURES"]
+        return (-(-num_rows // blocks["BLOCK_ROWS"]) * sum([-(-size // width) for size in sizes]),)
+
+    kernels.expand_kernel[grid](
+        tuple([(y, size, 1) for y, size in zip(ys, sizes)]),
+        sizes,
+        _matrix(h),
+        tuple([(b_i, *b_i.stride()[::-1]) for b_i in b]),
+        *(given, num_rows, sum(sizes), rank, num_linears),
+        SCALES=tuple(scales),
+        NUM_LINEARS=num_linears,
+        BLOCK_R=_block(rank, h.dtype),
+        **_dtypes(h.dtype),
+    )
+    for y, weight in zip(ys, weights):
+        y.addmm_(x, weight.t())
+    return ys
 
 
 def output_gradients(
-    dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+    dys: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    h: torch.Tensor | None,
+    scales: Sequence[float],
+    dtype: torch.dtype,
+    needs_g: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], each None if not needed."""
-    factor: Any = b if h is None else h
-    (num_rows, num_columns), rank = dy.shape, factor.shape[1]
-    wide = torch.promote_types(factor.dtype, torch.float32)
-    block, columns = _factors(factor, rank, None)[2], COLUMN_BYTES // factor.itemsize
-    num_stripes, num_blocks = _ceil_div(num_rows, STRIPE), _ceil_div(num_columns, columns)
-    g_parts = None if b is None else dy.new_empty(num_blocks, num_rows, rank, dtype=wide)
-    db_parts = None if h is None else dy.new_empty(num_stripes, num_columns, rank, dtype=wide)
+    """Return g [rows, linears * R] of all linears and db [sum of outs, R], None if not needed."""
+    first, num_linears, rank = dys[0], len(dys), b[0].shape[1]
+    num_rows, wide = first.shape[0], _wide(dtype)
+    sizes = tuple([dy.shape[1] for dy in dys])
+    total, columns = sum(sizes), COLUMN_BYTES // dtype.itemsize
+    blocks, num_stripes = [-(-size // columns) for size in sizes], -(-num_rows // STRIPE)
+    block = _block(rank, dtype)
+    g = g_parts = db = db_parts = None
+    terms: list[tuple[Any, ...]] = []
+    if needs_g:
+        g = first.new_empty(num_rows, num_linears * rank, dtype=dtype)
+        g_parts = first.new_empty(sum(blocks), num_rows, rank, dtype=wide)
+        begin, part = 0, num_rows * rank
+        for i, number in enumerate(blocks):
+            places = (g, i * rank, rank, num_linears * rank)
+            terms.append((g_parts, begin * part, number, part, *places))
+            begin += number
+    if h is not None:
+        db = first.new_empty(total, rank, dtype=wide)
+        db_parts = first.new_empty(num_stripes, total, rank, dtype=wide)
+        terms.append((db_parts, 0, num_stripes, total * rank, db, 0, rank, rank))
     if num_rows:
-        kernels.output_gradients_kernel[num_stripes, num_blocks, _ceil_div(rank, block)](
-            _matrix(dy),
-            None if b is None else _matrix(b),
+        kernels.output_gradients_kernel[num_stripes, sum(blocks), -(-rank // block)](
+            tuple([_matrix(dy) for dy in dys]),
+            sizes,
+            tuple([_matrix(b_i) for b_i in b]) if needs_g else None,
             None if h is None else _matrix(h),
-            *(g_parts, db_parts, num_rows, num_columns, rank, 1),
+            *(g_parts, db_parts, num_rows, total, rank, num_linears),
+            SCALES=tuple(scales),
+            NUM_LINEARS=num_linears,
             BLOCK_R=block,
             STRIPE=STRIPE,
             BLOCK_COLUMNS=columns,
-            **_dtypes(factor),
+            **_dtypes(dtype),
         )
-    parts = ((g_parts, factor.dtype), (db_parts, wide))
-    sums = iter(_sums([(x, dtype) for x, dtype in parts if x is not None], scale))
-    return None if b is None else next(sums), None if h is None else next(sums)
+    _sum(terms, wide)
+    return g, db
 
 
 def input_gradient(
     dys: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     g: torch.Tensor,
-    a: torch.Tensor,
+    a: Sequence[torch.Tensor],
     drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
-    dx = dys[0].new_empty(len(g), a.shape[1])
-    _expand(dx, g, a, None, drop, _kept_scale(drop))
+    (rank, num_features), num_rows, num_linears = a[0].shape, g.shape[0], len(a)
+    dx = dys[0].new_empty(num_rows, num_features)
+    if num_rows == 0:
+        return dx
+
+    def grid(blocks: dict[str, int]) -> tuple[int]:
+        row_blocks = -(-num_rows // blocks["BLOCK_ROWS"])
+        return (row_blocks * -(-num_features // blocks["BLOCK_FEATURES"]),)
+
+    kernels.combine_kernel[grid](
+        *((dx, num_features, 1), _matrix(g), tuple([_matrix(a_i) for a_i in a])),
+        *(_mask(drop, num_features), num_rows, num_features, rank, num_linears),
+        KEPT=_kept_scale(drop),
+        NUM_LINEARS=num_linears,
+        BLOCK_R=_block(rank, g.dtype),
+        **_dtypes(g.dtype, drop),
+    )
     for dy, weight in zip(dys, weights):
         dx.addmm_(dy, weight)
     return dx
@@ -108,59 +174,34 @@ def input_gradient(
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
     """Return da = g^T drop(x) [linears * R, in]."""
     (num_rows, num_features), num_factors = x.shape, g.shape[1]
-    num_masks, rank, block = _factors(g, num_factors, drop)
-    num_stripes = _ceil_div(num_rows, STRIPE)
-    wide = torch.promote_types(g.dtype, torch.float32)
+    num_masks = 1 if drop is None else len(drop.seeds)
+    rank, num_stripes, wide = num_factors // num_masks, -(-num_rows // STRIPE), _wide(g.dtype)
+    da = g.new_empty(num_factors, num_features, dtype=wide)
     parts = g.new_empty(num_stripes, num_factors, num_features, dtype=wide)
     if num_rows:
-        num_tiles = num_masks * _ceil_div(rank, block)
-        grid = _grid(num_features, "BLOCK_FEATURES", num_tiles, num_stripes)
-        kernels.factor_gradient_kernel[grid](
+        block = _block(rank, g.dtype)
+        num_tiles = num_masks * -(-rank // block)
+        kernels.factor_gradient_kernel[
+            _grid(num_features, "BLOCK_FEATURES", num_tiles, num_stripes)
+        ](
             *(_matrix(g), _matrix(x), parts, _mask(drop, num_features)),
             *(num_rows, num_features, rank, num_masks),
             BLOCK_R=block,
             STRIPE=STRIPE,
-            **_dtypes(g, drop),
+            **_dtypes(g.dtype, drop),
         )
-    return _sums([(parts, wide)], _kept_scale(drop))[0]
+    size = num_factors * num_features
+    _sum([(parts, 0, num_stripes, size, da, 0, size, size)], wide, _kept_scale(drop))
+    return da
 
 
-def _expand(
-    out: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    bias: torch.Tensor | None,
-    drop: Dropout | None,
-    scale: float,
-) -> None:
-    """Write out = bias + scale drop(left right) [rows, features]."""
-    num_rows, num_features = out.shape
-    if num_rows == 0:
-        return
-    num_masks, rank, block = _factors(left, len(right), drop)
-
-    def grid(blocks: dict[str, int]) -> tuple[int]:
-        num_row_blocks = _ceil_div(num_rows, blocks["BLOCK_ROWS"])
-        return (num_row_blocks * _ceil_div(num_features, blocks["BLOCK_FEATURES"]),)
-
-    kernels.expand_kernel[grid](
-        *(_matrix(out), _matrix(left), _matrix(right)),
-        None if bias is None else bias.contiguous(),
-        *(_mask(drop, num_features), num_rows, num_features, rank, num_masks),
-        SCALE=scale,
-        BLOCK_R=block,
-        **_dtypes(left, drop),
-    )
-
-
-def _sums(terms: list[tuple[torch.Tensor, torch.dtype]], scale: float) -> list[torch.Tensor]:
-    """Return scale times the sums over the first dim of one or two tensors, in dtypes."""
-    totals = [parts.new_empty(parts.shape[1:], dtype=dtype) for parts, dtype in terms]
-    given = [(parts, y, len(parts), y.numel()) for (parts, _), y in zip(terms, totals)]
-    kernels.sum_kernel[(sum(_ceil_div(sizes[3], 1024) for sizes in given),)](
-        *(given[0], given[-1]), SCALE=scale, WIDE=_triton_dtype(terms[0][0].dtype), BLOCK=1024
-    )
-    return totals
+def _sum(terms: list[tuple[Any, ...]], wide: torch.dtype, scale: float = 1.0) -> None:
+    """Compute totals, as `sum_kernel` takes them; one without numbers is left as it is."""
+    num_blocks = sum([-(-term[3] // 1024) for term in terms])
+    if num_blocks:
+        kernels.sum_kernel[(num_blocks,)](
+            tuple(terms), NUM_TERMS=len(terms), SCALE=scale, WIDE=_triton_dtype(wide), BLOCK=1024
+        )
 
 
 def _matrix(x: torch.Tensor) -> tuple[Any, ...]:
@@ -182,28 +223,23 @@ def _kept_scale(drop: Dropout | None) -> float:
     return 1.0 if drop is None else 1 / (1 - drop.p)
 
 
-def _factors(factor: torch.Tensor, num_factors: int, drop: Dropout | None) -> tuple[int, int, int]:
-    """Return the number of masks, the rank that each covers, and how much of it a program takes."""
-    num_masks = 1 if drop is None else len(drop.seeds)
-    rank = num_factors // num_masks
-    block = max(1 << (rank - 1).bit_length(), 16)
-    return num_masks, rank, min(block, FACTOR_BYTES // factor.itemsize)
+def _block(rank: int, dtype: torch.dtype) -> int:
+    """Return how many of an adapter's factors a program takes at a time."""
+    return min(max(1 << (rank - 1).bit_length(), 16), FACTOR_BYTES // dtype.itemsize)
 
 
 def _grid(size: int, block: str, *others: int) -> Callable[[dict[str, int]], tuple[int, ...]]:
-    """Return the grid of a kernel: the blocks of `size` times others[0], and an axis per other."""
-    return lambda blocks: (_ceil_div(size, blocks[block]) * others[0], *others[1:])
+    """Return the grid of a kernel: the blocks of `size` times others[0], and an axis per other.
+
+    `triton.cdiv` takes the host 5 us, a quarter of a launch.
+    """
+    return lambda blocks: (-(-size // blocks[block]) * others[0], *others[1:])
 
 
-def _ceil_div(size: int, block: int) -> int:
-    """Return the number of blocks. `triton.cdiv` takes the host 5 us, a quarter of a launch."""
-    return -(-size // block)
-
-
-def _dtypes(factor: torch.Tensor, drop: object = None) -> dict[str, Any]:
-    """Return the dtypes in which tiles are multiplied and summed, by the dtype of the adapter."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return _constants(factor.dtype, tf32, drop is not None)
+def _dtypes(dtype: torch.dtype, drop: object = None) -> dict[str, Any]:
+    """Return the dtypes in which tiles are multiplied and summed, by the dtype of the products."""
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return _constants(dtype, tf32, drop is not None)
 
 
 @cache
@@ -212,10 +248,16 @@ def _constants(dtype: torch.dtype, tf32: bool, drops: bool) -> dict[str, Any]:
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     return {
         "DOT": _triton_dtype(dot),
-        "WIDE": _triton_dtype(torch.promote_types(dtype, torch.float32)),
+        "WIDE": _triton_dtype(_wide(dtype)),
         "PRECISION": "tf32" if tf32 else "ieee",
         "CASE": f"{dtype} {'dropped' if drops else 'whole'}",
     }
+
+
+@cache
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @cache

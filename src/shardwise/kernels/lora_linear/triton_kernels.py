@@ -5,7 +5,9 @@ A matrix is (pointer, stride of rows, stride of columns), so that views need no 
 WIDE: float32, or float64 for float64. A sum over programs goes through memory, one part per
 program, and the parts are added in order: the result does not depend on which program is first.
 
-Without dropout, the adapters of all linears count as one of rank linears * R (`num_masks` is 1).
+Where an input is projected and in the gradient of a factor, the adapters of all linears count as
+one of rank linears * R without dropout (`num_masks` is 1). What differs between linears (outputs,
+their sizes, b's) comes as a tuple with an entry for each.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class Tuned:
         return partial(self._run, grid)
 
     def _run(self, grid: Any, *args: Any, **options: Any) -> None:
-        sizes = args[-3:]  # num_features, rank and num_masks
+        sizes = args[-3:]  # num_features, rank and the number of masks or linears
         key = (*sizes, options["CASE"])
         if key in self.chosen:
             self.tuner.fn[grid](*args, **options, **self.chosen[key])
@@ -61,7 +63,7 @@ def _tuned(*configs: tuple[dict[str, int], int, int]) -> Callable[[Any], Tuned]:
     def seconds(call: Any, quantiles: Any) -> Any:
         return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
-    key = ["num_features", "rank", "num_masks", "CASE"]
+    key = ["num_features", "rank", "num_masks", "num_linears", "CASE"]
     tune = triton.autotune(choices, key=key, do_bench=seconds, cache_results=True)
     return lambda kernel: Tuned(tune(kernel))
 
@@ -141,14 +143,14 @@ def project_kernel(
 
 @triton.jit
 def _add_product(
-    total, left, right, first, rank, rows, row_inside, columns, column_inside,
+    total, left, first, right, rank, rows, row_inside, columns, column_inside,
     DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Return total + left right, for `rank` columns of left and rows of right from `first` on."""
+    """Return total + left right, for `rank` columns of left from `first` on."""
     for start in range(0, rank, BLOCK_R):
         factors = start + tl.arange(0, BLOCK_R)
         left_tile = _tile(left, rows, row_inside, first + factors, factors < rank)
-        right_tile = _tile(right, first + factors, factors < rank, columns, column_inside)
+        right_tile = _tile(right, factors, factors < rank, columns, column_inside)
         total = tl.dot(
             left_tile.to(DOT), right_tile.to(DOT), total,
             input_precision=PRECISION, out_dtype=WIDE,
@@ -163,73 +165,121 @@ def _add_product(
 )
 @triton.jit
 def expand_kernel(
-    out, left, right, bias, drop, num_rows, num_features, rank, num_masks,
-    DOT: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    CASE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    outs, sizes, left, rights, biases, num_rows, num_features, rank, num_linears,
+    SCALES: tl.constexpr, NUM_LINEARS: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, CASE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of out = bias + SCALE times the sum over masks of keep(left right).
+    """Compute a tile of out = bias + SCALE left right of one of the linears.
 
-    left [rows, num_masks * rank], right [num_masks * rank, features].
+    left [rows, linears * rank]; outs [rows, size] and rights [rank, size], one per linear. The
+    tiles of one linear come after those of another. `biases`: None, or one per linear.
+    """
+    block = tl.program_id(0)
+    for i in tl.static_range(NUM_LINEARS):
+        blocks = tl.cdiv(sizes[i], BLOCK_FEATURES)
+        num_blocks = blocks * tl.cdiv(num_rows, BLOCK_ROWS)
+        if (block >= 0) & (block < num_blocks):
+            rows = block // blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+            features = block % blocks * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+            row_inside, feature_inside = rows < num_rows, features < sizes[i]
+            total = _add_product(
+                tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), WIDE),
+                *(left, i * rank, rights[i], rank, rows, row_inside, features, feature_inside),
+                *(DOT, WIDE, PRECISION, BLOCK_R),
+            )
+            total *= SCALES[i]
+            if biases is not None:
+                bias = tl.load(biases[i] + features, mask=feature_inside, other=0.0)
+                total += bias.to(WIDE)[None, :]
+            _put(outs[i], total, rows, row_inside, features, feature_inside)
+        block -= num_blocks
+
+
+@_tuned(
+    ({"BLOCK_ROWS": 64, "BLOCK_FEATURES": 64}, 4, 1),
+    ({"BLOCK_ROWS": 64, "BLOCK_FEATURES": 128}, 4, 1),
+    ({"BLOCK_ROWS": 128, "BLOCK_FEATURES": 128}, 8, 1),
+)
+@triton.jit
+def combine_kernel(
+    out, left, rights, drop, num_rows, num_features, rank, num_linears,
+    KEPT: tl.constexpr, NUM_LINEARS: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, CASE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of out = KEPT times the sum over linears of keep(left right).
+
+    left [rows, linears * rank]; rights [rank, features], one per linear.
     """
     blocks = tl.cdiv(num_features, BLOCK_FEATURES)
     rows = tl.program_id(0) // blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     features = tl.program_id(0) % blocks * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     row_inside, feature_inside = rows < num_rows, features < num_features
     total = tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), WIDE)
-    if drop is None:
-        total = _add_product(
-            total, left, right, 0, rank, rows, row_inside, features, feature_inside,
-            DOT, WIDE, PRECISION, BLOCK_R,
-        )  # fmt: skip
-    else:
-        for mask in range(num_masks):
+    for i in tl.static_range(NUM_LINEARS):
+        if drop is None:
+            total = _add_product(
+                total, left, i * rank, rights[i], rank, rows, row_inside, features, feature_inside,
+                DOT, WIDE, PRECISION, BLOCK_R,
+            )  # fmt: skip
+        else:
             part = _add_product(
                 tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), WIDE),
-                *(left, right, mask * rank, rank, rows, row_inside, features, feature_inside),
+                *(left, i * rank, rights[i], rank, rows, row_inside, features, feature_inside),
                 *(DOT, WIDE, PRECISION, BLOCK_R),
             )
-            keep = _keep(drop, mask, rows, row_inside, features, feature_inside)
+            keep = _keep(drop, i, rows, row_inside, features, feature_inside)
             total += tl.where(keep, part, 0.0)
-    total *= SCALE
-    if bias is not None:
-        total += tl.load(bias + features, mask=feature_inside, other=0.0).to(WIDE)[None, :]
-    _put(out, total, rows, row_inside, features, feature_inside)
+    _put(out, total * KEPT, rows, row_inside, features, feature_inside)
 
 
 @_tuned(({"BLOCK_ROWS": 32}, 8, 4), ({"BLOCK_ROWS": 64}, 4, 3), ({"BLOCK_ROWS": 64}, 8, 3))
 @triton.jit
 def output_gradients_kernel(
-    dy, b, h, g_parts, db_parts, num_rows, num_features, rank, num_masks,
-    DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr,
-    BLOCK_R: tl.constexpr, STRIPE: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    dys, sizes, bs, h, g_parts, db_parts, num_rows, num_features, rank, num_linears,
+    SCALES: tl.constexpr, NUM_LINEARS: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, CASE: tl.constexpr, BLOCK_R: tl.constexpr, STRIPE: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the partial sums of dy b and dy^T h over STRIPE rows and BLOCK_COLUMNS columns of dy.
+    """Compute partial sums of SCALE dy b and SCALE dy^T h over STRIPE rows and BLOCK_COLUMNS of dy.
 
-    dy is read once. g_parts [out / BLOCK_COLUMNS, rows, R], db_parts [rows / STRIPE, out, R], both
-    contiguous. b or h is None where its product is not needed.
+    dys [rows, size] and bs [size, rank], one per linear, h [rows, linears * rank]. Each dy is read
+    once, and its blocks of columns come after those of another. g_parts [blocks, rows, rank],
+    db_parts [rows / STRIPE, num_features, rank], both contiguous; num_features is the sum of the
+    sizes. bs or h is None where its product is not needed.
     """
-    features = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    factors = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    feature_inside, factor_inside = features < num_features, factors < rank
-    if b is not None:
-        b_tile = _tile(b, features, feature_inside, factors, factor_inside).to(DOT)
-        g = (g_parts + tl.program_id(1).to(tl.int64) * num_rows * rank, rank, 1)
-    db = tl.zeros((BLOCK_COLUMNS, BLOCK_R), WIDE)
-    for start in range(0, STRIPE, BLOCK_ROWS):
-        rows = tl.program_id(0) * STRIPE + start + tl.arange(0, BLOCK_ROWS)
-        row_inside = rows < num_rows
-        tile = _tile(dy, rows, row_inside, features, feature_inside).to(DOT)
-        if b is not None:
-            part = tl.dot(tile, b_tile, input_precision=PRECISION, out_dtype=WIDE)
-            _put(g, part, rows, row_inside, factors, factor_inside)
-        if h is not None:
-            h_tile = _tile(h, rows, row_inside, factors, factor_inside).to(DOT)
-            db = tl.dot(tl.trans(tile), h_tile, db, input_precision=PRECISION, out_dtype=WIDE)
-    if h is not None:
-        part = (db_parts + tl.program_id(0).to(tl.int64) * num_features * rank, rank, 1)
-        _put(part, db, features, feature_inside, factors, factor_inside)
+    block, first = tl.program_id(1), 0
+    for i in tl.static_range(NUM_LINEARS):
+        num_blocks = tl.cdiv(sizes[i], BLOCK_COLUMNS)
+        if (block >= 0) & (block < num_blocks):
+            features = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+            factors = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+            feature_inside, factor_inside = features < sizes[i], factors < rank
+            if bs is not None:
+                b_tile = _tile(bs[i], features, feature_inside, factors, factor_inside).to(DOT)
+                g = (g_parts + tl.program_id(1).to(tl.int64) * num_rows * rank, rank, 1)
+            db = tl.zeros((BLOCK_COLUMNS, BLOCK_R), WIDE)
+            for start in range(0, STRIPE, BLOCK_ROWS):
+                rows = tl.program_id(0) * STRIPE + start + tl.arange(0, BLOCK_ROWS)
+                row_inside = rows < num_rows
+                tile = _tile(dys[i], rows, row_inside, features, feature_inside).to(DOT)
+                if bs is not None:
+                    part = tl.dot(tile, b_tile, input_precision=PRECISION, out_dtype=WIDE)
+                    _put(g, part * SCALES[i], rows, row_inside, factors, factor_inside)
+                if h is not None:
+                    h_tile = _tile(h, rows, row_inside, i * rank + factors, factor_inside).to(DOT)
+                    db = tl.dot(
+                        tl.trans(tile), h_tile, db, input_precision=PRECISION, out_dtype=WIDE
+                    )
+            if h is not None:
+                offset = (tl.program_id(0).to(tl.int64) * num_features + first) * rank
+                _put(
+                    (db_parts + offset, rank, 1), db * SCALES[i],
+                    features, feature_inside, factors, factor_inside,
+                )  # fmt: skip
+        block -= num_blocks
+        first += sizes[i]
 
 
 @_tuned(
@@ -273,21 +323,26 @@ def factor_gradient_kernel(
 
 
 @triton.jit
-def sum_kernel(one, other, SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute a block of one of two sums, as `_sum_block` takes them; those of `one` come first."""
-    block, num_blocks = tl.program_id(0), tl.cdiv(one[3], BLOCK)
-    if block < num_blocks:
-        _sum_block(*one, block, SCALE, WIDE, BLOCK)
-    else:
-        _sum_block(*other, block - num_blocks, SCALE, WIDE, BLOCK)
+def sum_kernel(
+    terms, NUM_TERMS: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute a block of one of several sums: total = SCALE times the sum of parts.
 
-
-@triton.jit
-def _sum_block(parts, total, num_parts, size, block, SCALE, WIDE, BLOCK: tl.constexpr):
-    """Compute a block of total = SCALE times the sum of parts [num_parts, size], contiguous."""
-    places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    block_sum = tl.zeros((BLOCK,), WIDE)
-    for _ in range(num_parts):
-        block_sum += tl.load(parts + places, mask=places < size, other=0.0)
-        parts += size
-    tl.store(total + places, (block_sum * SCALE).to(total.dtype.element_ty), mask=places < size)
+    A term is (parts, where they begin, their number, size, total, where it begins, width, stride):
+    parts [number, size] are contiguous, and of the total each `width` numbers lie `stride` apart.
+    The blocks of one term come after those of another.
+    """
+    block = tl.program_id(0)
+    for i in tl.static_range(NUM_TERMS):
+        parts, first, num_parts, size, total, begin, width, stride = terms[i]
+        num_blocks = tl.cdiv(size, BLOCK)
+        if (block >= 0) & (block < num_blocks):
+            places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            block_sum = tl.zeros((BLOCK,), WIDE)
+            part = parts + first
+            for _ in range(num_parts):
+                block_sum += tl.load(part + places, mask=places < size, other=0.0)
+                part += size
+            out = total + begin + places // width * stride + places % width
+            tl.store(out, (block_sum * SCALE).to(total.dtype.element_ty), mask=places < size)
+        block -= num_blocks

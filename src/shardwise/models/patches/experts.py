@@ -146,9 +146,10 @@ class RoutedExperts:
         ends: torch.Tensor,
     ) -> None:
         """Count choices [N, k], none of padding; those in `order` behind all ends are dropped."""
-        numbers = torch.ones_like(indices, dtype=torch.float32)
-        if ids is not None:
-            numbers *= (ids >= 0).view(-1, 1)
+        if ids is None:
+            numbers = torch.ones_like(indices, dtype=torch.float32)
+        else:
+            numbers = (ids >= 0).view(-1, 1).expand_as(indices).to(torch.float32)
         numbers = numbers.flatten()
         counts = numbers.new_zeros(self.module.num_experts + 1)
         counts.index_add_(0, indices.flatten(), numbers)

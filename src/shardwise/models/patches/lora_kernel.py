@@ -159,7 +159,7 @@ class _Shared:
         half: BackwardHalf | None,
         float8: Mapping[nn.Module, Float8],
     ) -> None:
-        self.layers = layers
+        self.layers = [_Layer(layer) for layer in layers]
         self.backend = backend
         self.half = half
         self.float8 = float8
@@ -167,21 +167,21 @@ class _Shared:
         self.version = 0  # how often it had been changed in place
         self.waiting: dict[int, torch.Tensor] = {}  # outputs by place in `layers`
         for place, layer in enumerate(layers):
-            for dropout in layer.lora_dropout.values():
-                assert isinstance(dropout, SlotDropout | nn.Identity)
+            assert isinstance(self.layers[place].dropout, SlotDropout | nn.Identity)
             layer.forward = self._forward(place, PeftLinear.forward.__get__(layer))
 
     def _forward(
         self, place: int, forward_of_peft: Callable[..., torch.Tensor]
     ) -> Callable[..., torch.Tensor]:
-        layer = self.layers[place]
-        (name,) = layer.lora_A
+        layer = self.layers[place].layer
+        names = [*layer.lora_A]
+        output_of = self.output_of
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            is_off = layer.disable_adapters or layer.merged or layer.active_adapters != [name]
+            is_off = layer.disable_adapters or layer.merged or layer.active_adapters != names
             if args or kwargs or is_off:
                 return forward_of_peft(x, *args, **kwargs)
-            return self.output_of(place, x)
+            return output_of(place, x)
 
         return forward
 
@@ -198,23 +198,24 @@ class _Shared:
         self.waiting = {other: y for other, y in enumerate(outputs) if other != place}
         return outputs[place]
 
-    def _compute(self, layers: list[PeftLinear], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        linears = [_linear(layer) for layer in layers]
-        float8 = [self.float8.get(layer.get_base_layer()) for layer in layers]
-        dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
-        first, drop = dropouts[0], None
+    def _compute(self, layers: list[_Layer], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        linears, drop = [layer.linear() for layer in layers], None
+        first = layers[0].dropout
         if isinstance(first, SlotDropout) and first.active:
-            seeds = torch.stack([dropout.seeds(x) for dropout in dropouts])
+            seeds = torch.stack([layer.dropout.seeds(x) for layer in layers])
             drop = Dropout(first.p, seeds, first.features)
+        float8 = [self.float8.get(layer.base) for layer in layers] if self.float8 else ()
+        if all(layer.magnitude is None for layer in layers):
+            return lora_linear(x, linears, drop, self.backend, self.half, float8)
         inner = [
-            linear if magnitude_of(layer) is None else linear._replace(bias=None)
+            linear if layer.magnitude is None else linear._replace(bias=None)
             for layer, linear in zip(layers, linears)
         ]
         ys = lora_linear(x, inner, drop, self.backend, self.half, float8)
         return tuple(self._with_magnitude(*each) for each in zip(layers, linears, ys))
 
-    def _with_magnitude(self, layer: PeftLinear, linear: Linear, y: torch.Tensor) -> torch.Tensor:
-        magnitude = magnitude_of(layer)
+    def _with_magnitude(self, layer: _Layer, linear: Linear, y: torch.Tensor) -> torch.Tensor:
+        magnitude = layer.magnitude
         if magnitude is None:
             return y
         norms = row_norms(linear.weight, linear.a, linear.b, linear.scale, magnitude.add_up)
@@ -232,13 +233,38 @@ class _Shared:
         return forward_and_drop
 
 
-def _linear(layer: PeftLinear) -> Linear:
-    (name,) = layer.lora_A
-    base: Any = layer.get_base_layer()
-    weight = weight_of(base)
-    weight = weight.mT if isinstance(base, Conv1D) else weight
-    factors: Any = (layer.lora_A[name], layer.lora_B[name])
-    return Linear(weight, base.bias, *(factor.weight for factor in factors), layer.scaling[name])
+class _Layer:
+    """A layer of PEFT, whose modules are looked up once: torch's search takes the host 0.5 us each.
+
+    Their parameters are read in every call, as strategies exchange them.
+    """
+
+    def __init__(self, layer: PeftLinear) -> None:
+        (self.name,) = layer.lora_A
+        self.layer, self.base = layer, layer.get_base_layer()
+        self.a, self.b = layer.lora_A[self.name], layer.lora_B[self.name]
+        self.magnitude = magnitude_of(layer)
+        self.is_turned = isinstance(self.base, Conv1D)
+        self.has_bias = getattr(self.base, "bias", None) is not None
+        self._dropouts = layer.lora_dropout._modules
+
+    @property
+    def dropout(self) -> Any:
+        """The dropout before A; a strategy may exchange it."""
+        return self._dropouts[self.name]
+
+    def linear(self) -> Linear:
+        """Return the linear and its adapter."""
+        weight = self.base._parameters.get("weight")
+        if weight is None:  # stored in few bits, or a view that a strategy has put in its place
+            weight = weight_of(self.base)
+        bias: Any = self.base.bias if self.has_bias else None
+        factors: list[Any] = []
+        for module in (self.a, self.b):
+            factor = module._parameters.get("weight")
+            factors.append(module.weight if factor is None else factor)
+        scale = self.layer.scaling[self.name]
+        return Linear(weight.mT if self.is_turned else weight, bias, *factors, scale)
 
 
 def _version(x: torch.Tensor) -> int | None:
