@@ -5,9 +5,9 @@ the results, which fake implementations give. The first argument of each operato
 name; without dropout, `seeds` is None. An operator cannot return None, so a result that nobody
 needs is empty.
 
-They are registered without autograd, as only the node in fused.py calls them. A call of one by
+They are registered without autograd, as only the node in fused.py calls them: a call of one by
 `torch.library.custom_op`, which has it, takes the host 15 us instead of 3, and the step of a small
-model waits for the host.
+model waits for the host. Where nothing looks at operators, the backend is called without them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
 from shardwise.kernels.lora_linear import torch_backend
@@ -26,6 +27,11 @@ from shardwise.kernels.lora_linear.backend import LoraBackend
 def load_backend(name: str) -> LoraBackend:
     """Return the backend `torch` or `triton`. Raise ImportError if Triton is missing."""
     return torch_backend if name == "torch" else Operators(name)
+
+
+def _are_seen() -> bool:
+    """Return whether torch.compile traces operators, or a mode counts them or takes their place."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 class Operators:
@@ -42,6 +48,8 @@ class Operators:
         self, x: torch.Tensor, a: Sequence[torch.Tensor], drop: Dropout | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return h = drop(x) a^T [rows, linears * R]."""
+        if not _are_seen():
+            return self._module.project(x, a, drop, dtype)
         return project(self.name, x, list(a), *as_arguments(drop), dtype)
 
     def products(
@@ -54,6 +62,8 @@ class Operators:
         scales: Sequence[float],
     ) -> list[torch.Tensor]:
         """Return y_i = x weight_i^T + bias_i + scale_i h_i b_i^T [rows, out] of each linear."""
+        if not _are_seen():
+            return self._module.products(x, weights, biases, h, b, scales)
         return products(self.name, x, list(weights), list(biases), h, list(b), list(scales))
 
     def output_gradients(
@@ -66,6 +76,8 @@ class Operators:
         needs_g: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return g [rows, linears * R] and db [sum of outs, R], None if not needed."""
+        if not _are_seen():
+            return self._module.output_gradients(dys, b, h, scales, dtype, needs_g)
         g, db = output_gradients(self.name, list(dys), list(b), h, list(scales), dtype, needs_g)
         return g if needs_g else None, None if h is None else db
 
@@ -78,6 +90,8 @@ class Operators:
         drop: Dropout | None,
     ) -> torch.Tensor:
         """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
+        if not _are_seen():
+            return self._module.input_gradient(dys, weights, g, a, drop)
         arguments = list(dys), list(weights), g, list(a), *as_arguments(drop)
         return input_gradient(self.name, *arguments)
 
@@ -85,6 +99,8 @@ class Operators:
         self, g: torch.Tensor, x: torch.Tensor, drop: Dropout | None
     ) -> torch.Tensor:
         """Return da = g^T drop(x) [linears * R, in]."""
+        if not _are_seen():
+            return self._module.factor_gradient(g, x, drop)
         return factor_gradient(self.name, g, x, *as_arguments(drop))
 
 
