@@ -17,7 +17,7 @@ from shardwise.lab.planner.communication import messages_of_step
 from shardwise.lab.planner.messages import Total, add_up
 from shardwise.lab.planner.share import share_of
 from shardwise.models.causal_lm import CausalLM
-from shardwise.models.patches.experts import Compute
+from shardwise.models.routed_experts import Compute
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.step import training_step

@@ -15,7 +15,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from shardwise.config import RunConfig
+from shardwise.config.plugins import Folder
 from shardwise.parallel.strategies import STRATEGIES
+from tests.arrows import circles, graph_of
 from tests.left_out import LAST_GREEN, NOT_QUICK, content_of
 from tests.parity.cells import FAST
 
@@ -75,6 +77,7 @@ ARROWS = {
     "interfaces": {"batches", "kernels", "schedule"},
     "batches": {"kernels"},
     "layouts": {"schedule"},
+    "base": set(),
 }
 EVERYONE = {
     "config",
@@ -87,6 +90,7 @@ EVERYONE = {
     "layouts",
     "rules",
     "safety",
+    "base",
 }
 MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_230,
@@ -102,7 +106,7 @@ MOST_LINES = {
     "benchmark report drawing records": 6_450,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
-FREE = {"cli", "commands", "library", "__main__", "__init__", "lab", "base"}
+FREE = {"cli", "commands", "library", "__main__", "__init__", "lab"}
 LABORATORY = {"planner", "benchmark", "report", "proof", "drawing"}
 HOUSES = {
     "lab": LABORATORY,
@@ -110,8 +114,7 @@ HOUSES = {
         *("batches", "interfaces", "layouts", "schedule", "words", "safety", "process", "records")
     },
     "config": {"keys", "run_file", "ranges", "rules", "presets"},
-    "launch": {"library"},
-    "commands": {"cli"},
+    "commands": {"cli", "library"},
 }
 """The rooms in packages that hold several."""
 FORBIDDEN = {
@@ -156,14 +159,54 @@ def test_arrows_go_one_way(path):
     for name in imports(path):
         if name.startswith("shardwise.") and here not in FREE:
             there = room_of(name.split(".")[1:])
-            assert there in EVERYONE | {here, "__version__"} | ARROWS.get(here, set()), (
-                f"{path}: imports {name}"
-            )
+            assert there in EVERYONE | {here} | ARROWS.get(here, set()), f"{path}: imports {name}"
         for where, forbidden in FORBIDDEN.items():
             if str(path.relative_to(SOURCE)).startswith(where):
                 assert not any(name == f or name.startswith(f + ".") for f in forbidden), (
                     f"{path}: imports {name}"
                 )
+
+
+PLUGINS = "shardwise.config.plugins"
+
+
+def test_modules_have_no_circles():
+    """Whatever way one names another; see docs/decisions/036-rooms.md for what `PLUGINS` loads."""
+    graph = graph_of(SOURCE)
+    assert len(graph) == len(MODULES)
+    loaded = {f"shardwise.parallel.{folder}" for folder in get_args(Folder)}
+    assert loaded == {"shardwise.parallel.strategies", "shardwise.parallel.optimizers"}
+    assert loaded < {*graph.successors(PLUGINS)}
+    graph.remove_edges_from([(PLUGINS, loads) for loads in [*graph.successors(PLUGINS)]])
+    assert circles(graph) == []
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "def f():\n    from shardwise.b import y",
+        "if TYPE_CHECKING:\n    import shardwise.b",
+        "x = import_module('shardwise.b')",
+        "x = import_module(f'shardwise.{y}')",
+        "from shardwise import y",
+        "from shardwise.c.d import y",
+    ],
+)
+def test_a_circle_is_found(tmp_path, way):
+    source = tmp_path / "shardwise"
+    (source / "c").mkdir(parents=True)
+    files = {
+        "__init__.py": "from shardwise.b import y",
+        "a.py": way,
+        "b.py": "from shardwise.a import x",
+        "c/__init__.py": "from shardwise.b import y",
+        "c/d.py": "y = 1",
+    }
+    for name, text in files.items():
+        (source / name).write_text(text)
+    assert [group for group in circles(graph_of(source)) if "shardwise.a" in group]
+    (source / "a.py").write_text("x = 1")
+    assert circles(graph_of(source)) == []
 
 
 def test_the_library_shows_sixteen_names():
@@ -290,7 +333,10 @@ argument of what reads it."""
 
 def test_strategies_and_patches_hang_nothing_on_others():
     written: set[str] = set()
-    for path in (*SOURCE.glob("parallel/*.py"), *SOURCE.glob("models/patches/*.py")):
+    used = ("slot_dropout", "router_loss", "routed_experts", "capacity", "documents", "masks")
+    by_patches = (SOURCE / "models" / f"{name}.py" for name in used)
+    patches = (*SOURCE.glob("models/patches/*.py"), *by_patches)
+    for path in (*SOURCE.glob("parallel/*.py"), *patches):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 is_own = isinstance(node.value, ast.Name) and node.value.id == "self"

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from shardwise import __version__
 from shardwise.commands import cli
+from shardwise.commands.library import LOOP
 from shardwise.config import Model, RunConfig
 from shardwise.launch import local
-from shardwise.launch.library import LOOP
 from shardwise.models.adapters import writing
 from tests.command import run_command
 from tests.distributed import PATIENCE

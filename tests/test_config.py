@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from shardwise import config
+from shardwise.commands.library import read_config
 from shardwise.config import Recomputation, UserError, keys, rules
 from shardwise.config.run_file import (
     MOST_BYTES,
@@ -22,7 +23,6 @@ from shardwise.config.run_file import (
     without_removed,
 )
 from shardwise.lab.benchmark.sweep import read_sweep
-from shardwise.launch.library import read_config
 
 RANGES = {key: keys.facts_of(key).between for key in keys.all_keys() if keys.facts_of(key).between}
 

@@ -23,8 +23,8 @@ from shardwise.base.layouts import AXES, num_microbatches, parallel_of
 from shardwise.config import Data, Lora, Model, RunConfig, Training
 from shardwise.config.rules import offered_layouts
 from shardwise.lab.planner.communication import bytes_leaving, messages_of_step
-from shardwise.lab.planner.messages import sizes_of
-from shardwise.lab.planner.share import Share, boundaries_of, share_of
+from shardwise.lab.planner.messages import Share, sizes_of
+from shardwise.lab.planner.share import boundaries_of, share_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "communication.json"

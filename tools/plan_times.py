@@ -38,6 +38,7 @@ from tools.paired import command_line, turns, write_json
 
 from shardwise.assembly.describe import describe
 from shardwise.base.words import counted
+from shardwise.commands.library import LOOP
 from shardwise.config import RunConfig
 from shardwise.config.run_file import parse_config
 from shardwise.lab.drawing.svg import colour, drawing, svg_file
@@ -47,7 +48,6 @@ from shardwise.lab.planner.cluster import cluster_of
 from shardwise.lab.planner.measure_machine import calibrate
 from shardwise.lab.planner.search import search
 from shardwise.lab.planner.step_time import StepTime, time_of_step
-from shardwise.launch.library import LOOP
 from shardwise.launch.local import launch, start_processes
 from shardwise.metrics.hardware import environment
 

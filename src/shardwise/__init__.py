@@ -9,37 +9,37 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base import __version__ as __version__
+
 if TYPE_CHECKING:
     from shardwise.base.batches import Batch as Batch
     from shardwise.base.batches import TensorBatch as TensorBatch
     from shardwise.base.interfaces import Mesh as Mesh
     from shardwise.base.records.record import RunRecord as RunRecord
+    from shardwise.commands.library import RunFailed as RunFailed
+    from shardwise.commands.library import prepare as prepare
+    from shardwise.commands.library import run as run
+    from shardwise.commands.library import train as train
     from shardwise.config import RunConfig as RunConfig
     from shardwise.config import UserError as UserError
     from shardwise.config.run_file import load_config as load_config
-    from shardwise.launch.library import RunFailed as RunFailed
-    from shardwise.launch.library import prepare as prepare
-    from shardwise.launch.library import run as run
-    from shardwise.launch.library import train as train
     from shardwise.models.own import TensorCut as TensorCut
     from shardwise.training.own_loop import OwnLoop as OwnLoop
-
-__version__ = "0.1.0"
 
 _MODULES = {
     "Batch": "base.batches",
     "Mesh": "base.interfaces",
     "OwnLoop": "training.own_loop",
     "RunConfig": "config",
-    "RunFailed": "launch.library",
+    "RunFailed": "commands.library",
     "RunRecord": "base.records.record",
     "TensorBatch": "base.batches",
     "TensorCut": "models.own",
     "UserError": "config",
     "load_config": "config.run_file",
-    "prepare": "launch.library",
-    "run": "launch.library",
-    "train": "launch.library",
+    "prepare": "commands.library",
+    "run": "commands.library",
+    "train": "commands.library",
 }
 """The module of each public name."""
 

@@ -19,9 +19,9 @@ from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.assembly.own import describe_own, own_state
 from shardwise.base.interfaces import Part
+from shardwise.commands.library import CALLERS_KEYS, read_config
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.lab.planner.bench import make_bench
-from shardwise.launch.library import CALLERS_KEYS, read_config
 from shardwise.models.names import is_adapter
 from shardwise.models.own import OwnModel
 from shardwise.models.patches import cores

@@ -27,10 +27,10 @@ from shardwise.checkpoint.folder import (
     write_manifest,
 )
 from shardwise.checkpoint.resume import find_start, may_have_steps
+from shardwise.commands.library import LOOP
 from shardwise.config import Launch, Optimizer, RunConfig, UserError
 from shardwise.launch import local as launch
 from shardwise.launch.group import Group
-from shardwise.launch.library import LOOP
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
 from tests.checkpoint.test_checkpointer import config, make_checkpoints, save_steps

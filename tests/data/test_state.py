@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.state import LoaderState, SlotState, counts, merge_states, starts
+from shardwise.data.start import starts
+from shardwise.data.state import LoaderState, SlotState, counts, merge_states
 from shardwise.data.streaming import StreamOrder
 from tests.data.test_loader import Row, corpora, divisors, lengths, over_ranks, rows_of, share_of
 from tests.left_out import some_now

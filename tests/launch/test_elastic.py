@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from shardwise.base.process.ending import RunError
 from shardwise.base.process.world import World, find_world
 from shardwise.base.records.record import RunRecord
+from shardwise.commands.library import LOOP
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training, UserError
 from shardwise.launch import elastic, local
-from shardwise.launch.library import LOOP
 
 
 @pytest.fixture(autouse=True)

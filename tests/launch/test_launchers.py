@@ -12,9 +12,9 @@ import yaml
 from shardwise.commands import cli
 from shardwise.commands.command import overrides_of
 from shardwise.commands.launch import LAUNCHERS, UNUSED
+from shardwise.commands.library import LOOP
 from shardwise.config.run_file import load_config
 from shardwise.launch import local
-from shardwise.launch.library import LOOP
 
 LAUNCH = {
     "nodes": 2,

@@ -30,10 +30,10 @@ from shardwise.base.process.ending import Ending, Stopped
 from shardwise.base.process.stop import agreed_signal, on_signals
 from shardwise.base.process.world import ALONE, SOCKET_INTERFACES, World, loopback, on_loopback
 from shardwise.base.records.record import RunRecord
+from shardwise.commands.library import LOOP
 from shardwise.config import Data, Launch, Measure, Model, Parallel, RunConfig, Training, UserError
 from shardwise.launch import group
 from shardwise.launch.group import Group, can_fork
-from shardwise.launch.library import LOOP
 from shardwise.launch.local import launch
 from tests.command import Forked
 from tests.distributed import PATIENCE

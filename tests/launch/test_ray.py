@@ -15,7 +15,7 @@ from shardwise.base.process import stop
 from shardwise.base.process.ending import FAILED, OUT_OF_MEMORY, USER_ERROR, Ending
 from shardwise.commands import cli
 from shardwise.config import Data, Launch, Model, RunConfig, Training, UserError
-from shardwise.launch import ray
+from shardwise.launch import ray, ray_request
 
 
 def config(**launch: Any) -> RunConfig:
@@ -64,14 +64,14 @@ def test_a_line_break_in_a_name_stays_in_its_comment(letter):
     [(1, 2, 2, "STRICT_PACK"), (2, 1, 2, "STRICT_SPREAD"), (2, 8, 16, "PACK")],
 )
 def test_workers_and_their_places(nodes, processes, workers, placement):
-    wanted = ray.request(config(nodes=nodes, processes=processes))
+    wanted = ray_request.request(config(nodes=nodes, processes=processes))
     assert (wanted.workers, wanted.placement) == (workers, placement)
 
 
 def test_an_address_is_an_option_or_a_variable(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "b:1")
-    assert ray.request(config()).address == "b:1"
-    assert ray.request(config(ray={"address": "a:1"})).address == "a:1"
+    assert ray_request.request(config()).address == "b:1"
+    assert ray_request.request(config(ray={"address": "a:1"})).address == "a:1"
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_worker_has_a_gpu_where_there_are_any(device, accelerator, num_gpus, o
     cfg = config(nodes=2, ray=options)
     cfg = replace(cfg, training=replace(cfg.training, device=device))
     cluster = {"CPU": 6.0, "GPU": float(num_gpus)}
-    resources = ray.resources_of(cfg, ray.request(cfg), cluster)
+    resources = ray_request.resources_of(cfg, ray_request.request(cfg), cluster)
     assert resources == {"CPU": 4} | ({"GPU": 1} if on_gpu else {})
-    missing = ray.shortage(2, resources, cluster)
+    missing = ray_request.shortage(2, resources, cluster)
     assert missing.startswith("8 CPUs of which the cluster has 6")
     assert ("2 GPUs of which the cluster has 0" in missing) == (on_gpu and num_gpus == 0)
 
@@ -128,9 +128,9 @@ def test_a_missing_package_is_one_line(command, folder, monkeypatch, capsys):
 
 
 KILLED = RuntimeError("the actor died")
-LOST_PEER = ray.RankError(Ending(FAILED, "lost a peer", ""))
-MISTAKE = ray.RankError(Ending(USER_ERROR, "a mistake", "", "unsupported"))
-NO_MEMORY = ray.RankError(Ending(OUT_OF_MEMORY, "out of memory", "", "oom"))
+LOST_PEER = ray_request.RankError(Ending(FAILED, "lost a peer", ""))
+MISTAKE = ray_request.RankError(Ending(USER_ERROR, "a mistake", "", "unsupported"))
+NO_MEMORY = ray_request.RankError(Ending(OUT_OF_MEMORY, "out of memory", "", "oom"))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ NO_MEMORY = ray.RankError(Ending(OUT_OF_MEMORY, "out of memory", "", "oom"))
     ],
 )
 def test_the_cause_is_not_what_others_report_of_it(failures, reason, is_final):
-    ending = ray.first_cause(failures, 2)
+    ending = ray_request.first_cause(failures, 2)
     assert ending.reason.startswith(reason)
-    assert ray.is_final(ending) == is_final
+    assert ray_request.is_final(ending) == is_final
 
 
 def test_a_request_to_stop_reaches_a_run_that_begins_later(monkeypatch):

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from shardwise.base.records.record import RunRecord
+from shardwise.commands.library import LOOP
 from shardwise.launch import local
-from shardwise.launch.library import LOOP
 from tests.command import Forked
 from tests.distributed import PATIENCE
 from tests.launch.test_local import config

@@ -33,9 +33,9 @@ from shardwise.base.process import world
 from shardwise.base.process.ending import RunError
 from shardwise.base.process.world import ALONE, STORE
 from shardwise.commands import cli
+from shardwise.commands.library import LOOP
 from shardwise.config import Data, Launch, Model, Parallel, RunConfig, Training
 from shardwise.launch import torchrun
-from shardwise.launch.library import LOOP
 from shardwise.launch.local import launch
 from shardwise.launch.rank import run_rank
 from tests.command import run_command

@@ -16,10 +16,11 @@ from shardwise.kernels.gated_delta_rule import chunked
 from shardwise.kernels.packed import packed
 from shardwise.kernels.short_conv import shifted
 from shardwise.metrics.dispatch import Dispatches, counts_of_steps
+from shardwise.models import masks, routed_experts
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.models.families import family_of, spec_of
-from shardwise.models.patches import experts, masks, patch
+from shardwise.models.patches import patch
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
@@ -103,7 +104,7 @@ REST = (
 )
 def test_the_host_waits_twice_a_step(cell, monkeypatch):
     # On a GPU experts are multiplied by one grouped product; a loop would wait for their counts.
-    monkeypatch.setattr(experts, "takes", lambda *args: True)
+    monkeypatch.setattr(routed_experts, "takes", lambda *args: True)
     for waits, num_microbatches in run_ranks(cell.nproc, of_two_steps, cell):
         assert num_microbatches > 1
         assert waits == TWICE

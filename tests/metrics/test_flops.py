@@ -26,8 +26,8 @@ from shardwise.models.kinds.jet_block import DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from shardwise.models.kinds.mamba import Mamba
 from shardwise.models.kinds.mamba2 import Mamba2
-from shardwise.models.patches.dropout import DropoutState
-from shardwise.models.patches.experts import use_routed_experts
+from shardwise.models.routed_experts import use_routed_experts
+from shardwise.models.slot_dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.activation_checkpoint import recompute
 from tests.kernels.gated_delta_rule import test_chunked as of_gated_delta_rule

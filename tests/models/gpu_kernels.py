@@ -31,7 +31,8 @@ from shardwise.kernels import (
 )
 from shardwise.kernels.grouped_linear import fused, grouped
 from shardwise.kernels.grouped_linear.gradients import Needs
-from shardwise.models.patches import experts, lora_kernel
+from shardwise.models import routed_experts
+from shardwise.models.patches import lora_kernel
 from tests.models.counted_operators import CountedOperators
 
 INSTALLED = ("fla", "liger_kernel", "mamba_ssm")
@@ -254,7 +255,7 @@ def kernels_of_a_gpu(config: PretrainedConfig) -> Iterator[None]:
         for core in CHOSEN_BY:
             put(core, "backend", lambda device, dtype, of=core.backend: of(CUDA, dtype))
         put(lora_kernel, "load_backend", lambda name: backend)
-        put(experts, "takes", lambda device, *sizes: grouped.takes(CUDA, *sizes))
+        put(routed_experts, "takes", lambda device, *sizes: grouped.takes(CUDA, *sizes))
         put(fused, "output", output)
         put(fused, "gradients", gradients)
         put(F, "scaled_dot_product_attention", attention)

@@ -23,7 +23,7 @@ from shardwise.models.families import FAMILIES, Family, family_of, spec_of
 from shardwise.models.families.base import Mixer
 from shardwise.models.patches import patch
 from shardwise.models.patches.loss import loss_of_run
-from shardwise.models.patches.router_loss import RouterLoss
+from shardwise.models.router_loss import RouterLoss
 from tests.left_out import some_now
 from tests.models.tiny import CONFIGS, EACH_KIND, with_adapters
 from tests.parity.harness import Cell, run_config

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardwise.assembly.build import build
 from shardwise.base.batches import Batch
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.patches.dropout import DropoutState, SlotDropout
+from shardwise.models.slot_dropout import DropoutState, SlotDropout
 from shardwise.parallel import compile
 from shardwise.parallel.compile import BACKENDS, uncompiled
 from shardwise.parallel.mesh import build_mesh

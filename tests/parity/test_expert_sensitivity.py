@@ -8,9 +8,8 @@ from shardwise.assembly import routing
 from shardwise.base.interfaces import Mesh
 from shardwise.checkpoint import export
 from shardwise.kernels.grouped_linear import StackedAdapter
-from shardwise.models import expert_plan
-from shardwise.models.patches import experts
-from shardwise.models.patches.capacity import Capacity
+from shardwise.models import expert_plan, routed_experts
+from shardwise.models.capacity import Capacity
 from shardwise.models.tensor_cuts import DimCut, even
 from shardwise.parallel import clip, ddp, expert_axis, expert_parallel, fsdp2
 from shardwise.parallel.place import axes_of, local
@@ -22,12 +21,12 @@ FULL, ADAPTERS, LIMITED, SHARED, BALANCED = FIXED
 
 
 def weights_of_the_router_not_multiplied():
-    forward = experts.RoutedExperts.forward
+    forward = routed_experts.RoutedExperts.forward
 
     def alike(self, hidden, indices, weights):
         return forward(self, hidden, indices, torch.ones_like(weights))
 
-    experts.RoutedExperts.forward = alike
+    routed_experts.RoutedExperts.forward = alike
 
 
 def rows_returned_as_the_experts_had_them():
@@ -127,14 +126,14 @@ def shards_of_experts_not_reduced():
 
 
 def shared_factors_of_the_first_expert_alone():
-    adapter_of = experts.RoutedExperts._adapter
+    adapter_of = routed_experts.RoutedExperts._adapter
 
     def first_alone(self, name):
         a, b, scale = adapter_of(self, name)
         is_first = torch.arange(len(b)).view(-1, 1, 1) == 0
         return StackedAdapter(a, b.where(is_first, b.detach()), scale)
 
-    experts.RoutedExperts._adapter = first_alone
+    routed_experts.RoutedExperts._adapter = first_alone
 
 
 def shared_factors_not_added_up():
@@ -167,12 +166,12 @@ def last_tokens_kept():
 
 
 def dropped_rows_given_to_the_last_expert():
-    compute = experts.RoutedExperts._of_kept
+    compute = routed_experts.RoutedExperts._of_kept
 
     def all_of_them(self, rows, ends):
         return compute(self, rows, torch.cat([ends[:-1], ends.new_tensor([len(rows)])]))
 
-    experts.RoutedExperts._of_kept = all_of_them
+    routed_experts.RoutedExperts._of_kept = all_of_them
 
 
 BUGS = (

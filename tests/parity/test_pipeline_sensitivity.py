@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwise.assembly import build, order
 from shardwise.models import stage
 from shardwise.models.patches import embedding
-from shardwise.models.patches.dropout import DropoutState
+from shardwise.models.slot_dropout import DropoutState
 from shardwise.parallel import activation_checkpoint, clip, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
 from tests.parity.features.pipelines import cell

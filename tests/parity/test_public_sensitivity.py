@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.assembly import build
 from shardwise.base.batches import IGNORED
 from shardwise.checkpoint import export
+from shardwise.models import routed_experts, router_loss
 from shardwise.models.adapters import lora
 from shardwise.models.families import FAMILIES
 from shardwise.models.names import is_adapter
-from shardwise.models.patches import experts, lora_kernel, router_loss
+from shardwise.models.patches import lora_kernel
 from shardwise.parallel import clip, context_parallel, ddp, tensor_parallel
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
@@ -145,7 +146,7 @@ def gradients_of_experts_times_their_ranks():
 
 
 def adapters_of_experts_counted_by_each_rank():
-    adapter_of = experts.RoutedExperts._adapter
+    adapter_of = routed_experts.RoutedExperts._adapter
 
     def complete_on_each(self, name):
         views = adapter_of(self, name)
@@ -153,7 +154,7 @@ def adapters_of_experts_counted_by_each_rank():
         is_summed = is_cut and "down" in name
         return views._replace(scale=views.scale * dist.get_world_size()) if is_summed else views
 
-    experts.RoutedExperts._adapter = complete_on_each
+    routed_experts.RoutedExperts._adapter = complete_on_each
 
 
 def router_loss_whole_in_each_micro_batch():

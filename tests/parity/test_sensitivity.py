@@ -23,9 +23,10 @@ from shardwise.assembly import build, order
 from shardwise.base.interfaces import Mesh, ParameterFacts
 from shardwise.checkpoint import export
 from shardwise.kernels.lora_linear import torch_backend
+from shardwise.models import documents, router_loss, slot_dropout
 from shardwise.models.adapters import lora
 from shardwise.models.part import ModelPart
-from shardwise.models.patches import dropout, isolation, lora_kernel, router_loss
+from shardwise.models.patches import lora_kernel
 from shardwise.models.patches import loss as loss_patch
 from shardwise.parallel import (
     activation_offload,
@@ -265,8 +266,8 @@ def weights_one_row_off_in_the_shards():
 
 
 def mask_by_place_instead_of_slot():
-    seed = dropout.stable_seed
-    dropout.stable_seed = lambda *parts: seed(*parts[:2], *(slot % 2 for slot in parts[2:]))
+    seed = slot_dropout.stable_seed
+    slot_dropout.stable_seed = lambda *parts: seed(*parts[:2], *(slot % 2 for slot in parts[2:]))
 
 
 def scale_left_out_of_the_adapters_backward():
@@ -306,13 +307,13 @@ def state_runs_on_into_the_next_document():
 
 
 def boundaries_of_an_earlier_micro_batch():
-    find, first = isolation.documents_of, []
+    find, first = documents.documents_of, []
 
     def first_found(document_ids, device):
         first.append(document_ids)
         return find(first[0], device)
 
-    isolation.documents_of = first_found
+    documents.documents_of = first_found
 
 
 def router_loss_pooled_over_the_forward():

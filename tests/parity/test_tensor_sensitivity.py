@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from torch.distributed.tensor import DTensor
 
-from shardwise.models import tensor_cuts
+from shardwise.models import routed_experts, tensor_cuts
 from shardwise.models.kinds import attention, jet_block
-from shardwise.models.patches import experts, router_loss
+from shardwise.models.patches import router_loss
 from shardwise.parallel import clip, ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_over, sum_over_copies
 from tests.parity.features.tensors import cell
@@ -151,7 +151,7 @@ def output_summed_twice():
 
 
 def adapters_of_experts_not_scaled():
-    adapter = experts.RoutedExperts._adapter
+    adapter = routed_experts.RoutedExperts._adapter
 
     def unscaled(self, name):
         views = adapter(self, name)
@@ -159,7 +159,7 @@ def adapters_of_experts_not_scaled():
         is_cut = isinstance(self.module._parameters[name], DTensor)
         return views._replace(scale=1.0) if is_cut else views
 
-    experts.RoutedExperts._adapter = unscaled
+    routed_experts.RoutedExperts._adapter = unscaled
 
 
 def cut_gradients_of_replicas_not_summed():

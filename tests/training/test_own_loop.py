@@ -22,8 +22,8 @@ from torch import nn
 
 import shardwise
 from shardwise.base.records.record import RunRecord
+from shardwise.commands.library import CALLERS_KEYS, read_config
 from shardwise.config import RunConfig, UserError
-from shardwise.launch.library import CALLERS_KEYS, read_config
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.left_out import some_now

@@ -26,9 +26,9 @@ from shardwise.base.schedule.split import Split
 from shardwise.config import RunConfig, rules
 from shardwise.lab.planner.communication import bytes_leaving, messages_of_step
 from shardwise.lab.planner.memory import PeakBytes, state_bytes
-from shardwise.lab.planner.messages import sizes_of
+from shardwise.lab.planner.messages import Share, sizes_of
 from shardwise.lab.planner.peak import Rank
-from shardwise.lab.planner.share import Share, share_of
+from shardwise.lab.planner.share import share_of
 from shardwise.models.activations import UnitMemory
 from shardwise.models.facts import context_facts
 from shardwise.parallel.pipeline_parallel import pipeline_of

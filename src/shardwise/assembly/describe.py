@@ -27,8 +27,9 @@ from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of, unproven_note
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.patches import cores, elementwise, experts, float8, lora_kernel
+from shardwise.models.patches import cores, elementwise, float8, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
+from shardwise.models.routed_experts import is_routed
 from shardwise.models.weight_folder import unread_note
 from shardwise.parallel.pipeline_parallel import pipeline_of
 
@@ -170,7 +171,7 @@ def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[st
         if context.attention is not None:
             kernels["attention"], _ = context.way_and_cut(cfg.parallel)
     kernels |= elementwise.backends(cfg, device)
-    if any(experts.is_routed(module) for module in hf.modules()):
+    if any(is_routed(module) for module in hf.modules()):
         is_loop = device.type != "cuda" or why_in_a_loop(hf, model.spec, cfg.parallel.tp)
         kernels["experts"] = "loop" if is_loop else "grouped"
     if cfg.lora and lora_kernel.has_plain_layers(hf):

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import import_module
 from itertools import product
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.config import Parallel, RunConfig
+from shardwise.config.plugins import plugins
 
 if TYPE_CHECKING:
     from shardwise.base.schedule.context import ContextFacts
@@ -72,13 +72,9 @@ ALONE = Parallel().data
 """The layout that splits nothing, and the strategy that it has."""
 
 
-@cache
 def strategies() -> Mapping[str, StrategyFacts]:
-    """Return the data-parallel strategies by name, the simplest first.
-
-    Their files are found as the run needs them: they use what is in this one.
-    """
-    return import_module("shardwise.parallel.strategies").STRATEGIES
+    """Return the data-parallel strategies by name, the simplest first."""
+    return plugins("strategies")
 
 
 def strategy_facts(parallel: Parallel) -> StrategyFacts:

@@ -10,14 +10,20 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
-from shardwise import __version__
+from shardwise.base import __version__
 from shardwise.base.process.ending import is_full, report_error
-from shardwise.commands import commands_of
-from shardwise.commands.command import OVERRIDE, is_completing
+from shardwise.commands.command import OVERRIDE, Command, is_completing
 from shardwise.config import UserError, require
 from shardwise.config.keys import elsewhere, known_keys, nearest
+
+NAMES = (
+    *("init", "data", "plan", "train", "launch", "prove", "bench", "split", "calibrate"),
+    *("models", "report", "check", "export", "schema", "completion"),
+)
+"""The names in the order in which `shardwise --help` lists them."""
 
 NO_CYCLES = ("init", "models", "plan", "check")
 """Commands that make hardly any cycles. Python would look for them in all modules as these are
@@ -140,6 +146,12 @@ def _is_override(argument: str) -> bool:
         return False
     key, equals, _ = argument.partition("=")
     return key.startswith("--") and bool(equals) and ("." in key or key[2:] in known_keys())
+
+
+def commands_of(name: str | None = None) -> tuple[Command, ...]:
+    """Return the command of that name alone, whose imports are all that it needs; else all."""
+    names = (name,) if name in NAMES else NAMES
+    return tuple(import_module(f"shardwise.commands.{one}").COMMAND for one in names)
 
 
 def build_parser(name: str | None = None) -> Parser:

@@ -12,12 +12,12 @@ from pathlib import PurePosixPath
 from shardwise.base import layouts
 from shardwise.checkpoint.folder import BY_AGE, CHECKPOINTS
 from shardwise.commands.command import Command, add_resume, add_run_file, overrides_of
+from shardwise.commands.library import LOOP
 from shardwise.config import Launch, RunConfig, UserError, require
 from shardwise.config.keys import input_paths
 from shardwise.config.rules import check
 from shardwise.config.run_file import load_config
 from shardwise.data.files import SUFFIXES, expanded, parts_of
-from shardwise.launch.library import LOOP
 
 LAUNCHERS = {
     "local": "this machine (the default)",

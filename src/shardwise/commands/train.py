@@ -30,7 +30,7 @@ def run(args: Namespace) -> int:
         )
         require(args.nproc is None or args.nproc >= 1, f"--nproc is {args.nproc}; give at least 1")
         return dry_run(cfg, args.devices, args.nproc or 1, args.nodes, args.link)
-    from shardwise.launch.library import LOOP
+    from shardwise.commands.library import LOOP
     from shardwise.launch.local import launch
 
     return launch(cfg, args.nproc, LOOP)

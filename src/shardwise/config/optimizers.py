@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
 
-_FOLDER = Path(__file__).parents[1] / "parallel" / "optimizers"
-OPTIMIZER_NAMES = tuple(file.name for file in iter_modules([str(_FOLDER)]))
-"""The values of `optimizer.name`: each is a file, which is not loaded for its name."""
+from shardwise.config.plugins import names_in, plugins
+
+OPTIMIZER_NAMES = names_in("optimizers")
+"""The values of `optimizer.name`."""
 if TYPE_CHECKING:
     OptimizerName = str
 else:
@@ -34,5 +32,5 @@ class UpdateFacts:
 
 
 def update_facts(name: str) -> UpdateFacts:
-    """Return the facts of an optimizer, whose file is found as the run needs it."""
-    return import_module("shardwise.parallel.optimizers").OPTIMIZERS[name]
+    """Return the facts of an optimizer."""
+    return plugins("optimizers")[name]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from shardwise.config.plugins import names_in
 from shardwise.config.section import KeyFacts, Section, require, with_facts
 
-_FOLDER = Path(__file__).parents[1] / "parallel" / "strategies"
-STRATEGY_NAMES = tuple(file.name for file in iter_modules([str(_FOLDER)]))
-"""The data-parallel strategies: each is a file, which is not loaded for its name."""
+STRATEGY_NAMES = names_in("strategies")
+"""The data-parallel strategies."""
 if TYPE_CHECKING:
     StrategyName = str
 else:

@@ -32,7 +32,8 @@ from shardwise.data.order import Order, draws, split
 from shardwise.data.packing import PADDING, RowLengths, to_microbatches
 from shardwise.data.record import BadDocument
 from shardwise.data.slots import Documents, SlotRows, TrainStream, encoded, items
-from shardwise.data.state import LoaderState, Position, SlotState, read_from, starts
+from shardwise.data.start import read_from, starts
+from shardwise.data.state import LoaderState, Position, SlotState
 from shardwise.data.streaming import Streamed, StreamOrder, StreamPass, StreamSample
 from shardwise.data.survey import MOST_SOURCES, sample, spread
 from shardwise.data.validation import Validation

@@ -25,7 +25,7 @@ from shardwise.base.process.world import AT_RANK_0
 from shardwise.config import RunConfig, UserError
 from shardwise.launch.local import launch
 from shardwise.launch.rank import Train
-from shardwise.launch.ray import (
+from shardwise.launch.ray_request import (
     RankError,
     Request,
     connected,

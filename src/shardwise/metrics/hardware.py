@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise import __version__
+from shardwise.base import __version__
 from shardwise.metrics.stopwatch import Stopwatch
 
 # Dense peaks in TFLOP/s, without sparsity, from NVIDIA's datasheets: (bfloat16 = float16 with

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import RunConfig
 from shardwise.kernels.float8 import Float8
+from shardwise.models.documents import with_documents
 from shardwise.models.families import Family
+from shardwise.models.masks import without_packed_rows
 from shardwise.models.part import ModelPart
-from shardwise.models.patches.experts import RoutedExperts
-from shardwise.models.patches.isolation import with_documents
-from shardwise.models.patches.masks import without_packed_rows
-from shardwise.models.patches.router_loss import routers_of
+from shardwise.models.routed_experts import RoutedExperts
+from shardwise.models.router_loss import routers_of
 from shardwise.models.spec import ModelSpec
 
 Inputs = dict[str, torch.Tensor]

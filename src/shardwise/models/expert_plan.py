@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.models.kinds.mixture import BIASES
 from shardwise.models.names import hf_name, in_use
-from shardwise.models.patches.experts import is_routed
+from shardwise.models.routed_experts import is_routed
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import DimCut, blocked, even, unwrapped
 from shardwise.models.weights import weights_of

@@ -17,7 +17,9 @@ from shardwise.models import eight_bit, expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention
 from shardwise.models.names import in_use
-from shardwise.models.patches import experts, float8, lora_kernel, router_loss
+from shardwise.models.patches import float8, lora_kernel
+from shardwise.models.routed_experts import is_routed
+from shardwise.models.router_loss import routers_of
 from shardwise.models.spec import ModelSpec
 from shardwise.models.weights import weights_of
 
@@ -42,7 +44,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         is_tied=spec.tied,
         num_positions=None if spec.positions is None else hf.config.max_position_embeddings,
         unseeded_noise=next(iter(noise.items()), None),
-        has_router_loss=bool(router_loss.routers_of(hf, family)),
+        has_router_loss=bool(routers_of(hf, family)),
         has_router_bias=any(True for _ in expert_plan.biases_of(hf, spec)),
         adds_positions=family.positions is not None,
         kinds_without_isolation=tuple(
@@ -61,7 +63,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         odd_blocks=odd_blocks,
         has_fused_attention=hf.config._attn_implementation != "eager",
         folds_adapters=any(
-            isinstance(module, ParamWrapper) and not experts.is_routed(module.get_base_layer())
+            isinstance(module, ParamWrapper) and not is_routed(module.get_base_layer())
             for module in hf.modules()
         ),
         context=context_facts(hf, spec),

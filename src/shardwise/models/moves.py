@@ -115,7 +115,7 @@ def generated_convolution(numel: int, itemsize: int, width: int) -> tuple[Moves,
 
 
 def dropout(numel: int, itemsize: int) -> Moves:
-    """Return the moves of models/patches/dropout.py: a hash of each feature and token, and of each
+    """Return the moves of models/slot_dropout.py: a hash of each feature and token, and of each
     number.
     """
     whole = 4 * numel  # int32

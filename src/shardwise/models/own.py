@@ -21,7 +21,7 @@ from shardwise.config import RunConfig, require
 from shardwise.config.ranges import shown
 from shardwise.models.kinds.base import Kind
 from shardwise.models.part import ModelPart, StagePart
-from shardwise.models.patches.dropout import SlotDropout
+from shardwise.models.slot_dropout import SlotDropout
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Indivisible, evenly, require_divides
 

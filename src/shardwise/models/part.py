@@ -11,8 +11,8 @@ from shardwise.base.interfaces import Part
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype
-from shardwise.models.patches.dropout import DropoutState
-from shardwise.models.patches.router_loss import RouterLoss
+from shardwise.models.router_loss import RouterLoss
+from shardwise.models.slot_dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 
 

@@ -23,7 +23,7 @@ from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import Checkpointing, RunConfig, Way, way_of
 from shardwise.models.names import adapter_layers
 from shardwise.models.part import ModelPart
-from shardwise.models.patches.dropout import DropoutState
+from shardwise.models.slot_dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 
 _aten = torch.ops.aten
@@ -117,7 +117,7 @@ def _recomputed(
             dropout.batch, dropout.rows, dropout.tokens = state
             return forward(*args, **kwargs)
 
-        # A layer uses no global random state (see models/patches/dropout.py), so none is saved.
+        # A layer uses no global random state (see models/slot_dropout.py), so none is saved.
         return checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
         )

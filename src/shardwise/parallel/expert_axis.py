@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.kernels.grouped_linear import take_rows
-from shardwise.models.patches.experts import Compute
+from shardwise.models.routed_experts import Compute
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.kernels.linear_cross_entropy import Vocabulary
 from shardwise.models.adapters.lora import Magnitude
 from shardwise.models.names import in_use
-from shardwise.models.patches.dropout import SlotDropout
+from shardwise.models.slot_dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows
 from shardwise.models.tensor_plan import rows_in
 from shardwise.parallel.place import local, placed

@@ -40,7 +40,7 @@ _prepared: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
 def prepare(
     cfg: RunConfig, mesh: Mesh, model: nn.Module | None, instruments: Instruments
 ) -> OwnLoop:
-    """Return the run of a caller's loop on this rank: see `launch.library.prepare`."""
+    """Return the run of a caller's loop on this rank: see `commands.library.prepare`."""
     _check("prepare", "cfg", cfg, RunConfig)
     _check("prepare", "mesh", mesh, Mesh)
     _check("prepare", "model", model, nn.Module | None)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import shardwise.kernels.gated_delta_rule as package_of_rule
 import shardwise.models  # noqa: F401  # registers Jet-Nemotron
 from shardwise.kernels.gated_delta_rule import backend, gated_delta_rule, naive
-from shardwise.models.patches.isolation import documents_of
+from shardwise.models.documents import documents_of
 from tests.kernels.gated_delta_rule.test_chunked import inputs, run
 from tests.models.patches.test_isolation import LENGTHS, packed
 from tests.models.tiny import CONFIGS, relative_error

@@ -29,7 +29,7 @@ ALLOWED = {
         *("input_linear", "output_linear"),
     },
     # It replaces the forward of transformers' classes of stacked experts, with their names.
-    "models/patches/experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},
+    "models/routed_experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},
     # It measures layers of each kind in small models of these families.
     "lab/planner/measured_models.py": {
         *("qwen3_5_text", "bamba", "qwen3", "full_attention"),

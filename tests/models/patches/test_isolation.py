@@ -19,14 +19,15 @@ from shardwise.config import Lora
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
+from shardwise.models.documents import documents_of
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.families.base import mixer
 from shardwise.models.kinds import gated_delta_net
 from shardwise.models.patches import patch
 from shardwise.models.patches.cores import use_cores
-from shardwise.models.patches.dropout import DropoutState, SlotDropout
-from shardwise.models.patches.isolation import documents_of, isolate
+from shardwise.models.patches.isolation import isolate
+from shardwise.models.slot_dropout import DropoutState, SlotDropout
 from shardwise.parallel.activation_checkpoint import recompute
 from tests.left_out import some_now
 from tests.models.tiny import relative_error, with_adapters, with_every_kind

@@ -19,11 +19,11 @@ from shardwise.models.adapters.lora import use_magnitudes
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.names import adapter_layers
 from shardwise.models.patches import lora_kernel
-from shardwise.models.patches.dropout import DropoutState, replace_dropouts
 from shardwise.models.patches.lora_kernel import kernel_for, use_lora_kernel
+from shardwise.models.slot_dropout import DropoutState, replace_dropouts
 from tests.kernels.lora_linear.cases import worst
 from tests.left_out import some_now
-from tests.models.patches.test_dropout import batch
+from tests.models.test_slot_dropout import batch
 from tests.models.tiny import EACH_KIND, PLAIN, tiny, tokens, with_adapters
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from shardwise.base.records.cell import LOG
 from shardwise.config import UserError, require
 from shardwise.lab.benchmark.process import TRAIN, ProcessOutcome, now, run_command, timed
 from shardwise.lab.benchmark.runner import CellRun, Engine
-from shardwise.launch.ray import address_of, check_installed, connected, cpus_of
+from shardwise.launch.ray_request import address_of, check_installed, connected, cpus_of
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_microbatches
 from shardwise.config import RunConfig
 from shardwise.lab.planner.axes import AXES
-from shardwise.lab.planner.messages import Step, Total, add_up, sizes_of
-from shardwise.lab.planner.share import Share
+from shardwise.lab.planner.messages import Share, Step, Total, add_up, sizes_of
 from shardwise.models.expert_plan import experts_by_layer
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.sent import Messages, ranks_along

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from shardwise.base.layouts import axis_sizes
 from shardwise.config import Parallel, RunConfig
 from shardwise.lab.planner.axes import AXES
+from shardwise.lab.planner.axes.axis import Traffic
 from shardwise.lab.planner.candidates import Candidate, Question, Subject, recomputations
 from shardwise.lab.planner.choices import Recomputed, as_checkpointing, is_budget
-from shardwise.lab.planner.cluster import Link, efficiency
+from shardwise.lab.planner.cluster import efficiency
 from shardwise.lab.planner.divisions import Division, layout_name, most_sharded
 from shardwise.lab.planner.exact import usable_bytes
 from shardwise.lab.planner.unit_time import seconds_of_units
@@ -45,7 +46,7 @@ class Kept(NamedTuple):
 
 
 @dataclass
-class Estimates:
+class Estimates(Traffic):
     """Rough memory and time of the candidates of one question."""
 
     question: Question
@@ -54,7 +55,8 @@ class Estimates:
     def __post_init__(self) -> None:
         cfg, run = self.question.cfg, self.subject.run
         self.num_layers = len(self.subject.units) - 2
-        bandwidth = self.question.cluster.device.memory_bandwidth * efficiency("memory")
+        self.cluster = self.question.cluster
+        bandwidth = self.cluster.device.memory_bandwidth * efficiency("memory")
         self.adding_seconds = 3 * self.subject.total("gradient_bytes") / bandwidth
         """Seconds of adding the gradients of a micro-batch to a sum."""
         weight_seconds = self.subject.total("weight_seconds")
@@ -69,11 +71,9 @@ class Estimates:
         self.optimizer_bytes = self.subject.total("optimizer_bytes")
         layers = self.subject.units[1:-1]
         self.hidden_bytes = layers[0].output_bytes
-        """Bytes of the hidden states of a row."""
         self.output_bytes = (
             self.hidden_bytes / hidden_dtype(cfg).itemsize * product_dtype(cfg).itemsize
         )
-        """Bytes of a block's output for a row."""
         self.tied_bytes = (0, 0, 0)
         """The weights, gradients and states that embedding and head have in common, which count at
         either end."""
@@ -85,7 +85,6 @@ class Estimates:
         """Bytes of the weights that `ep` spreads."""
         top_k = run.hf.config.num_experts_per_tok if modules else 0
         self.routed_bytes = 2 * len(modules) * top_k * self.hidden_bytes
-        """Bytes that go to the experts of a row's tokens and come back."""
         self.largest_unit_bytes = max(unit.weight_bytes for unit in self.subject.units)
         trained = sum(u.parameters for u in self.subject.units if u.trainable)
         is_lora = cfg.lora is not None
@@ -120,14 +119,6 @@ class Estimates:
         units = seconds_of_units(one, run, question.cluster, question.cluster.num_devices)
         *layers, head = (unit.total for unit in units)
         return sum(layers), head
-
-    def ring(self, num_ranks: int, inside: int = 1) -> Link:
-        """Return the slowest link of a ring of ranks, each with so many neighbours inside it.
-
-        Between nodes it goes through the ports of all its ranks in a node.
-        """
-        cluster = self.question.cluster
-        return cluster.link_of(num_ranks * inside, max(1, cluster.per_node // inside))
 
     def state_bytes(self, division: Division, offload: str = "none") -> float:
         """Return a lower bound of the states on the fullest rank."""
@@ -347,7 +338,7 @@ class Estimates:
         replicas = division.replicas
         across = 2 * (replicas - 1) / replicas * reduced / shards / link.bandwidth
         num_messages = (gathers + times) * len(self.subject.units) / division.pp
-        latency = self.question.cluster.latency("all-gather", shards, shards * division.tp)
+        latency = self.cluster.latency("all-gather", shards, shards * division.tp)
         return inside + across + num_messages * latency
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardwise.base.layouts import context_joins_of, num_strategy_ranks
 from shardwise.config import RunConfig, require
-from shardwise.lab.planner.share import Share
+from shardwise.lab.planner.messages import Share
 from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.strategies import strategy_of
 from shardwise.parallel.strategy import Elements

@@ -1,22 +1,58 @@
-"""The messages of a training step, and what their number and bytes depend on."""
+"""The messages of a training step, and the share of a model that they depend on."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_strategy_ranks
 from shardwise.config import RunConfig
-from shardwise.lab.planner.share import Share
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.sent import DataStep, Messages
 from shardwise.parallel.strategies import strategy_of
-from shardwise.parallel.weights import Weight
+from shardwise.parallel.weights import ChunkWeights, Weight
 
 Total = dict[tuple[str, str], tuple[int, int]]
 """(kind, mesh axis) -> calls, and bytes of their whole tensors together."""
+
+
+@dataclass(frozen=True)
+class ChunkShare(ChunkWeights):
+    """A pipeline stage, or the whole model, with all that its layers send."""
+
+    needs_head_gradient: bool
+    """Whether the backward needs the gradient of the head's input."""
+    sending: Mapping[str, tuple[Any, ...]]
+    """The parts of its layers that make a rank send, by the axis."""
+    receives_from: int | None = None
+    """The place along `pp` of the other rank that its input comes from; None: from none."""
+    sends_to: int | None = None
+    """The place along `pp` of the other rank that its output goes to; None: to none."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a model that one rank holds."""
+
+    chunks: tuple[ChunkShare, ...]
+    tied: Weight | None
+    """The trained tied weight, where the stage at the other end of the pipeline has it too."""
+    context_rank: int = 0
+    """The place of the rank along `cp`."""
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights of all chunks."""
+        return tuple(weight for chunk in self.chunks for weight in chunk.weights)
+
+    @cached_property
+    def trained(self) -> tuple[Weight, ...]:
+        """The weights that the optimizer updates."""
+        return tuple(weight for weight in self.weights if weight.is_trained)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from shardwise.base.layouts import HALVING, context_joins_of, num_microbatches, 
 from shardwise.base.schedule.simulate import kept_messages
 from shardwise.config import RunConfig, way_of
 from shardwise.lab.planner.memory import PeakBytes, state_bytes
+from shardwise.lab.planner.messages import ChunkShare, Share
 from shardwise.lab.planner.passes import (
     FORWARD,
     PASSES,
@@ -32,7 +33,7 @@ from shardwise.lab.planner.passes import (
     forward,
     progress_of,
 )
-from shardwise.lab.planner.share import ChunkShare, Share, boundaries_of, share_of
+from shardwise.lab.planner.share import boundaries_of, share_of
 from shardwise.lab.planner.update import summed_bytes
 from shardwise.models.activations import UnitMemory, offloaded, unit_memory
 from shardwise.models.alike import first_alike

@@ -8,8 +8,7 @@ its experts. What data parallelism then does with the share is in `communication
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -18,46 +17,12 @@ from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_strategy_ranks
 from shardwise.config import RunConfig
 from shardwise.lab.planner.axes import AXES
+from shardwise.lab.planner.messages import ChunkShare, Share
 from shardwise.lab.planner.weights import cut_weights, sharded
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ModelCounts
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.weights import ChunkWeights, Weight
-
-
-@dataclass(frozen=True)
-class ChunkShare(ChunkWeights):
-    """A pipeline stage, or the whole model, with all that its layers send."""
-
-    needs_head_gradient: bool
-    """Whether the backward needs the gradient of the head's input."""
-    sending: Mapping[str, tuple[Any, ...]]
-    """The parts of its layers that make a rank send, by the axis."""
-    receives_from: int | None = None
-    """The place along `pp` of the other rank that its input comes from; None: from none."""
-    sends_to: int | None = None
-    """The place along `pp` of the other rank that its output goes to; None: to none."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of a model that one rank holds."""
-
-    chunks: tuple[ChunkShare, ...]
-    tied: Weight | None
-    """The trained tied weight, where the stage at the other end of the pipeline has it too."""
-    context_rank: int = 0
-    """The place of the rank along `cp`."""
-
-    @cached_property
-    def weights(self) -> tuple[Weight, ...]:
-        """The weights of all chunks."""
-        return tuple(weight for chunk in self.chunks for weight in chunk.weights)
-
-    @cached_property
-    def trained(self) -> tuple[Weight, ...]:
-        """The weights that the optimizer updates."""
-        return tuple(weight for weight in self.weights if weight.is_trained)
+from shardwise.parallel.weights import Weight
 
 
 def share_of(

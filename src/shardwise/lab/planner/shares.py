@@ -7,7 +7,8 @@ from typing import Any
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
-from shardwise.lab.planner.share import Share, boundaries_of, share_of
+from shardwise.lab.planner.messages import Share
+from shardwise.lab.planner.share import boundaries_of, share_of
 
 
 class Shares:

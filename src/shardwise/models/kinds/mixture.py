@@ -127,7 +127,7 @@ def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor,
 
 
 def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of the experts' outputs; see models/patches/experts.py."""
+    """Return the weighted sum of the experts' outputs; see models/routed_experts.py."""
     rows = block.tokens * block.top_k
     down, up = experts.parameters["down_proj"], "up_proj"
     if "gate_up_proj" in experts.parameters:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMLP
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
@@ -32,6 +31,7 @@ from shardwise.kernels import gated_activation, rms_norm
 from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.gated_norm import gated_norm
 from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.routed_experts import has_silu
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -60,12 +60,6 @@ def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
     used = {"norms": rms_norm.backend, "gates": gated_activation.backend}
     is_compiled = cfg.training.compile != "none"
     return {n: "torch" if is_compiled else by(device, dtype) for n, by in used.items()}
-
-
-def has_silu(module: Any) -> bool:
-    """Return whether the activation is silu; a forward without a module for it says which."""
-    activation = getattr(module, "act_fn", getattr(module, "activation", None))
-    return not isinstance(activation, nn.Module) or isinstance(activation, SiLUActivation | nn.SiLU)
 
 
 def _code_of(cls: type[nn.Module]) -> tuple[object, ...]:

@@ -28,7 +28,7 @@ from shardwise.kernels.lora_linear import Linear, LoraBackend, load_backend, lor
 from shardwise.kernels.lora_linear.magnitude import row_norms, with_magnitude
 from shardwise.models.adapters.lora import Magnitude, magnitude_of
 from shardwise.models.kinds import SHARED_INPUTS
-from shardwise.models.patches.dropout import SlotDropout
+from shardwise.models.slot_dropout import SlotDropout
 from shardwise.models.stored import weight_of
 
 if TYPE_CHECKING:

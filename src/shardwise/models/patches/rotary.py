@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.base.batches import Batch
 from shardwise.config import RunConfig, require
-from shardwise.models.patches.dropout import DropoutState
+from shardwise.models.slot_dropout import DropoutState
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
+from shardwise.lab.planner.cluster import Cluster, Link
+from shardwise.lab.planner.divisions import Division
+from shardwise.lab.planner.messages import Step
 from shardwise.models.counts import Unit
 from shardwise.models.spec import LayerSpec
 from shardwise.parallel.sent import Messages
 from shardwise.parallel.weights import Weight
 
-if TYPE_CHECKING:
-    from shardwise.lab.planner.divisions import Division
-    from shardwise.lab.planner.estimate import Estimates
-    from shardwise.lab.planner.messages import Step
+
+class Traffic:
+    """Bytes of a row that layers have for other ranks, and the links that these go over."""
+
+    cluster: Cluster
+    num_layers: int
+    hidden_bytes: float
+    """Bytes of the hidden states of a row."""
+    output_bytes: float
+    """Bytes of a block's output for a row."""
+    routed_bytes: float
+    """Bytes that go to the experts of a row's tokens and come back."""
+
+    def ring(self, num_ranks: int, inside: int = 1) -> Link:
+        """Return the slowest link of a ring of ranks, each with so many neighbours inside it.
+
+        Between nodes it goes through the ports of all its ranks in a node.
+        """
+        per_node = self.cluster.per_node
+        return self.cluster.link_of(num_ranks * inside, max(1, per_node // inside))
 
 
 class AxisMessages:
@@ -37,6 +56,6 @@ class AxisMessages:
         """Yield what a rank sends in a step."""
         raise NotImplementedError
 
-    def seconds(self, estimates: Estimates, division: Division, is_again: bool) -> float:
+    def seconds(self, traffic: Traffic, division: Division, is_again: bool) -> float:
         """Return roughly how long its messages for a row take; `is_again`: some are sent twice."""
         return 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.assembly.describe import Description
 from shardwise.base.schedule.context import (
@@ -19,7 +19,9 @@ from shardwise.base.schedule.context import (
     sent_by_recurrence,
 )
 from shardwise.config import RunConfig
-from shardwise.lab.planner.axes.axis import AxisMessages
+from shardwise.lab.planner.axes.axis import AxisMessages, Traffic
+from shardwise.lab.planner.divisions import Division
+from shardwise.lab.planner.messages import Step
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
 from shardwise.models.dtypes import product_dtype
@@ -28,16 +30,11 @@ from shardwise.models.families import family_of
 from shardwise.models.kinds.attention import Attention
 from shardwise.models.kinds.base import Carried
 from shardwise.models.names import in_use
-from shardwise.models.patches.router_loss import routers_of
+from shardwise.models.router_loss import routers_of
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.parallel.sent import Messages, sums_over_copies
 from shardwise.parallel.strategies import strategy_of
 from shardwise.parallel.weights import Weight
-
-if TYPE_CHECKING:
-    from shardwise.lab.planner.divisions import Division
-    from shardwise.lab.planner.estimate import Estimates
-    from shardwise.lab.planner.messages import Step
 
 STATE_ITEMSIZE = 4
 """Bytes of an element of a recurrence's transition and state, whatever the precision."""
@@ -153,10 +150,10 @@ class ContextMessages(AxisMessages):
         if strategy_of(cfg).axis is None:
             yield from sums_over_copies(step, step.share.trained)
 
-    def seconds(self, estimates: Estimates, division: Division, is_again: bool) -> float:
+    def seconds(self, traffic: Traffic, division: Division, is_again: bool) -> float:
         """See AxisMessages."""
-        sent = 2 * (division.cp - 1) / division.cp * estimates.hidden_bytes / division.tp
-        cluster, span = estimates.question.cluster, division.tp * division.cp
+        sent = 2 * (division.cp - 1) / division.cp * traffic.hidden_bytes / division.tp
+        cluster, span = traffic.cluster, division.tp * division.cp
         seconds = sent / cluster.link_of(span).bandwidth
         seconds += 4 * cluster.latency("send", division.cp, span)
-        return estimates.num_layers / division.pp * seconds
+        return traffic.num_layers / division.pp * seconds

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
-from shardwise.lab.planner.axes.axis import AxisMessages
+from shardwise.lab.planner.axes.axis import AxisMessages, Traffic
+from shardwise.lab.planner.divisions import Division
+from shardwise.lab.planner.messages import Step
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.expert_plan import experts_of, num_experts
 from shardwise.models.names import hf_name
-from shardwise.models.patches.experts import widths_of
+from shardwise.models.routed_experts import widths_of
 from shardwise.models.spec import LayerSpec
 from shardwise.models.tensor_cuts import unwrapped
 from shardwise.parallel.sent import Messages
 from shardwise.parallel.weights import Weight
-
-if TYPE_CHECKING:
-    from shardwise.lab.planner.divisions import Division
-    from shardwise.lab.planner.estimate import Estimates
-    from shardwise.lab.planner.messages import Step
 
 COUNT_BYTES = 8
 """Bytes of the number of rows for an expert, an int64."""
@@ -115,9 +111,9 @@ class ExpertMessages(AxisMessages):
                 calls, num_bytes = mixture.sent(step.num_tokens, received, step.num_microbatches)
                 yield Messages("all-to-all", "ep", calls, num_bytes)
 
-    def seconds(self, estimates: Estimates, division: Division, is_again: bool) -> float:
+    def seconds(self, traffic: Traffic, division: Division, is_again: bool) -> float:
         """See AxisMessages."""
-        routed = (2 + is_again) * estimates.routed_bytes
+        routed = (2 + is_again) * traffic.routed_bytes
         sent = routed / division.cp * (division.ep - 1) / division.ep
-        link = estimates.question.cluster.link_of(division.ep * division.tp)
+        link = traffic.cluster.link_of(division.ep * division.tp)
         return sent / link.bandwidth / division.pp

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shardwise.lab.planner.axes.axis import AxisMessages
+from shardwise.lab.planner.messages import Step
 from shardwise.parallel.sent import Messages
-
-if TYPE_CHECKING:
-    from shardwise.lab.planner.messages import Step
 
 
 class PipelineMessages(AxisMessages):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwise.assembly.describe import Description
 from shardwise.base.schedule.context import MessageKind
 from shardwise.config import RunConfig
-from shardwise.lab.planner.axes.axis import AxisMessages
+from shardwise.lab.planner.axes.axis import AxisMessages, Traffic
+from shardwise.lab.planner.divisions import Division
+from shardwise.lab.planner.messages import ChunkShare, Step
 from shardwise.metrics.flops import rerun_of
 from shardwise.models.counts import Unit
 from shardwise.models.dtypes import hidden_dtype, product_dtype
@@ -19,13 +20,7 @@ from shardwise.models.spec import LayerSpec
 from shardwise.models.tensor_cuts import BlockSplit, unwrapped
 from shardwise.models.tensor_plan import cut_rows, split_blocks
 from shardwise.parallel.sent import Messages
-
-if TYPE_CHECKING:
-    from shardwise.lab.planner.divisions import Division
-    from shardwise.lab.planner.estimate import Estimates
-    from shardwise.lab.planner.messages import Step
-    from shardwise.lab.planner.share import ChunkShare
-    from shardwise.parallel.weights import Weight
+from shardwise.parallel.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -125,24 +120,24 @@ class TensorMessages(AxisMessages):
             for numel in weight.shared_numels:
                 yield Messages("all-reduce", "tp", 1, 4 * numel // step.num_pieces(weight))
 
-    def seconds(self, estimates: Estimates, division: Division, is_again: bool) -> float:
+    def seconds(self, traffic: Traffic, division: Division, is_again: bool) -> float:
         """See AxisMessages."""
         # Summed are the outputs of two blocks, and the gradients of their inputs. A forward that
         # runs again ends before the last sum. With sequence parallelism a sum is two messages, and
         # inputs are gathered again, too.
-        num_sums, summed = 4 + is_again, 2 * (estimates.output_bytes + estimates.hidden_bytes)
+        num_sums, summed = 4 + is_again, 2 * (traffic.output_bytes + traffic.hidden_bytes)
         if is_again:
             summed += (
-                estimates.hidden_bytes + estimates.output_bytes / 2
+                traffic.hidden_bytes + traffic.output_bytes / 2
                 if division.is_sequence
-                else estimates.output_bytes
+                else traffic.output_bytes
             )
         num_messages = 2 * num_sums if division.is_sequence else num_sums
         sent = 2 * (division.tp - 1) / division.tp * summed / division.cp
         kind = "all-gather" if division.is_sequence else "all-reduce"
-        latency = estimates.question.cluster.latency(kind, division.tp, division.tp)
-        each = sent / estimates.ring(division.tp).bandwidth + num_messages * latency
-        return estimates.num_layers / division.pp * each
+        latency = traffic.cluster.latency(kind, division.tp, division.tp)
+        each = sent / traffic.ring(division.tp).bandwidth + num_messages * latency
+        return traffic.num_layers / division.pp * each
 
 
 Moves = Iterator[tuple[MessageKind, int, int]]

@@ -14,7 +14,7 @@ def without_packed_rows() -> Generator[None]:
     """Let transformers make causal masks without looking for packed documents.
 
     It takes position ids that do not grow by 1 for the border of a document. Here documents are
-    known (isolation.py), and the host would wait for the device to compare the positions. A base
+    known (documents.py), and the host would wait for the device to compare the positions. A base
     model looks the function up in transformers at each forward and has no switch for it.
     """
     search = masking_utils.find_packed_sequence_indices

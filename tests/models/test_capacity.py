@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from shardwise.base.batches import Batch
 from shardwise.models import load
+from shardwise.models.capacity import Capacity
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.patches import patch
-from shardwise.models.patches.capacity import Capacity
-from shardwise.models.patches.experts import RoutedExperts
+from shardwise.models.routed_experts import RoutedExperts
 from tests.kernels.lora_linear.cases import worst
-from tests.models.patches.test_experts import module_of, outcome
+from tests.models.test_routed_experts import module_of, outcome
 from tests.models.tiny import relative_error
 from tests.parity.harness import Cell, run_config
 

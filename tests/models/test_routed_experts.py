@@ -22,7 +22,7 @@ from shardwise.metrics.memory import PeakMemory
 from shardwise.models.adapters.writing import merge_adapter, save_adapter
 from shardwise.models.families import FAMILIES, spec_of
 from shardwise.models.load import weights
-from shardwise.models.patches.experts import RoutedExperts, use_routed_experts
+from shardwise.models.routed_experts import RoutedExperts, use_routed_experts
 from shardwise.models.save import save_model
 from tests.kernels.lora_linear.cases import worst
 from tests.left_out import some_now

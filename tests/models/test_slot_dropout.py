@@ -7,12 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.base.batches import Batch
-from shardwise.models.patches.dropout import (
-    DropoutState,
-    SlotDropout,
-    replace_dropouts,
-    stable_seed,
-)
+from shardwise.models.seeds import stable_seed
+from shardwise.models.slot_dropout import DropoutState, SlotDropout, replace_dropouts
 
 
 def batch(slots: tuple[int, ...], step: int = 1, positions: torch.Tensor | None = None) -> Batch:
