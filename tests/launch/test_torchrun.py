@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -278,14 +279,46 @@ def test_an_agent_that_lost_the_others_is_silent_where_its_ranks_have_said_why(
     assert capsys.readouterr().err == ""
 
 
-def test_ranks_that_start_again_have_as_long_to_save_as_the_run_says():
-    """The private method `_shutdown` of torch's agent ends them, which else gives 30 seconds."""
-    config, program, _ = torchrun._parsed(["--shutdown-timeout=90", "train.py"])
-    agent = torchrun._agent(WorkerSpec("train", 1, None, entrypoint=program), config)
-    closed = []
-    agent._pcontext = SimpleNamespace(close=lambda *how: closed.append(how))
-    agent._stop_workers(agent.get_worker_group())
-    assert closed == [(signal.SIGTERM, 90)]
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep({seconds}), sys.exit(7)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "limit", "code"), [(1, 60, 7), (60, 1, None)])
+def test_ranks_that_start_again_have_as_long_to_save_as_the_run_says(
+    tmp_path, capsys, seconds, limit, code
+):
+    """torch's agent, which ends them next, gives 30 seconds. It reads how they have ended."""
+    handler = SimpleNamespace(next_rendezvous=None, num_nodes_waiting=lambda: 1)
+    config = SimpleNamespace(
+        nproc_per_node=1, min_nodes=1, max_nodes=2, max_restarts=3, shutdown_timeout=limit
+    )
+    command = [sys.executable, "-c", SAVES.format(seconds=seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        workers = SimpleNamespace(workers=[SimpleNamespace(id=rank.pid)])
+        torchrun._Starts(handler, config, tmp_path, workers)
+        assert handler.num_nodes_waiting() == 1
+        assert rank.poll() == code
+        rank.kill()
+    assert "starting again" in capsys.readouterr().err
+
+
+def test_an_agent_knows_its_ranks_by_their_processes(tmp_path):
+    """What `_Starts` asks them by: torch leaves it to each agent what `Worker.id` is."""
+    config, _, _ = torchrun._parsed(["--rdzv-endpoint=here", "train.py"])
+    handler = registry.get_rendezvous_handler(
+        RendezvousParameters("static", "127.0.0.1:0", "1", 1, 1, rank=0)
+    )
+    spec = WorkerSpec("train", 1, handler, entrypoint="true", max_restarts=0)
+    agent = LocalElasticAgent(spec, logs_specs=config.logs_specs)
+    agent.run()
+    (rank,) = agent.get_worker_group().workers
+    assert isinstance(rank.id, int)
 
 
 def test_a_command_says_what_the_section_says(folder, capsys):

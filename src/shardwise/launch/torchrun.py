@@ -17,10 +17,13 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from shardwise.base.process.ending import CODES, FAILED, OUT_OF_MEMORY, USER_ERROR, RunError
 from shardwise.base.process.stop import SIGNALS
@@ -40,6 +43,8 @@ _NEARLY = (
     "# launch runs the agent of this command itself, and reads the exit codes of ranks: it does "
     "not start a mistake again."
 )
+ENDED = psutil.STATUS_ZOMBIE
+"""The status of a rank until its agent has read how it has ended."""
 _WAY_OUT = "start this command again on every node: the run resumes from its last checkpoint"
 
 
@@ -125,6 +130,7 @@ def _run_agent(arguments: Sequence[str], codes: Path) -> int:
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters, api
 
@@ -159,8 +165,15 @@ def _run_agent(arguments: Sequence[str], codes: Path) -> int:
             event_log_handler=config.event_log_handler,
             numa_options=config.numa_options,
         )
-        starts = _Starts(handler, config, codes)
-        result = _agent(spec, config).run()
+        agent = LocalElasticAgent(
+            spec,
+            logs_specs=config.logs_specs,
+            start_method=config.start_method,
+            log_line_prefix_template=config.log_line_prefix_template,
+            shutdown_timeout=config.shutdown_timeout,
+        )
+        starts = _Starts(handler, config, codes, agent.get_worker_group())
+        result = agent.run()
         return exit_code(each.exitcode for each in result.failures.values()) if result else 0
     except _EndedError as error:
         if starts is not None and starts.is_elastic and error.code in (USER_ERROR, OUT_OF_MEMORY):
@@ -315,9 +328,10 @@ class _Starts:
     The agent starts ranks again whatever their exit codes say, of which each rank leaves its own.
     """
 
-    def __init__(self, handler: Any, config: Any, codes: Path) -> None:
-        """Stand between the agent and its rendezvous `handler`; ranks leave codes in `codes`."""
+    def __init__(self, handler: Any, config: Any, codes: Path, ranks: Any) -> None:
+        """Stand between the agent and its rendezvous `handler`; `ranks` leave codes in `codes`."""
         self._codes, self._num_ranks = codes, config.nproc_per_node
+        self._ranks, self._seconds_to_save = ranks, config.shutdown_timeout
         self.is_elastic, self._num_left = config.min_nodes < config.max_nodes, config.max_restarts
         self._has_begun = self._others_come = False
         self._meet, self._num_waiting = handler.next_rendezvous, handler.num_nodes_waiting
@@ -328,8 +342,19 @@ class _Starts:
         number = self._num_waiting()
         self._others_come = number > 0
         if self._others_come:
-            self._tell()  # before ranks are asked to save
+            self._tell()
+            self._end_ranks()
         return number
+
+    def _end_ranks(self) -> None:
+        """Let the ranks save and end: the agent, which ends them next, gives them 30 seconds."""
+        numbers = [rank.id for rank in self._ranks.workers]
+        ranks = [process for process in psutil.Process().children() if process.pid in numbers]
+        for rank in ranks:
+            rank.terminate()
+        last = time.monotonic() + self._seconds_to_save
+        while time.monotonic() < last and any(each.status() != ENDED for each in ranks):
+            time.sleep(0.1)
 
     def _start(self) -> Any:
         """Return where the ranks meet; raises _EndedError instead of starting them in vain."""
@@ -359,25 +384,6 @@ class _Starts:
     def codes(self) -> list[int]:
         """Return the exit codes of the ranks that have ended since the last start."""
         return [int(path.read_text()) for path in self._codes.iterdir()]
-
-
-def _agent(spec: Any, config: Any) -> Any:
-    """Return torch's agent, which gives ranks time to save where it starts them again."""
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    class Agent(LocalElasticAgent):
-        def _shutdown(
-            self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None
-        ) -> None:
-            super()._shutdown(death_sig, timeout or config.shutdown_timeout)
-
-    return Agent(
-        spec,
-        logs_specs=config.logs_specs,
-        start_method=config.start_method,
-        log_line_prefix_template=config.log_line_prefix_template,
-        shutdown_timeout=config.shutdown_timeout,
-    )
 
 
 def exit_code(codes: Iterable[int]) -> int:
