@@ -61,13 +61,38 @@ class Echo(Ddp):
         return super().apply(pm, mesh, cfg, spec)
 '''
 
+BARE = """
+from shardwise.parallel.strategy import Strategy
+
+class Bare(Strategy):
+    '''Works over the data axis, and leaves each rank its own gradients.'''
+
+    name = "bare"
+    order = 9
+"""
+LOOSE = """
+from dataclasses import replace
+from shardwise.parallel.strategy import Strategy
+
+class Loose(Strategy):
+    '''Says that it sums gradients, and sums none.'''
+
+    name = "loose"
+    order = 9
+
+    def apply(self, pm, mesh, cfg, spec):
+        return replace(pm, reduce_grads=(*pm.reduce_grads, lambda: None))
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run file, and the library with one more file in it."""
+    """A folder with a run file, and the library with more files in it."""
     folder = tmp_path_factory.mktemp("echo")
     run = RUN | {"parallel": {"data": "echo"}}
-    library_with(folder, {"parallel/strategies/echo.py": ECHO}, run)
+    files = {"echo": ECHO, "bare": BARE, "loose": LOOSE}
+    added = {f"parallel/strategies/{name}.py": text for name, text in files.items()}
+    library_with(folder, added, run)
     return folder
 
 
@@ -83,6 +108,20 @@ def test_train_runs_it_on_each_rank(folder):
     assert (folder / "out.1").exists()
     record = json.loads((folder / "out" / "record.json").read_text())
     assert record["config"]["parallel"]["data"] == "echo"
+
+
+def test_one_that_does_nothing_to_gradients_is_refused(folder):
+    overrides = ("--parallel.data=bare", "--training.output_dir=bare")
+    said = shardwise(folder, "train", "run.yaml", "--nproc=2", *overrides, code=2)
+    assert "parallel.data is bare, whose `apply` does nothing to gradients" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_one_that_sums_none_is_caught_in_the_first_step(folder):
+    overrides = ("--parallel.data=loose", "--training.output_dir=loose")
+    checked = ("--training.check_copies_every=1",)
+    said = shardwise(folder, "train", "run.yaml", "--nproc=2", *overrides, *checked, code=1)
+    assert "step 1: copies of" in said
 
 
 def test_prove_compares_it_with_one_process(folder):

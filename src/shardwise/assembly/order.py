@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from transformers import PreTrainedModel
 
 from shardwise.base.interfaces import Mesh, ParallelModel
-from shardwise.config import Lora, RunConfig
+from shardwise.config import Lora, RunConfig, require
 from shardwise.models.adapters import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
@@ -32,6 +32,7 @@ from shardwise.parallel import (
     tensor_parallel,
 )
 from shardwise.parallel.strategies import STRATEGIES
+from shardwise.parallel.strategy import Strategy
 
 ApplyToWhole = Callable[["WholeModel", RunConfig], "WholeModel"]
 Apply = Callable[[ParallelModel, Mesh, RunConfig, ModelSpec], ParallelModel]
@@ -100,7 +101,25 @@ def _with_quantised_base(
 def _strategies(is_before_loading: bool) -> Iterator[OrderEntry[Apply]]:
     for strategy in STRATEGIES.values():
         if strategy.axis is not None and strategy.is_before_loading == is_before_loading:
-            yield OrderEntry(strategy.name, strategy.is_requested, strategy.apply)
+            yield OrderEntry(strategy.name, strategy.is_requested, _with_equal_gradients(strategy))
+
+
+def _with_equal_gradients(strategy: Strategy) -> Apply:
+    """Return what applies a strategy, and refuses one that leaves each rank its own gradients."""
+
+    def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+        given = pm.run, pm.set_sync, pm.reduce_grads
+        pm = strategy.apply(pm, mesh, cfg, spec)
+        has_others = any(mesh.size(axis) > 1 for axis in mesh.gradient_axes)
+        require(
+            not has_others or given != (pm.run, pm.set_sync, pm.reduce_grads),
+            f"parallel.data is {strategy.name}, whose `apply` does nothing to gradients, so that "
+            "copies of weights would drift apart; let it add a function that sums them to "
+            "`reduce_grads` of its ParallelModel, or set parallel.data to ddp",
+        )
+        return pm
+
+    return apply
 
 
 ON_THE_WHOLE: tuple[OrderEntry[ApplyToWhole], ...] = (
