@@ -21,16 +21,11 @@ BESIDE_FAMILIES = {
     "lab/planner/measured_models.py",  # the models whose kinds of layers a calibration measures
     "models/__init__.py",  # makes jet_nemotron known to transformers
 }
-PLANNER = "lab/planner"
 CHOSEN = {
     "adamw": {"config/training.py"},  # the default
-    "ddp": {
-        *(f"{PLANNER}/candidates.py", f"{PLANNER}/estimate.py"),
-        *(f"{PLANNER}/measure_machine.py", f"{PLANNER}/profile.py"),
-    },
     "fsdp2": {"config/parallel.py"},  # which zero3 is another name of
     "sgd": {"lab/proof/small_run.py"},  # by which every layout is proven
-    "single": {"config/parallel.py", "lab/planner/candidates.py", "models/catalogue.py"},
+    "single": {"config/parallel.py"},
 }
 """The files that choose one of those that there are: a new one needs none of them."""
 

@@ -111,6 +111,11 @@ def data_parts() -> Mapping[str, tuple[str, int]]:
     return parts | {s.with_replicas: (s.name, 2) for s in split if s.with_replicas is not None}
 
 
+def replicated() -> Parallel:
+    """Return the simplest layout of several ranks, each of which has the whole model."""
+    return Parallel(data=next(iter(data_parts())))
+
+
 def shortened(names: Iterable[str]) -> list[str]:
     """Return layouts in a few lines such as `ddp, fsdp2 [-cp][-tp[-sp]]`, for twelve of them.
 

@@ -16,7 +16,7 @@ from shardwise.base.safety import check_no_pipes
 from shardwise.base.words import size
 from shardwise.commands.command import with_preset
 from shardwise.config import Parallel, RunConfig, UserError, require
-from shardwise.config.keys import facts_of, is_searched, meant, nearest
+from shardwise.config.keys import facts_of, is_searched, known_keys, meant, nearest
 from shardwise.config.presets import MODELS, preset_names, published_runs
 from shardwise.config.presets.compose import FirstRun, compose, write_new
 from shardwise.config.run_file import apply_override, parse_config, read_config, read_yaml
@@ -35,8 +35,6 @@ CORPUS, OUTPUT_DIR = "corpus.jsonl", "runs/plan"
 """The data and the folder of a model's run if no override names any; `--write` replaces them."""
 PUBLISHED = "published:"
 """Before the name of a published run, which may also be that of a model."""
-DEPENDENT = ("cp_attention", "speeds", "fsdp1_wrap")
-"""Keys of `parallel` that need a searched one, such as `cp`."""
 
 
 def with_published(args: Namespace) -> Namespace:
@@ -264,7 +262,8 @@ def _parsed(sections: Mapping[str, Any], source: str, fixed: frozenset[str]) -> 
     """
     alone = _without_searched(sections, frozenset())
     if isinstance(parallel := alone.get("parallel"), dict):
-        dependent = {*DEPENDENT, *(["memory_limit_gib"] if "parallel.split" in fixed else [])}
+        dependent = {key for key in known_keys("parallel") if facts_of(f"parallel.{key}").follows}
+        dependent |= {"memory_limit_gib"} if "parallel.split" in fixed else set()
         alone["parallel"] = {k: v for k, v in parallel.items() if k not in dependent}
     parse_config(alone, source)
     return read_config(_without_searched(sections, fixed), source)

@@ -43,9 +43,11 @@ Group = tuple[tuple[str, ...], "Data"]
 class Data(Section):
     """The data that it is trained on."""
 
-    facts: ClassVar[KeyFacts] = KeyFacts(decides="work")
+    facts: ClassVar[KeyFacts] = KeyFacts(decides="work", for_own_loop=False)
 
-    train: str | list[str | Entry] = with_facts(resumable=True, timed=False, reported=True)
+    train: str | list[str | Entry] = with_facts(
+        resumable=True, timed=False, reported=True, for_own_loop=True
+    )
     """Files, folders or glob patterns: JSON, CSV, Parquet or plain text (one document per file); or
     the name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits. An
     entry of the list may be a mapping: `path`, and `format`, `text_field`, `fields` or `tools` of
@@ -64,18 +66,18 @@ class Data(Section):
     written by a chat template; `train_on` says which tokens are targets."""
     chat_template: str | None = with_facts(None, timed=False)
     """Chat: a file with the Jinja template; null: the tokenizer's own."""
-    template_arguments: dict[str, Any] | None = with_facts(None, timed=False)
+    template_arguments: dict[str, Any] | None = with_facts(None, timed=False, rows=True)
     """Chat: variables of the template, such as `enable_thinking: false`."""
     tools: str | None = with_facts(None, timed=False)
     """Chat: the tools that a dialogue offers: a `.json` file, the same for all dialogues, or the
     field of each document that has them; null: the field `tools`, where a document has it."""
-    train_on: Literal["assistant", "last", "all"] = with_facts("assistant", timed=False)
+    train_on: Literal["assistant", "last", "all"] = with_facts("assistant", timed=False, rows=True)
     """Chat: the targets are all turns of the assistant, its last one, or every token. A message
     of the assistant with false for `train`, `training` or `loss`, or `"weight": 0`, is none."""
-    train_on_thinking: Literal["all", "filled", "none"] = with_facts("all", timed=False)
+    train_on_thinking: Literal["all", "filled", "none"] = with_facts("all", timed=False, rows=True)
     """Chat: whether a block of thinking at the beginning of a turn is a target: always; only where
     it has words, and not the empty `<think></think>` that a template writes; or never."""
-    turns: Literal["together", "separate"] = with_facts("together", timed=False)
+    turns: Literal["together", "separate"] = with_facts("together", timed=False, rows=True)
     """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
     written as they are at inference. It is meant for templates that leave out earlier thinking."""
     text_field: str = with_facts("text", timed=False)
@@ -87,10 +89,12 @@ class Data(Section):
     `unused` names fields that are left out on purpose."""
     on_error: Literal["fail", "skip"] = with_facts("fail", timed=False)
     """A document that cannot be used ends the run, or is skipped and counted."""
-    sequence_length: int = with_facts(512, between=(1, 16_777_216), reported=True)
+    sequence_length: int = with_facts(
+        512, between=(1, 16_777_216), reported=True, for_own_loop=True, rows=True
+    )
     """Tokens in a row; with the label of its last token, a row reads one token more."""
     packing: Literal["auto", "none", "concat", "isolated", "documents"] = with_facts(
-        "auto", reported=True
+        "auto", reported=True, for_own_loop=True
     )
     """`none`: a row holds one document (a long one continues in the next row), and a micro-batch
     ends with its longest one. `concat`: documents are joined by the end-of-text token and cut into
@@ -98,7 +102,7 @@ class Data(Section):
     no layer of any kind carries anything from one document into the next. `documents`: a row holds
     whole documents, isolated in the same way. `auto`: `concat` where all is text, else
     `documents`."""
-    long: Literal["cut", "split", "skip"] = with_facts("cut", timed=False)
+    long: Literal["cut", "split", "skip"] = with_facts("cut", timed=False, rows=True)
     """Packing `documents`: a document longer than a row is cut to its beginning, split into several
     documents, or skipped. The record counts these documents."""
     workers: int = with_facts(0, between=(0, 1_024), resumable=True, timed=False, decides=None)

@@ -58,16 +58,16 @@ class Model(Section):
 class Lora(Section):
     """Low-rank adapters (arXiv 2106.09685) on a frozen model, through PEFT."""
 
-    facts: ClassVar[KeyFacts] = KeyFacts(decides="work")
+    facts: ClassVar[KeyFacts] = KeyFacts(decides="work", by_adapter=True)
 
-    path: str | None = with_facts(None, timed=False)
+    path: str | None = with_facts(None, timed=False, by_adapter=False)
     """Folder with a PEFT adapter to start from; rank, scale and what is adapted are the folder's.
     Null: drawn factors."""
     r: int = with_facts(8, between=(1, 65_536), timed=False, reported=True)
     """Rank of the adapters."""
     alpha: float = with_facts(16.0, between=(-1_000_000, 1_000_000), timed=False)
     """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with `rslora`)."""
-    dropout: float = 0.0
+    dropout: float = with_facts(0.0, by_adapter=False)
     """Dropout on the adapter's input; a mask is a function of seed, step, row and place, under
     every layout."""
     targets: (
@@ -86,10 +86,10 @@ class Lora(Section):
     2402.09353)."""
     modules_to_save: list[str] = with_facts(factory=list, timed=False)
     """Modules that are trained in full and saved beside the adapters."""
-    dtype: Literal["float32", "model"] = with_facts("float32", timed=False)
+    dtype: Literal["float32", "model"] = with_facts("float32", timed=False, by_adapter=False)
     """Dtype of the adapters: float32, or the model's."""
     kernel: Literal["auto", "torch", "triton", "peft"] = with_facts(
-        "auto", resumable=True, decides=None, rounds=True
+        "auto", resumable=True, decides=None, rounds=True, by_adapter=False
     )
     """The kernel of plain LoRA linears. `torch` and `triton` need fewer passes than PEFT's forward
     (`peft`). `auto`: `triton` on a GPU where it can run, else `torch`."""

@@ -31,7 +31,7 @@ class Parallel(Section):
     reshard_after_forward: bool = with_facts(True, searched=True)
     """fsdp2: free a layer's gathered weights after its forward, and gather them again for its
     backward."""
-    fsdp1_wrap: Literal["separate", "naive"] = "separate"
+    fsdp1_wrap: Literal["separate", "naive"] = with_facts("separate", follows=True)
     """fsdp1: `separate`: each layer has a flat parameter of trainable weights and one of frozen
     weights. `naive`: it has one of all, in which frozen weights need memory for gradients too."""
     offload: Literal["none", "optimizer", "all", "disk"] = with_facts("none", searched=True)
@@ -47,7 +47,7 @@ class Parallel(Section):
     """Tensor: between the blocks of layers, each rank holds 1/tp of the tokens."""
     cp: int = with_facts(1, between=(1, 1_000_000), searched=True)
     """Context: the number of ranks over which the tokens of each row are cut."""
-    cp_attention: Literal["auto", "ring", "gather", "ulysses"] = "auto"
+    cp_attention: Literal["auto", "ring", "gather", "ulysses"] = with_facts("auto", follows=True)
     """Context: how attention meets the keys of other ranks. `ring`: keys and values go from rank to
     rank while attention is computed. `gather`: all ranks gather all of them. `ulysses`: ranks
     exchange tokens for heads. `auto`: the way of equal work that sends fewest bytes."""
@@ -75,7 +75,7 @@ class Parallel(Section):
     else by FLOPs. `dynamic`: that at first; layers then move where the times of a run's own steps
     say so. `uniform`: equal numbers of layers. `parameters`: equal numbers of parameters. A list
     gives the number of layers in each stage."""
-    speeds: list[float] | None = None
+    speeds: list[float] | None = with_facts(None, follows=True)
     """Pipeline: how fast each rank computes, as `[1, 0.5]` where the second one takes twice as
     long; null: all alike."""
     memory_limit_gib: float | list[float] | None = None

@@ -50,6 +50,16 @@ class KeyFacts:
     """Whether it changes how numbers are rounded. Losses are compared where all such keys agree."""
     reported: bool = False
     """Whether a report lists it where it is equal in all cells of a group."""
+    rows: bool = False
+    """Whether what rows hold depends on it, so that a resume has to find it as it was."""
+    for_own_loop: bool = True
+    """Whether a loop of the caller, who makes the rows, has a use for it."""
+    by_adapter: bool = False
+    """Whether the folder of an adapter says it."""
+    follows: bool = False
+    """Whether it has a meaning only beside what the search chooses, and is left out with that."""
+    is_noise: bool = False
+    """Whether it changes rounding alone, as the control of a sweep does."""
     never_set: str = ""
     """Why a sweep cannot set it; empty: it can."""
     never_varied: str = ""

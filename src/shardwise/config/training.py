@@ -128,11 +128,13 @@ class Training(Section):
         None, between=(1, 1_000_000_000), timed=False, decides="work", reported=True
     )
     """Optimizer steps; null: 100, or as many as `epochs` come to."""
-    epochs: float | None = with_facts(None, between=(1e-06, 1_000_000), timed=False, decides="work")
+    epochs: float | None = with_facts(
+        None, between=(1e-06, 1_000_000), timed=False, decides="work", for_own_loop=False
+    )
     """How often all documents are read, instead of `steps`. The documents are tokenised once more
     before the first step, to count the steps."""
     global_batch_size: int = with_facts(
-        8, between=(1, 1_000_000), timed=False, decides="work", reported=True
+        8, between=(1, 1_000_000), timed=False, decides="work", reported=True, rows=True
     )
     """Rows in an optimizer step, over all ranks and micro-batches."""
     micro_batch_size: int = with_facts(
@@ -177,15 +179,18 @@ class Training(Section):
         timed=False,
         decides="work",
         reported=True,
+        rows=True,
     )
     """Seed of random weights, the order of documents, and dropout."""
     eval_every: int | Literal["epoch"] = with_facts(
-        0, between=(0, 1_000_000_000), resumable=True, timed=False
+        0, between=(0, 1_000_000_000), resumable=True, timed=False, for_own_loop=False
     )
     """Steps between evaluations (0: only before step 1 and after the last). `epoch`: one at the end
     of each of `epochs`. Slots read their documents at their own pace, so that end is a step and not
     a document: of N steps over E epochs, epoch k ends after step N k / E, rounded."""
-    eval_batches: int = with_facts(0, between=(0, 1_000_000_000), resumable=True, timed=False)
+    eval_batches: int = with_facts(
+        0, between=(0, 1_000_000_000), resumable=True, timed=False, for_own_loop=False
+    )
     """Global batches in an evaluation (0: the whole validation set)."""
     patience: int = with_facts(
         0,
@@ -223,7 +228,7 @@ class Training(Section):
     check_copies_every: int = with_facts(0, between=(0, 1_000_000_000), resumable=True, timed=False)
     """Steps between comparisons of the weights that several ranks hold copies of, which must have
     the same bits; also before each checkpoint (0: never). A difference ends the run."""
-    sample: str | None = with_facts(None, resumable=True, timed=False)
+    sample: str | None = with_facts(None, resumable=True, timed=False, for_own_loop=False)
     """A prompt that is continued greedily after training; with `data.format: chat` it is a user's
     message, which is answered."""
     device: Literal["auto", "cpu", "cuda"] = with_facts(
@@ -292,10 +297,12 @@ class Measure(Section):
     )
     """Measure peak memory, in one more step after training that is not timed."""
     reverse_microbatches: bool = with_facts(
-        False, resumable=True, never_varied="the noise controls vary it"
+        False, resumable=True, is_noise=True, never_varied="the noise controls vary it"
     )
     """Run the micro-batches of a step in reverse order: only the order of sums differs."""
-    nudge_weights: bool = with_facts(False, never_varied="the noise controls vary it")
+    nudge_weights: bool = with_facts(
+        False, is_noise=True, never_varied="the noise controls vary it"
+    )
     """Move about half of the initial weights by one unit in their last place (float32). With
     `reverse_microbatches` it is the noise control: how far rounding alone moves a loss curve."""
     print_seconds: float = with_facts(30.0, between=(0, 1_000_000_000), resumable=True)

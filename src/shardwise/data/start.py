@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, RunConfig, UserError
+from shardwise.config.keys import all_keys, facts_of, flat
 from shardwise.data.corpus import Corpus
 from shardwise.data.files import read_text
 from shardwise.data.order import Order
 from shardwise.data.state import (
     NUM_BY_ENTRY,
     NUM_DOCUMENTS,
-    SEQUENCE_LENGTH,
     WEIGHTS,
     LoaderState,
     Position,
@@ -97,25 +97,18 @@ def read_from(
     """Return everything that batches and evaluations depend on, by its name in error messages."""
     held_out, weights = None if validation is corpus else validation, cfg.data.shares
     groups = [keys for _, keys in (*cfg.data.groups("train"), *cfg.data.groups("validation"))]
-    read = [replace(keys, tools=_tools(keys)) for keys in groups]
+    read, values = [replace(keys, tools=_tools(keys)) for keys in groups], flat(cfg.to_dict())
     return {
         NUM_DOCUMENTS: order.num_documents,
         NUM_BY_ENTRY: order.sizes,
         "the text of data.train": corpus.fingerprint(),
         "the text of data.validation": None if held_out is None else held_out.fingerprint(),
-        "training.seed": cfg.training.seed,
-        "training.global_batch_size": cfg.training.global_batch_size,
-        SEQUENCE_LENGTH: cfg.data.sequence_length,
+        **{key: values[key] for key in all_keys() if facts_of(key).rows},
         "data.packing": cfg.data.packed,
-        "data.long": cfg.data.long,
         **{
             f"data.{name}": _of_all(read, name)
             for name in ("format", "fields", "text_field", "tools")
         },
-        "data.train_on": cfg.data.train_on,
-        "data.train_on_thinking": cfg.data.train_on_thinking,
-        "data.turns": cfg.data.turns,
-        "data.template_arguments": cfg.data.template_arguments,
         WEIGHTS: None if weights is None else list(weights),
         "the order of the documents": order.method,
         "the tokenizer": _tokenizer_fingerprint(tokenizer),

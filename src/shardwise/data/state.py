@@ -22,7 +22,6 @@ held a token, by the number of the slot, as a string. `rest` has the fields of R
 
 NUM_DOCUMENTS = "documents to train on"
 NUM_BY_ENTRY = "documents of each entry of data.train"
-SEQUENCE_LENGTH = "data.sequence_length"
 WEIGHTS = "the weights of the entries of data.train"
 
 
@@ -212,7 +211,7 @@ def counts(state: LoaderState) -> Counts:
         drawn = draws(num_finished, source[WEIGHTS])
         by_entry = tuple(number / size for number, size in zip(drawn, sizes))
     num_rows = state["step"] * len(state["slots"])
-    positions = num_rows * source.get(SEQUENCE_LENGTH, 0)
+    positions = num_rows * source.get("data.sequence_length", 0)
     return Counts(
         num_rows,
         max(sum(slot.begun for slot in slots), num_finished),

@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from shardwise.base.layouts import shortened
+from shardwise.base.layouts import ALONE, shortened
 from shardwise.config import Model
 from shardwise.config.rules import offered_layouts, refusals_of
 from shardwise.models.adapters.lora import reach
@@ -121,7 +121,7 @@ def model_table(model: Model) -> Table:
     sizes = f"{built.num_parameters():,} parameters{_active(built, spec)}"
     table.title = f"{spec.family}, {sizes}{tied}"
     offered = offered_layouts(facts)
-    layouts = _lines(offered) if offered else f" no layout: {refusals_of('single', facts)[0]}"
+    layouts = _lines(offered) if offered else f" no layout: {refusals_of(ALONE, facts)[0]}"
     table.caption = f"{_LEGEND}may run under{layouts}"
     if not facts.is_listed:
         table.caption += f"\nnote: {unproven_note(spec.family)}"

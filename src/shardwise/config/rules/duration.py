@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from shardwise.config import CALLERS, Data, Optimizer
+from shardwise.config import CALLERS, Data, Optimizer, Training
 from shardwise.config.rules.rule import Case, Rule
-
-_READ_BY_CALLERS_LOOP = ("train", "sequence_length", "packing")
+from shardwise.config.section import facts_in
 
 
 def _of_evaluations(case: Case) -> str | None:
@@ -26,16 +23,16 @@ def _by_epoch(case: Case) -> str | None:
 
 def _not_of_a_callers_loop(case: Case) -> str | None:
     """Return the first key that is set although the rows and the evaluations are the caller's."""
-    data, training = case.cfg.data, case.training
-    if data.train != CALLERS:
+    cfg = case.cfg
+    if cfg.data.train != CALLERS:
         return None
-    for field in fields(Data):
-        is_read = field.name in _READ_BY_CALLERS_LOOP
-        if not is_read and getattr(data, field.name) != getattr(Data(CALLERS), field.name):
-            return f"data.{field.name}"
-    for name in ("epochs", "sample", "eval_every", "eval_batches"):
-        if getattr(training, name):
-            return f"training.{name}"
+    for section, default in (
+        (cfg.data, Data(CALLERS)),
+        (cfg.training, Training(cfg.training.output_dir)),
+    ):
+        for key, facts in facts_in(type(section)).items():
+            if not facts.for_own_loop and getattr(section, key) != getattr(default, key):
+                return f"{type(section).__name__.lower()}.{key}"
     return None
 
 

@@ -16,7 +16,7 @@ from shardwise.base.layouts import Facts
 from shardwise.base.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.base.safety import check_given
 from shardwise.config import Training, UserError, rules
-from shardwise.config.keys import flat, known_keys, nearest
+from shardwise.config.keys import all_keys, facts_of, flat, known_keys, nearest
 from shardwise.config.ranges import shown
 from shardwise.config.run_file import read_config, read_yaml
 from shardwise.lab.benchmark import fairness
@@ -34,8 +34,6 @@ KEYS = (
     "axes",
 )
 MAX_ID_LENGTH, MAX_CELLS = 80, 10_000
-NOISE = ("measure.reverse_microbatches", "measure.nudge_weights")
-"""Keys that change only rounding: the order of a run's sums, and its weights by one rounding."""
 RESERVED = {SWEEP, "figures", "report.html", "report.md"}
 """Names beside the folders of the cells: the bench and the report write there too."""
 
@@ -327,7 +325,8 @@ def _controls(cells: list[Cell], taken: set[str], out: Path) -> list[Cell]:
         if cell.plan.id in references and not cell.refusal:
             control_id = _unique(f"control-{cell.plan.id}", taken)
             plan = replace(cell.plan, id=control_id, reference=cell.plan.id, control=True)
-            controls.append(_resolve(plan, _applied(cell.run, dict.fromkeys(NOISE, True)), out))
+            noise = {key: True for key in all_keys() if facts_of(key).is_noise}
+            controls.append(_resolve(plan, _applied(cell.run, noise), out))
     return controls
 
 

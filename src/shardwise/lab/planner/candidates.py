@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.assembly.costs import counted_costs
 from shardwise.assembly.describe import Description, describe
-from shardwise.base.layouts import Facts, ModelFacts, parallel_of
+from shardwise.base.layouts import Facts, ModelFacts, parallel_of, replicated
 from shardwise.base.schedule.costs import Cost
 from shardwise.config import Parallel, RunConfig, UserError, require, rules
 from shardwise.lab.planner.choices import Recomputed, as_checkpointing, hashable
@@ -278,7 +278,7 @@ class Space:
 
     def why_no_size(self, axis: str, size: int) -> str | None:
         """Return why a size of an axis is refused by itself, None if it is not."""
-        alone = Parallel(data="ddp" if axis == "ep" else "single")
+        alone = replicated() if axis == "ep" else Parallel()
         if axis == "pp" and size > 1:
             alone = replace(alone, schedule="gpipe")
         return self._message(replace(alone, **{axis: size}), size, has_copies=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from shardwise.base.layouts import axis_sizes
+from shardwise.base.layouts import axis_sizes, replicated
 from shardwise.config import Parallel, RunConfig
 from shardwise.lab.planner.axes import AXES
 from shardwise.lab.planner.axes.axis import Traffic
@@ -113,7 +113,7 @@ class Estimates(Traffic):
             checkpointing=checkpointing,
             global_batch_size=ep,  # one micro-batch, which is added to nothing
         )
-        parallel = Parallel(data="ddp", ep=ep) if ep > 1 else Parallel()
+        parallel = replace(replicated(), ep=ep) if ep > 1 else Parallel()
         one = replace(question.cfg, parallel=parallel, training=training)
         run = replace(run, sizes=axis_sizes(one, ep))
         units = seconds_of_units(one, run, question.cluster, question.cluster.num_devices)

@@ -29,19 +29,10 @@ from shardwise.assembly.describe import describe
 from shardwise.assembly.optimizer import make_optimizer
 from shardwise.assembly.profiles import Measured
 from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import replicated
 from shardwise.base.process.watchdog import beat
 from shardwise.base.process.world import threads_each
-from shardwise.config import (
-    Data,
-    Launch,
-    Lora,
-    Model,
-    Optimizer,
-    Parallel,
-    RunConfig,
-    Training,
-    UserError,
-)
+from shardwise.config import Data, Launch, Lora, Model, Optimizer, RunConfig, Training, UserError
 from shardwise.lab.planner.bench import Bench, make_bench
 from shardwise.lab.planner.calibration import Calibration, Speeds, prices_of, write
 from shardwise.lab.planner.measure_messages import collectives, jitter
@@ -82,7 +73,7 @@ def calibrate(num_processes: int, path: Path, start: Start, device: DeviceType =
             Data("-"),
             replace(training, device=device),
             None,
-            Parallel(data="ddp"),
+            replicated(),
             launch=Launch(timeout_seconds=TIMEOUT_SECONDS),
         )
         return start(cfg, num_processes, partial(_on_rank, path, Path(folder)))

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.profiles import Measured, Profile, num_busy, path_of, unit_keys, write
 from shardwise.base.interfaces import Mesh
+from shardwise.base.layouts import replicated
 from shardwise.base.process.world import threads_each
-from shardwise.config import Parallel, Recomputation, RunConfig
+from shardwise.config import Recomputation, RunConfig
 from shardwise.lab.planner.bench import Bench, make_bench
 from shardwise.lab.planner.measure_messages import transfer
 from shardwise.lab.planner.recompute import allowed_ways, as_way
@@ -47,7 +48,7 @@ def measure(cfg: RunConfig, num_processes: int, start: Start) -> int:
         rows = num * cfg.training.micro_batch_size
         training = replace(cfg.training, output_dir=folder, global_batch_size=rows)
         launch = replace(cfg.launch, restarts=0)
-        alike = replace(cfg, parallel=Parallel(data="ddp"), training=training, launch=launch)
+        alike = replace(cfg, parallel=replicated(), training=training, launch=launch)
         return start(alike, num, partial(_measure_on_rank, cfg, num_processes))
 
 

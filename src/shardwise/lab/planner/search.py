@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from time import perf_counter
 
-from shardwise.base.layouts import ALONE, data_parts
+from shardwise.base.layouts import ALONE, data_parts, replicated
 from shardwise.base.words import counted
 from shardwise.config import UserError
 from shardwise.lab.planner.candidates import Candidate, Question, Space, Subject, subject_of
@@ -194,7 +194,8 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
         if replicas == 1:
             raise UserError(f"{part}:1x{shards} has one replica; --explain it as {data}:{shards}")
         if shards == 1 and "cp" not in wanted:
-            raise UserError(f"{part}:{replicas}x1 shards nothing; --explain it as ddp:{replicas}")
+            whole = f"{replicated().data}:{replicas}"
+            raise UserError(f"{part}:{replicas}x1 shards nothing; --explain it as {whole}")
     # Ranks along `ep` are among those of the data-parallel axes and of cp.
     ranks = prod(prod(size) for part, size in given.items() if part != "ep")
     is_whole = bool(wanted) and all(part in given or part in (ALONE, "sp") for part in wanted)
@@ -215,7 +216,7 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     if any(key.startswith("parallel.") for key in question.fixed) and layouts:
         raise UserError(refused[layouts[0]])
     for part in wanted:
-        if wanted.keys() <= {ALONE, "pp", "cp", "tp", "sp"} and f"{part}:{num_ranks}" in refused:
+        if {"ep", *data_parts()}.isdisjoint(wanted) and f"{part}:{num_ranks}" in refused:
             raise UserError(refused[f"{part}:{num_ranks}"])
     replicas = question.cfg.parallel.dp_replicate
     if "parallel.dp_replicate" in question.fixed and num_ranks % replicas:

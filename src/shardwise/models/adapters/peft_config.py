@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, RunConfig, UserError
+from shardwise.config.keys import facts_of, known_keys
 from shardwise.models.adapters.reading import (
     CHANGE_THE_BASE,
     PREFIX,
@@ -42,7 +43,7 @@ _READ = re.compile(
 )
 """Keys of PEFT's config that this library computes, or that only say which weights are adapted or
 how their first values were found."""
-_FROM_FOLDER = ("r", "alpha", "rslora", "dora", "targets", "modules_to_save", "experts")
+_BY_FOLDER = [key for key in known_keys("lora") if facts_of(f"lora.{key}").by_adapter]
 """The keys of `lora` that a folder says."""
 _MERGED = "write a model with it (shardwise export --merge), and train a new adapter on that"
 
@@ -82,7 +83,7 @@ def section_of(lora: Lora, base: Model, model: PreTrainedModel) -> Lora:
 
 def keys_of_folder(lora: Lora | None) -> dict[str, Any]:
     """Return what the folder of `lora.path` has given, by key: with it no resume needs a folder."""
-    return {key: getattr(lora, key) for key in _FROM_FOLDER}
+    return {key: getattr(lora, key) for key in _BY_FOLDER}
 
 
 def resumed(cfg: RunConfig, saved: Lora | None) -> RunConfig:
@@ -98,7 +99,7 @@ def contradicted(given: Lora, found: Lora) -> tuple[str, object, object] | None:
     A key at its default says nothing.
     """
     default = Lora()
-    for key in _FROM_FOLDER:
+    for key in _BY_FOLDER:
         value, other = getattr(given, key), getattr(found, key)
         if value not in (other, getattr(default, key)):
             return key, value, "other weights" if key == "targets" else other
