@@ -285,11 +285,10 @@ def layout_of(parallel: Parallel) -> str:
 def parallel_of(layout: str) -> Parallel:
     """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
-    pp, cp, ep, tp = (2 if axis in parts else 1 for axis in MODEL_AXES)
+    sizes: Any = {axis: 2 if axis in parts else 1 for axis in MODEL_AXES}
     given = (part_kind for part, part_kind in data_parts().items() if part in parts)
     data, replicas = next(given, (ALONE, 1))
-    sizes = Parallel(data=data, dp_replicate=replicas, pp=pp, cp=cp, ep=ep, tp=tp)
-    return replace(sizes, sequence_parallel="sp" in parts)
+    return Parallel(data, replicas, sequence_parallel="sp" in parts, **sizes)
 
 
 def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
@@ -299,8 +298,7 @@ def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
     Sizes that do not fit the number of ranks are rounded down, and a rule refuses them.
     """
     parallel = cfg.parallel
-    sizes = dict.fromkeys(AXES, 1)
-    sizes["pp"], sizes["cp"], sizes["tp"] = parallel.pp, parallel.cp, parallel.tp
+    sizes = dict.fromkeys(AXES, 1) | {axis: getattr(parallel, axis) for axis in ("pp", "cp", "tp")}
     ranks_for_data = num_ranks // parallel.ranks_of_a_model
     axis = strategy_facts(parallel).axis
     if axis is not None:
