@@ -40,7 +40,7 @@ UNLIKE = 3
 and all between them are alike."""
 ALIKE = 2
 """Under 1f1b a rank of p keeps of many micro-batches what it keeps of 2 p, except for their losses:
-the first p fill the pipeline. Under the other schedules each one leaves a message."""
+the first p fill the pipeline. Other schedules are simulated in full."""
 
 
 @dataclass(frozen=True)

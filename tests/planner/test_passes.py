@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from shardwise.base.schedule.orders import ORDERS, Pipeline
-from shardwise.base.schedule.simulate import kept_messages
 from shardwise.lab.planner.passes import progress_of
 
 PLACES = [
@@ -36,11 +35,8 @@ def every_progress(pipeline: Pipeline, rank: int):
             forwards, whole, halves, rests = (done[c, of] for of in "FBIW")
             begun = whole + halves + runs[c, "B"] + runs[c, "I"]
             unfinished = halves - rests
-            backwards, most = whole + halves, None if kept_messages(pipeline) else 1
-            shown = (min(forwards, most or forwards), min(backwards, most or backwards))
-            numbers.append(
-                (forwards - begun + unfinished, unfinished, whole + rests > 0, *shown, False)
-            )
+            flags = whole + rests > 0, whole + halves > 0, False
+            numbers.append((forwards - begun + unfinished, unfinished, *flags))
         is_first = not done[chunk, "B"] + done[chunk, "W"]
         yield (kind, chunks.index(chunk), is_first), tuple(zip(*numbers, strict=True))
         done[chunk, kind] += 1

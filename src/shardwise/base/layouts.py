@@ -31,6 +31,9 @@ HALVING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
 its weights. The first half needs an input that requires a gradient, all the way down to the
 embedding, even where nothing there is trained. Under the others a stage with nothing trainable at
 or below it runs no backward."""
+BATCHING = ("1f1b",)
+"""Schedules that send in one batch with what they receive. torch waits for both, and keeps what was
+sent until the next batch."""
 V_SHAPED = ("zbv", "dualpipe-v")
 """Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends
 of the model."""

@@ -24,7 +24,7 @@ from torch.distributed import pipelining
 
 from shardwise.base.batches import AnyBatch, Batch
 from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
-from shardwise.base.layouts import HALVING, num_microbatches
+from shardwise.base.layouts import BATCHING, HALVING, num_microbatches
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig, require
@@ -151,7 +151,14 @@ class _Runner:
                 above = self._like(hidden, chunk)
             stages.append(
                 ScheduledStage(
-                    part, chunk, pipeline.num_chunks, below, above, self.group, self.clock
+                    part,
+                    chunk,
+                    pipeline.num_chunks,
+                    below,
+                    above,
+                    self.group,
+                    self.clock,
+                    is_batched=pipeline.schedule in BATCHING,
                 )
             )
         has_one_stage = pipeline.schedule in ("gpipe", "1f1b")

@@ -1,6 +1,6 @@
 """A stage of torch's pipelines that records its times and saves work and memory.
 
-It runs no backward where nothing is trained, and keeps a receive buffer only while it is needed.
+It runs no backward where nothing is trained, and keeps a message only while it is needed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class ScheduledStage(PipelineStage):
 
     `input` and `output` are like what enters and leaves for a micro-batch, on any device, so that
     torch need not run the stage to see it. Each requires a gradient if something below it is
-    trained; no gradient is sent to where none is required.
+    trained; no gradient is sent to where none is required. `is_batched`: whether the schedule sends
+    in one batch with what it receives, and waits for both.
     """
 
     def __init__(
@@ -74,23 +75,33 @@ class ScheduledStage(PipelineStage):
         output: torch.Tensor,
         group: dist.ProcessGroup,
         clock: Clock,
+        is_batched: bool = False,
     ) -> None:
         super().__init__(
             part, chunk, num_chunks, clock.device, input_args=input, output_args=output, group=group
         )
-        self.clock = clock
+        self.clock, self.is_batched = clock, is_batched
+        self.sent: dict[Kind, dict[int, list[dist.Work]]] = {"F": {}, "B": {}}
+        """Messages that may be under way: outputs and gradients, by micro-batch."""
         self.backward_half = part.backward_half
         # Whether this or an earlier stage has trainable parameters.
         self.trained = output.requires_grad
         self.moments: list[tuple[Kind, int, Any, Any]] = []
 
+    @property
+    def runs_backward(self) -> bool:
+        """Whether micro-batches that run forward run backward, too."""
+        return self.trained and self.has_backward
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Do as torch's stage does."""
+        """Do as torch's stage does; without a backward it keeps the latest output only."""
+        if not self.runs_backward:
+            self.fwd_cache.clear()
         start = self.clock.now()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             self.moments.append(("F", fwd_chunk_id, start, self.clock.now()))
-        else:
+        if not self.runs_backward:
             self._free(self.args_recv_info[fwd_chunk_id])
         return output
 
@@ -105,17 +116,20 @@ class ScheduledStage(PipelineStage):
         if not self.has_backward:
             return
         if not self.trained:
-            self.fwd_cache.pop(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,)
-        else:
-            start = self.clock.now()
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            kind: Kind = "B" if full_backward else "I"
-            self.moments.append((kind, bwd_chunk_id, start, self.clock.now()))
-            if loss is not None:
-                # The schedule keeps the loss to the end of the step, without its graph.
-                loss.detach_()
-            self._free(self.grad_recv_info[bwd_chunk_id])
+            return
+        self._await("F", bwd_chunk_id)
+        start = self.clock.now()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        kind: Kind = "B" if full_backward else "I"
+        self.moments.append((kind, bwd_chunk_id, start, self.clock.now()))
+        for kept in self.backward_state.get(bwd_chunk_id, ((),))[0]:
+            # A first half sets it; it is what is sent, and the second half does not read it.
+            kept.grad = None
+        if loss is not None:
+            # The schedule keeps the loss to the end of the step, without its graph.
+            loss.detach_()
+        self._free(self.grad_recv_info[bwd_chunk_id])
         self._free(self.args_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -145,19 +159,22 @@ class ScheduledStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     # torch allocates a receive buffer for each micro-batch before the first step, and keeps them
-    # all. Here one is allocated when it is to be filled, and freed with the micro-batch's
-    # activations.
+    # all. Here these are on meta; one is allocated when it is to be filled, and freed with the
+    # micro-batch's activations.
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        prepared = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
-        for infos in self.args_recv_info.values():
-            self._free(infos)
-        return prepared
+        with self._on_meta():
+            return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        for infos in self.grad_recv_info.values():
-            self._free(infos)
+        with self._on_meta():
+            super()._setup_backward_recv_info(num_microbatches)
+
+    @contextmanager
+    def _on_meta(self) -> Generator[None]:
+        device, self.device = self.device, torch.device("meta")
+        yield
+        self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Do as torch's stage does."""
@@ -169,6 +186,42 @@ class ScheduledStage(PipelineStage):
         if self.has_backward and not self.is_last:
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    # torch's schedules keep what they send to the end of a step, except 1F1B's. Here a message is
+    # dropped when its answer comes, or, where none comes, before the next one is sent. To wait for
+    # it blocks no rank for ever: torch lists each receive where it lists the send. gloo has no
+    # poll: `is_completed` of what it sends is False until somebody waits.
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the output, and leave nothing to the schedule."""
+        if not self.runs_backward:
+            self._await("F")
+        return self._send("F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send the gradient of the input, and leave nothing to the schedule."""
+        self._await("B")
+        return self._send("B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, kind: Kind, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if self.is_batched:
+            return ops
+        # A tensor [B, T, D] goes to the rank of the next chunk, or of the one below.
+        works = [dist.isend(op.tensor, op.peer, op.group) for op in ops]
+        self.sent[kind][microbatch] = [work for work in works if work is not None]
+        return []
+
+    def _await(self, kind: Kind, microbatch: int | None = None) -> None:
+        """Wait for what was sent of a micro-batch, or of all, and drop it."""
+        for number in [*self.sent[kind]] if microbatch is None else [microbatch]:
+            for work in self.sent[kind].pop(number, ()):
+                work.wait()
+
+    def clear_runtime_states(self) -> None:
+        """Do as torch's stage does, after the last messages."""
+        for kind in self.sent:
+            self._await(kind)
+        super().clear_runtime_states()
 
     def _allocate(self, infos: Sequence[Any]) -> None:
         for info in infos:

@@ -283,28 +283,10 @@ def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def memory_bytes(pipeline: Pipeline, work: Work) -> Floats:
-    """Return the peak memory of each rank: [rank, split].
-
-    It is state, activations in flight, and messages that torch keeps after sending them.
-    """
-    crossing_bytes = np.where(crosses_ranks(pipeline), work.output_bytes[:-1], 0.0)
-    message = crossing_bytes * kept_messages(pipeline)
-    sent = np.zeros_like(work.output_bytes)
-    sent[:-1] += message
-    sent[1:] += message * work.backward[:-1]
+    """Return the peak memory of each rank, state and activations in flight: [rank, split]."""
     ranks = []
     for rank in range(pipeline.num_ranks):
         chunks = list(pipeline.chunks_of(rank))
         kept = kept_microbatches(pipeline, rank) @ work.activation_bytes[chunks]
-        ranks.append((work.state_bytes + sent)[chunks].sum(axis=0) + kept.max(axis=0))
+        ranks.append(work.state_bytes[chunks].sum(axis=0) + kept.max(axis=0))
     return np.stack(ranks)
-
-
-def kept_messages(pipeline: Pipeline) -> int:
-    """Return how many of the messages between two chunks torch keeps until the step ends.
-
-    It keeps all that go one way, or none.
-    """
-    if pipeline.schedule in ("gpipe", "1f1b"):
-        return 0
-    return pipeline.num_microbatches

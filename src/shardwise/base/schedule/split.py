@@ -23,9 +23,7 @@ from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.simulate import (
     Floats,
     Work,
-    crosses_ranks,
     in_flight,
-    kept_messages,
     memory_bytes,
     simulate,
     slowness,
@@ -222,13 +220,6 @@ def search(
     state = _range_sums([cost.state_bytes for cost in costs])
     kept = _range_sums([cost.activation_bytes for cost in costs])
     memory = [state + kept * most for most in in_flight(pipeline)]
-    # Chunk c, units[low:high], keeps what it sends to the next chunk, and what it sends back to
-    # the chunk below if that one has a backward.
-    message = kept_messages(pipeline) * np.array([0, *(cost.output_bytes for cost in costs)])
-    back = message * np.array([0, *(cost.backward for cost in costs)])
-    for chunk, (crossing,) in enumerate(crosses_ranks(pipeline)):
-        memory[chunk] = memory[chunk] + crossing * message[None, :]
-        memory[chunk + 1] = memory[chunk + 1] + crossing * back[:, None]
     rank_limits, slow = _of_ranks(limit_bytes, pipeline), slowness(pipeline)[:, 0]
     limits = [rank_limits[pipeline.rank_of(chunk)] for chunk in range(pipeline.num_chunks)]
     fitting = [

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.base.schedule.orders import Pipeline
-from shardwise.base.schedule.simulate import kept_messages
 from shardwise.models.activations import UnitMemory
 from shardwise.parallel.holding import Held, HeldUnit, Whole
 
@@ -66,10 +65,8 @@ class PassProgress(NamedTuple):
     halved: tuple[int, ...]
     """Backwards of which only the first half has ended."""
     has_gradients: tuple[bool, ...]
-    forwards: tuple[int, ...]
-    """Forwards and backwards that have ended; where no more is kept the more there are, at most
-    one."""
-    backwards: tuple[int, ...]
+    has_answered: tuple[bool, ...]
+    """Whether a backward, or its first half, has ended."""
     after_backward: tuple[bool, ...]
     """Whether the last action before was a backward; where nobody asks, it is False."""
 
@@ -127,22 +124,16 @@ def progress_of(
 ) -> Mapping[FirstAction, tuple[PassProgress, ...]]:
     """Return how far a rank is at each of its actions, in the order of its schedule.
 
-    Left out is what holds no more than another one of the same action. In the middle of a long
-    step, which repeats itself, only the numbers of messages grow. `tells_last`: whether it is asked
-    for `Progress.after_backward`.
+    Left out is what holds no more than another one of the same action. `tells_last`: whether it is
+    asked for `Progress.after_backward`.
     """
-    short, chunks = pipeline.shortened(), pipeline.chunks_of(rank)
-    left_out = pipeline.num_microbatches - short.num_microbatches
-    most = pipeline.num_microbatches if kept_messages(pipeline) else 1
-    order, number = short.order(rank), len(chunks)
+    chunks = pipeline.chunks_of(rank)
+    number = len(chunks)
     in_flight, halved = [0] * number, [0] * number
-    has_gradients, ended = [False] * number, {kind: [0] * number for kind in "FB"}
+    has_gradients, has_answered = [False] * number, [False] * number
     after_backward = [False] * number
     found: dict[FirstAction, dict[PassProgress, None]] = {}
-    for index, (chunk, kind, _, _) in enumerate(order):
-        if index == len(order) // 2:
-            for numbers in ended.values():
-                numbers[:] = [count + left_out for count in numbers]
+    for chunk, kind, _, _ in pipeline.shortened().order(rank):
         place = chunks.index(chunk)
         if chunk == 0 and kind in "IW":
             # torch's first stage runs all of a halved backward in the second half.
@@ -152,16 +143,14 @@ def progress_of(
         if kind in "BI":
             in_flight[place] -= 1
         action = FirstAction(kind, place, not has_gradients[place])
-        forwards, backwards = (tuple(min(count, most) for count in ended[of]) for of in "FB")
-        flags = tuple(has_gradients), forwards, backwards, tuple(after_backward)
+        flags = tuple(has_gradients), tuple(has_answered), tuple(after_backward)
         now = PassProgress(tuple(in_flight), tuple(halved), *flags)
         found.setdefault(action, {})[now] = None
         after_backward[place] = tells_last and kind != "F"
         if kind == "F":
-            ended["F"][place] += 1
             in_flight[place] += 1
         if kind in "BI":
-            ended["B"][place] += 1
+            has_answered[place] = True
         if kind in "IW":
             step = 1 if kind == "I" else -1
             in_flight[place] += step

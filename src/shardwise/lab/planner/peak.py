@@ -18,8 +18,13 @@ from math import prod
 from torch import nn
 
 from shardwise.assembly.describe import Description
-from shardwise.base.layouts import HALVING, context_joins_of, num_microbatches, num_strategy_ranks
-from shardwise.base.schedule.simulate import kept_messages
+from shardwise.base.layouts import (
+    BATCHING,
+    HALVING,
+    context_joins_of,
+    num_microbatches,
+    num_strategy_ranks,
+)
 from shardwise.config import RunConfig, way_of
 from shardwise.lab.planner.memory import PeakBytes, state_bytes
 from shardwise.lab.planner.messages import ChunkShare, Share
@@ -318,26 +323,26 @@ class Rank:
                     for h, has, there in zip(self.holdings, now.has_gradients, gathered)
                     if h is not holding
                 ]
-                gradients, buffers = map(sum, zip((0, self._messages(kind, now)), *others))
+                gradients, buffers = map(sum, zip((0, self._messages(now)), *others))
                 moments = by_gathered[holding.is_gathered]
                 yield Pass(place, moments, now.in_flight, left, gradients, buffers)
 
-    def _messages(self, kind: str, now: PassProgress) -> int:
-        """Return the bytes of hidden states and their gradients that torch keeps around an action.
+    def _messages(self, now: PassProgress) -> int:
+        """Return the bytes of hidden states and their gradients that a rank keeps at an action.
 
-        A chunk's output stays until its backward. gpipe and 1f1b drop what they have sent with the
-        next message of its kind. The other schedules keep all that they have sent.
+        A chunk's output stays until its backward, or the next output where it runs none; a gradient
+        that was sent, until the next one. 1F1B also keeps an output of its warm-up until the last
+        forward's backward.
         """
-        assert self.run.pipeline is not None
-        keeps_all, number = kept_messages(self.run.pipeline) > 0, 0
+        number, is_batched = 0, self.cfg.parallel.schedule in BATCHING
         for place, chunk in enumerate(self.share.chunks):
+            runs_backward = chunk.needs_input_gradient or any(w.is_trained for w in chunk.weights)
             if not chunk.spec.last:
-                is_kept = keeps_all and chunk.sends_to is not None
-                number += now.forwards[place] if is_kept else now.in_flight[place]
+                number += now.in_flight[place] if runs_backward else 1
             if chunk.receives_from is not None and chunk.needs_input_gradient:
-                number += now.backwards[place]
-            if kind == "F" and chunk.sends_to is not None and not keeps_all:
-                number += now.backwards[place]
+                number += now.has_answered[place]
+            if is_batched and chunk.sends_to is not None:
+                number += now.has_answered[place]
         return number * self.passed_on
 
     def _after(self) -> Iterator[PeakBytes]:
