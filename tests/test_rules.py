@@ -766,7 +766,7 @@ def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
     some_now(("llama", "qwen3_next", "ministral3", "attention-dropout", "gpt2"), ("qwen3_next",)),
 )
 def test_models_shows_the_layouts_that_train_takes(model, folder_of):
-    caption = str(model_table(Model(folder_of(model), init="random")).caption)
+    caption = model_table(Model(folder_of(model), init="random"))["caption"]
     shown = caption.partition("may run under")[2].partition("\nnote")[0]
     taken, refused = [], {}
     for name in layout_names():

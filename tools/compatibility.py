@@ -1,11 +1,16 @@
-"""Write docs/reference/compatibility.md from the rulebook: `python -m tools.compatibility`."""
+"""Write docs/reference/compatibility.md from the rulebook, and the table of `shardwise models` that
+comes with the package: `python -m tools.compatibility`."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
 from shardwise.base.layouts import shortened
+from shardwise.commands.kept import LIBRARIES, version_of
+from shardwise.commands.models import computed
+from shardwise.config import presets
 from shardwise.config.rules import RULES, offered_layouts
 from shardwise.models.families import FAMILIES
 
@@ -78,5 +83,14 @@ def _linked(why: str) -> str:
     return " ".join(f"`{word}`" if word.startswith("tests/") else word for word in why.split())
 
 
+def families() -> str:
+    """Return the content of `presets.FAMILIES`, a line for each family."""
+    table = computed()
+    sections = ",\n".join(json.dumps(section) for section in table.pop("sections"))
+    head = json.dumps({"versions": {name: version_of(name) for name in LIBRARIES}, "table": table})
+    return f'{head.removesuffix("}}")}, "sections": [\n{sections}\n]}}}}\n'
+
+
 if __name__ == "__main__":
+    presets.FAMILIES.write_text(families(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.table import Table
+from tools.compatibility import families
 
+from shardwise.commands.models import drawn
 from shardwise.config import Lora, Model
+from shardwise.config.presets import FAMILIES as SHIPPED
 from shardwise.models.adapters.lora import inject
 from shardwise.models.catalogue import _braced, every_kind, families_table, layer_facts, model_table
 from shardwise.models.families import FAMILIES, spec_of
@@ -20,9 +22,9 @@ from tests.models.tiny import CONFIGS, PLAIN, on_meta, tiny
 from tests.models.unproven import write_config
 
 
-def printed(table: Table, width: int) -> str:
+def printed(table: dict, width: int) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(table)
+    console.print(drawn(**table))
     return console.export_text()
 
 
@@ -68,6 +70,13 @@ def test_all_families_fit_into_a_terminal(width):
         )
     assert "experts.{gate_up,down}_proj (3-D)" in text
     assert "experts) single, pp -cp" in " ".join(text.split())
+
+
+def test_the_table_of_the_package_is_what_is_computed():
+    """Written by `python -m tools.compatibility`."""
+    text = SHIPPED.read_text(encoding="utf-8")
+    assert text == families()
+    assert json.loads(text)["table"] == families_table()
 
 
 def test_one_model_layer_by_layer():

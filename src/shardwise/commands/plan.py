@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base.safety import check_output, write_output
 from shardwise.commands.command import OVERRIDE, Command, show
+from shardwise.commands.kept import kept
 from shardwise.commands.plan_request import (
+    folders_of,
     not_taken,
     question_of,
     sections_of,
@@ -17,6 +21,10 @@ from shardwise.commands.plan_request import (
     write_run_file,
 )
 from shardwise.config import UserError, require
+from shardwise.lab.drawing.text_table import TextTable
+
+if TYPE_CHECKING:
+    from shardwise.lab.planner.search import Answer
 
 
 def run(args: Namespace) -> int:
@@ -25,24 +33,24 @@ def run(args: Namespace) -> int:
     require(args.top >= 1, f"--top is {args.top}; give at least 1")
     for option in ("write", "html"):
         check_can_write(option, getattr(args, option))
-    sections, fixed = sections_of(args)
-    from rich.console import Console
-    from transformers.utils import logging
-
-    from shardwise.base.words import size
-    from shardwise.lab.planner import plan_page
-    from shardwise.lab.planner.cluster import cluster_of
-    from shardwise.lab.planner.exact import usable_bytes
-    from shardwise.lab.planner.search import search, with_smaller_base
-
-    cluster = cluster_of(args.devices, args.nodes, args.link)
-    logging.set_verbosity_error()
-    question = question_of(sections, fixed, cluster, args.run)
-    if args.explain is not None:
-        question = replace(question, wanted=wanted_layout(args.explain))
     if args.html is not None:
         check_output(args.html, "--html")
-    answer = search(question, args.top)
+    sections, fixed = sections_of(args)
+    found: Answer | None = None
+
+    def computed() -> list[Any]:
+        nonlocal found
+        found = searched(args, sections, fixed)
+        return [*said(args, fixed, found)]
+
+    read = folders_of(sections, args.devices)
+    if read and args.write is None and args.html is None:
+        options = [args.devices, args.nodes, args.link, args.top, args.explain, args.json]
+        parts = kept(["plan", sections, sorted(fixed), options, args.run], read, computed)
+    else:
+        parts = computed()
+    from rich.console import Console
+
     # With --json nothing else goes to standard output.
     console = Console(stderr=args.json)
     if args.explain is not None:
@@ -55,41 +63,81 @@ def run(args: Namespace) -> int:
             f"{args.run} --dry-run {devices}"
         )
         show(console, [line])
+    problem, *parts = parts
     if args.json:
-        from shardwise.base.records.record import dumps
-
-        print(dumps(plan_page.as_data(answer), indent=1))
-    elif args.explain is None:
-        show(console, plan_page.overview(answer))
-    elif (choice := answer.explained) is not None:
-        show(console, plan_page.details(choice, question, answer.subject))
-    if args.html is not None:
+        print(*parts)
+    else:
+        show(console, (x if isinstance(x, str) else TextTable(*x) for x in parts))
+    if args.html is not None and found is not None:
+        from shardwise.lab.planner import plan_page
         from shardwise.lab.report.plan import page
 
-        write_output(args.html, page(plan_page.page_data(answer)))
+        write_output(args.html, page(plan_page.page_data(found)))
         show(console, [f"wrote {args.html}"])
-    if not answer.choices:
-        if (least := answer.explained) is None:  # the last refusal is of a whole run
-            raise UserError(["no layout of this run was found", *answer.refused.values()][-1])
-        ways = ["more --devices", "a shorter --sequence"]
-        if "training.checkpointing" in fixed and question.cfg.training.checkpointing == "none":
-            ways.insert(0, "--training.checkpointing=full")
-        if question.cfg.lora is None:
-            ways.append("--lora in place of --full")
-        advice = f"give {', '.join(ways[:-1])}, or {ways[-1]}"
-        if (smaller := with_smaller_base(question)) is not None:
-            needed = size(smaller.best.memory.total)
-            option = f"--model.base={smaller.question.cfg.model.base}"
-            advice = f"with {option} {smaller.best.title} fits in {needed}; or {advice}"
-        raise UserError(
-            f"nothing fits on {cluster.num_devices} x {cluster.device.name}: the least that was "
-            f"found is {least.title} ({least.details}), which "
-            f"{plan_page.needs(least.memory.total, usable_bytes(question))}; {advice}"
-        )
-    if args.write is not None:
-        for path in write_run_file(Path(args.write), args.run, sections, answer):
+    if problem is not None:
+        raise UserError(problem)
+    if args.write is not None and found is not None:
+        for path in write_run_file(Path(args.write), args.run, sections, found):
             show(console, [f"wrote {path}"])
     return 0
+
+
+def searched(args: Namespace, sections: Mapping[str, Any], fixed: frozenset[str]) -> Answer:
+    """Search the layouts of the run of these sections."""
+    from transformers.utils import logging
+
+    from shardwise.lab.planner.cluster import cluster_of
+    from shardwise.lab.planner.search import search
+
+    cluster = cluster_of(args.devices, args.nodes, args.link)
+    logging.set_verbosity_error()
+    question = question_of(sections, fixed, cluster, args.run)
+    if args.explain is not None:
+        question = replace(question, wanted=wanted_layout(args.explain))
+    return search(question, args.top)
+
+
+def said(args: Namespace, fixed: frozenset[str], answer: Answer) -> Iterator[Any]:
+    """Yield why nothing fits, None where something does; then what is printed: lines and tables, or
+    with --json its text.
+    """
+    from shardwise.base.records.record import dumps
+    from shardwise.lab.planner import plan_page
+
+    yield None if answer.choices else _why_nothing_fits(fixed, answer)
+    choice = answer.explained
+    if args.json:
+        yield dumps(plan_page.as_data(answer), indent=1)
+    elif args.explain is None:
+        yield from plan_page.overview(answer)
+    elif choice is not None:
+        yield from plan_page.details(choice, answer.question, answer.subject)
+
+
+def _why_nothing_fits(fixed: frozenset[str], answer: Answer) -> str:
+    from shardwise.base.words import size
+    from shardwise.lab.planner.exact import usable_bytes
+    from shardwise.lab.planner.plan_page import needs
+    from shardwise.lab.planner.search import with_smaller_base
+
+    question = answer.question
+    if (least := answer.explained) is None:  # the last refusal is of a whole run
+        return ["no layout of this run was found", *answer.refused.values()][-1]
+    ways = ["more --devices", "a shorter --sequence"]
+    if "training.checkpointing" in fixed and question.cfg.training.checkpointing == "none":
+        ways.insert(0, "--training.checkpointing=full")
+    if question.cfg.lora is None:
+        ways.append("--lora in place of --full")
+    advice = f"give {', '.join(ways[:-1])}, or {ways[-1]}"
+    if (smaller := with_smaller_base(question)) is not None:
+        needed = size(smaller.best.memory.total)
+        option = f"--model.base={smaller.question.cfg.model.base}"
+        advice = f"with {option} {smaller.best.title} fits in {needed}; or {advice}"
+    return (
+        f"nothing fits on {question.num_ranks} x {question.cluster.device.name}: the least that "
+        f"was found is {least.title} ({least.details}), which "
+        f"{needs(least.memory.total, usable_bytes(question))}; {advice}"
+    )
 
 
 def check_can_write(option: str, name: str | None) -> None:

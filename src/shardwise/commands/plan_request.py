@@ -20,6 +20,7 @@ from shardwise.config.keys import facts_of, is_searched, known_keys, meant, near
 from shardwise.config.presets import MODELS, preset_names, published_runs
 from shardwise.config.presets.compose import FirstRun, compose, write_new
 from shardwise.config.run_file import apply_override, parse_config, read_config, read_yaml
+from shardwise.lab.planner import HERE
 
 if TYPE_CHECKING:
     from shardwise.lab.planner.candidates import Question
@@ -243,6 +244,20 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
             f"--explain {text[:80]}: {part} has two sizes, replicas x shards, such as {part}:2x8",
         )
     return parts
+
+
+def folders_of(sections: Mapping[str, Any], devices: str) -> list[str]:
+    """Return the folders that a plan of these sections reads; none where it reads more than these.
+
+    It reads the measures of this machine for the devices `here`, and Python files with
+    `model.trust_remote_code`.
+    """
+    model, lora = sections.get("model"), sections.get("lora") or {}
+    if devices == HERE or not isinstance(model, dict) or not isinstance(lora, dict):
+        return []
+    if model.get("trust_remote_code") or not isinstance(model.get("path"), str):
+        return []
+    return [str(path) for path in (model["path"], lora.get("path")) if path is not None]
 
 
 def question_of(

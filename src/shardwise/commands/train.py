@@ -46,8 +46,9 @@ def dry_run(
     from rich.console import Console
     from transformers.utils import logging
 
+    from shardwise.lab.planner import HERE
     from shardwise.lab.planner.candidates import Question
-    from shardwise.lab.planner.cluster import HERE, cluster_of
+    from shardwise.lab.planner.cluster import cluster_of
     from shardwise.lab.planner.exact import explain
     from shardwise.lab.planner.plan_page import details
 

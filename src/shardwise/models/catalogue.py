@@ -1,4 +1,7 @@
-"""Tables of `shardwise models`: the listed families, or one model, built on meta."""
+"""Tables of `shardwise models`, as plain data: the listed families, or one model, built on meta.
+
+A table has a title, a caption, the names of its columns, and sections of rows.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
+from typing import Any
 
-from rich.box import SIMPLE
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from shardwise.base.layouts import ALONE, shortened
@@ -74,27 +76,34 @@ def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
     ]
 
 
-def families_table() -> Table:
-    """Return all listed families, a row for each layer kind."""
-    table = _table("family", "layers", _LORA, "isolated")
+def families_table() -> dict[str, Any]:
+    """Return the table of all listed families, a section for each, a row for each layer kind."""
+    sections = []
     for name, family in FAMILIES.items():
         facts = layer_facts(build_meta(Model(name, init="random"), every_kind(family)))
+        section = []
         for kind in dict.fromkeys(row.kind for row in facts):
             rows = [row for row in facts if row.kind == kind]
             after = "/".join(dict.fromkeys(row.feed_forward for row in rows))
-            table.add_row(
-                name if kind == facts[0].kind else "",
-                _layer(kind, after),
-                _reached(
-                    chain.from_iterable(row.auto for row in rows),
-                    chain.from_iterable(row.all_linear for row in rows),
-                ),
-                "yes" if rows[0].isolated else "no",
+            section.append(
+                [
+                    name if kind == facts[0].kind else "",
+                    _layer(kind, after),
+                    _reached(
+                        chain.from_iterable(row.auto for row in rows),
+                        chain.from_iterable(row.all_linear for row in rows),
+                    ),
+                    "yes" if rows[0].isolated else "no",
+                ]
             )
-        table.add_section()
+        sections.append(section)
     layouts = _lines(offered_layouts())
-    table.caption = f"{_LEGEND}each family may run under (-ep: where it has experts){layouts}"
-    return table
+    return {
+        "title": None,
+        "caption": f"{_LEGEND}each family may run under (-ep: where it has experts){layouts}",
+        "columns": ["family", "layers", _LORA, "isolated"],
+        "sections": sections,
+    }
 
 
 def _active(built: PreTrainedModel, spec: ModelSpec) -> str:
@@ -106,8 +115,8 @@ def _active(built: PreTrainedModel, spec: ModelSpec) -> str:
     return f", of which a token meets {counts.active_parameters:,}" if is_sparse else ""
 
 
-def model_table(model: Model) -> Table:
-    """Return one model's layers in order, equal neighbours in one row.
+def model_table(model: Model) -> dict[str, Any]:
+    """Return the table of one model's layers in order, equal neighbours in one row.
 
     `model.path` may also be a listed family: what transformers makes of its config. Raises
     UserError if the model cannot be read.
@@ -116,36 +125,35 @@ def model_table(model: Model) -> Table:
     built = build_meta(model, every_kind(FAMILIES[model.path]) if listed else read_config(model))
     spec = spec_of(built.config, built)
     facts = facts_of(built, spec, family_of(built))
-    table = _table("number", "layers", _LORA, "isolated", "parameters")
     tied = ", tied embeddings" if spec.tied else ""
     sizes = f"{built.num_parameters():,} parameters{_active(built, spec)}"
-    table.title = f"{spec.family}, {sizes}{tied}"
     offered = offered_layouts(facts)
     layouts = _lines(offered) if offered else f" no layout: {refusals_of(ALONE, facts)[0]}"
-    table.caption = f"{_LEGEND}may run under{layouts}"
+    caption = f"{_LEGEND}may run under{layouts}"
     if not facts.is_listed:
-        table.caption += f"\nnote: {unproven_note(spec.family)}"
+        caption += f"\nnote: {unproven_note(spec.family)}"
+    rows = []
     for alike, group in groupby(layer_facts(built), key=lambda row: replace(row, number=0)):
         numbers = [row.number for row in group]
-        table.add_row(
-            "-".join(dict.fromkeys(str(number) for number in (numbers[0], numbers[-1]))),
-            _layer(alike.kind, alike.feed_forward),
-            _reached(alike.auto, alike.all_linear),
-            "yes" if alike.isolated else "no",
-            f"{alike.parameters:,}",
+        rows.append(
+            [
+                "-".join(dict.fromkeys(str(number) for number in (numbers[0], numbers[-1]))),
+                _layer(alike.kind, alike.feed_forward),
+                _reached(alike.auto, alike.all_linear),
+                "yes" if alike.isolated else "no",
+                f"{alike.parameters:,}",
+            ]
         )
-    return table
+    return {
+        "title": f"{spec.family}, {sizes}{tied}",
+        "caption": caption,
+        "columns": ["number", "layers", _LORA, "isolated", "parameters"],
+        "sections": [rows],
+    }
 
 
 def _lines(layouts: Iterable[str]) -> str:
     return "".join(f"\n  {line}" for line in shortened(layouts))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(title_justify="left", caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, no_wrap=column != _LORA, overflow="fold")
-    return table
 
 
 def _layer(kind: str, feed_forward: str) -> str:

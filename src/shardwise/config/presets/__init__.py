@@ -18,6 +18,8 @@ import yaml
 _HERE = Path(__file__).parent
 MODELS = _HERE / "models"
 """A folder for each preset."""
+FAMILIES = _HERE / "families.json"
+"""The table of `shardwise models`, with the versions that it was computed with."""
 STARTER = _HERE / "starter"
 """A corpus, and a tokenizer of bytes that suits each preset: it has 256 ids."""
 

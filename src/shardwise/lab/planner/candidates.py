@@ -17,8 +17,9 @@ from shardwise.assembly.describe import Description, describe
 from shardwise.base.layouts import Facts, ModelFacts, parallel_of, replicated
 from shardwise.base.schedule.costs import Cost
 from shardwise.config import Parallel, RunConfig, UserError, require, rules
+from shardwise.lab.planner import HERE
 from shardwise.lab.planner.choices import Recomputed, as_checkpointing, hashable
-from shardwise.lab.planner.cluster import HERE, Cluster
+from shardwise.lab.planner.cluster import Cluster
 from shardwise.lab.planner.divisions import (
     Division,
     divisors,

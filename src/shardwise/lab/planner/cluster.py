@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from shardwise.config import UserError, require
+from shardwise.lab.planner import HERE
 from shardwise.lab.planner.calibration import Calibration, calibration_here
 from shardwise.metrics.hardware import published_flops
 
@@ -20,8 +21,6 @@ BASE_LATENCY = 8.4e-6
 """Seconds before the first step of a collective: NCCL's own figure (src/graph/tuning.cc)."""
 MOST_DEVICES = 1_000_000
 """More than any cluster has; a search takes longer the more numbers divide them."""
-HERE = "here"
-"""The name of this machine, as `shardwise calibrate` has measured it."""
 
 
 @dataclass(frozen=True)

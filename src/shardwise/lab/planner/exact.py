@@ -13,9 +13,9 @@ from shardwise.assembly.describe import Description
 from shardwise.base.layouts import ALONE, Facts, axis_sizes, data_parts, num_microbatches
 from shardwise.base.words import runs
 from shardwise.config import Recomputation, RunConfig, UserError, rules
+from shardwise.lab.planner import HERE
 from shardwise.lab.planner.candidates import Candidate, Question, Subject, subject_of
 from shardwise.lab.planner.choices import hashable
-from shardwise.lab.planner.cluster import HERE
 from shardwise.lab.planner.communication import unknown
 from shardwise.lab.planner.divisions import division_of, layout_name, title
 from shardwise.lab.planner.memory import USABLE, PeakBytes
