@@ -260,9 +260,23 @@ def test_docstrings_begin_with_a_noun_or_a_verb():
             for part in node.body if isinstance(getattr(node, "body", None), list) else ():
                 is_text = isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
                 words = re.findall(r"\w+", str(part.value.value)) if is_text else []
-                if words and words[0] in NO_NOUN:
+                if words and words[0].capitalize() in NO_NOUN:
                     found.setdefault(package(path), []).append(f"{path}:{part.lineno}")
     assert found == {}
+
+
+def test_comments_of_fields_begin_with_a_noun():
+    """A field's comment stands behind its declaration: `weights: int  # bytes of the weights`."""
+    found = []
+    for path in MODULES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.AnnAssign) and node.end_lineno is not None:
+                begun = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode()
+                words = re.findall(r"# *(\w+)", begun)
+                if words and words[0].capitalize() in NO_NOUN:
+                    found.append(f"{path}:{node.end_lineno}")
+    assert found == []
 
 
 def test_programs_that_measure_stay_few():

@@ -35,7 +35,7 @@ class Document:
     targets: np.ndarray  # [tokens] bool
     start: SlotState
     siblings: int = 1  # documents with a target that its record gives
-    is_last: bool = True  # of these; of documents that a resume reads again, the last one
+    is_last: bool = True  # the last of these; of documents that a resume reads again, the last one
     read_before: SlotState | None = None  # the state of the slot, if a resume reads it again
     is_long: bool = False  # a part of what did not fit into a row
 

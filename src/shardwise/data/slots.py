@@ -95,7 +95,7 @@ class TrainStream(IterableDataset):
     encoder: Encoder
     global_batch_size: int
     step: int  # the last one that is done
-    begin: Mapping[int, SlotState]  # by slot
+    begin: Mapping[int, SlotState]  # state by slot
     rest: Rest | None
 
     def __iter__(self) -> Iterator[SlotRows | UserError]:

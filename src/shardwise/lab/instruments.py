@@ -25,9 +25,9 @@ class StepRecorder:
     def __init__(self, cfg: RunConfig, mesh: Mesh) -> None:
         self._cfg, self._mesh = cfg, mesh
         self._actions = Recorder(cfg.measure.warmup_steps)
-        self._sent: Collectives | None = None  # in the step that `watching` has counted
-        self._cut: StageSplit | None = None  # in that step
-        self._num_targets: list[int] | None = None  # of its micro-batches, on this rank
+        self._sent: Collectives | None = None  # messages of the step that `watching` has counted
+        self._cut: StageSplit | None = None  # split of that step
+        self._num_targets: list[int] | None = None  # numbers of its micro-batches, on this rank
 
     @contextlib.contextmanager
     def watching(self, job: Job, microbatches: Sequence[AnyBatch], number: int) -> Generator[None]:

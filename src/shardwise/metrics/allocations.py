@@ -16,7 +16,7 @@ from shardwise.base.records.memory_parts import AllocationEvent
 class Allocations:
     """Every allocation and free between `start` and `stop` of a recorder, and the bytes in use."""
 
-    events: list[AllocationEvent | None]  # in order; None stands for a call of `mark`
+    events: list[AllocationEvent | None]  # events in order; None stands for a call of `mark`
     entry_bytes: int
     exit_bytes: int
     peak_bytes: int

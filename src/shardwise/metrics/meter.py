@@ -19,7 +19,7 @@ class Meter:
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
-        self.seconds: list[float] = []  # of every step, also of the warm-up
+        self.seconds: list[float] = []  # every step's, also those of the warm-up
         self.first_step_seconds: float | None = None
         """From this moment to the end of the first step; None before that."""
         self.positions = Counter[int]()

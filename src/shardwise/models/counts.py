@@ -54,7 +54,7 @@ class Unit:
     trainable_parameters: int
     weights: tuple[ProductWeight, ...]
     cores: tuple[Core, ...]
-    core_flops: tuple[CoreFlops, ...]  # of these as they run
+    core_flops: tuple[CoreFlops, ...]  # FLOPs of these as they run
     core_gradient: bool  # a gradient flows back through the cores
     backward: bool  # something here or below is trainable, so the backward reaches this unit
     layer: int | None = None

@@ -11,7 +11,7 @@ from shardwise.models.kinds.base import Kind
 class Block:
     """A mixer or a feed-forward of a layer."""
 
-    path: str  # in the layer, such as "self_attn"
+    path: str  # path in the layer, such as "self_attn"
     kind: Kind
 
 
@@ -33,7 +33,7 @@ class LayerSpec:
     kind: str
     """Kind of its mixer: the name of a kind of `models/kinds`, or one that the family gives to
     mixers side by side."""
-    feed_forward: str  # what follows in the same layer: dense | moe | none
+    feed_forward: str  # feed-forward in the same layer: dense | moe | none
     mixers: tuple[Block, ...] = field(default=(), repr=False)
     """Mixers of the layer, which give it its kind: one block, or several side by side."""
     feed_forwards: tuple[Block, ...] = field(default=(), repr=False)

@@ -112,7 +112,7 @@ def stages(
     assert (boundaries[0], boundaries[-1]) == (0, last + 1), boundaries
     assert all(low < high for low, high in pairwise(boundaries)), boundaries
     made: list[Stage] = []
-    shared: dict[int, nn.Parameter] = {}  # by what they are copies of
+    shared: dict[int, nn.Parameter] = {}  # parameters by what they are copies of
     for chunk in chunks:
         low, high = boundaries[chunk], boundaries[chunk + 1]
         layers = spec.layers[max(low - 1, 0) : high - 1]

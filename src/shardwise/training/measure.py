@@ -44,7 +44,7 @@ class MeasuredMemory:
     """Bytes on each rank, in the order of ranks, and what the step launched there."""
 
     peak_bytes: list[int]
-    parts: list[dict[str, int]]  # of the peak, by `memory_parts.PARTS`
+    parts: list[dict[str, int]]  # bytes of the peak, by `memory_parts.PARTS`
     state_bytes: list[dict[str, int]]
     launches: list[int] | None  # operators; None where compiled code hides them
     host_waits: list[int] | None

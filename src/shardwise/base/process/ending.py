@@ -74,7 +74,7 @@ class Ending:
     exit_code: int
     reason: str  # one line, for the record
     text: str  # for stderr; none where the user has ended the run himself
-    status: Status = "failed"  # in the record
+    status: Status = "failed"  # status in the record
 
 
 INTERRUPTED = Ending(128 + signal.SIGINT, "interrupted by a signal", "", "stopped")

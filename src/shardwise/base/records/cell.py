@@ -31,7 +31,7 @@ class Axis:
 
     name: str
     values: tuple[str, ...]  # names, in the order of the sweep
-    keys: tuple[str, ...]  # what a value sets: `section.key` of the run file, or `nproc`
+    keys: tuple[str, ...]  # keys that a value sets: `section.key` of the run file, or `nproc`
     compared: bool
     """Whether cells that differ only in this axis are compared.
 
@@ -105,7 +105,7 @@ class CellRecord(RunRecord):
     """
 
     cell: dict[str, Any] = field(default_factory=dict)  # CellPlan as plain data
-    command: list[str] = field(default_factory=list)  # of one round
+    command: list[str] = field(default_factory=list)  # command of one round
     rounds: list[dict[str, Any]] = field(default_factory=list)  # Round as plain data, in order
     spread: dict[str, list[float]] = field(default_factory=dict)
     """Figure -> [min, max] over the good rounds."""

@@ -34,8 +34,8 @@ class PipelineStep:
 
     seconds: float
     bubble: float  # idle share of the time of all ranks
-    busy_seconds: list[float]  # of each rank
-    idle_seconds: list[float]  # of each rank
+    busy_seconds: list[float]  # each rank's
+    idle_seconds: list[float]  # each rank's
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class PipelineRecord:
     split: str | list[int]  # `parallel.split`
     boundaries: list[int]
     """Chunk c has units boundaries[c] to boundaries[c + 1], of embedding, layers and head."""
-    layers: list[int]  # of each chunk
+    layers: list[int]  # number in each chunk
     costs: str  # the source of the units' costs
     measured: PipelineStep | None  # the timed step of median length
     simulated: PipelineStep | None  # None where costs are no times of this machine
     simulator_error_percent: float | None  # simulated over measured seconds, less one
-    events: list[str] | None  # of the measured step, a line per rank: see `schedule.timeline.pack`
-    simulated_events: list[str] | None = None  # of the simulated step
+    events: list[str] | None  # the measured step, a line per rank: see `schedule.timeline.pack`
+    simulated_events: list[str] | None = None  # the simulated step
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class RoutingRecord:
     """How evenly routers gave tokens to experts: lists by layer, over the steps since a resume."""
 
     layers: list[str]  # paths of their experts
-    share: list[list[float]]  # of its tokens that each expert was given
+    share: list[list[float]]  # share of its tokens that each expert was given
     max_over_mean: list[float]  # the busiest expert's tokens over the mean
-    entropy: list[float]  # of the shares, over that of equal ones
+    entropy: list[float]  # entropy of the shares, over that of equal ones
     dropped: list[float] = field(default_factory=list)  # share of its tokens
     steps: dict[str, list[float]] = field(default_factory=dict)
     """The `router_...` numbers of `metrics.jsonl`, after each step."""
@@ -96,15 +96,15 @@ class RunRecord:
     skipped_steps: int = 0  # steps whose float16 gradients overflowed
     eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
     data: dict[str, Any] | None = None  # train, validation: rows and documents
-    tokens_per_second: float | None = None  # of all ranks together
+    tokens_per_second: float | None = None  # all ranks together
     step_seconds: dict[str, float] | None = None
     """mean, p10, p50, p90 and max of the timed steps; `steps` is their number."""
     first_step_seconds: float | None = None
     """From the beginning of `train` to the end of the first step: data, weights, compilation."""
-    peak_memory_bytes: list[int] | None = None  # of each rank
+    peak_memory_bytes: list[int] | None = None  # each rank's
     memory_parts: list[dict[str, int]] | None = None
     """The parts of each rank's peak (see `memory_parts.PARTS`)."""
-    state_bytes: list[dict[str, int]] | None = None  # of each rank: weights, gradients, optimizer
+    state_bytes: list[dict[str, int]] | None = None  # each rank's: weights, gradients, optimizer
     launches_per_step: list[int] | None = None  # operators of each rank; None if compiled
     host_waits_per_step: list[int] | None = None
     """How often the host of each rank waits for its device in a step, beside collectives."""
@@ -132,7 +132,7 @@ class RunRecord:
     """The step after which the weights in `adapter/` or `model/` were: the last one or, with
     `training.keep_best`, that of the lowest validation loss."""
     sample: str | None = None
-    notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
+    notes: list[str] = field(default_factory=list)  # lines that a reader of these figures must know
     resumed_from: dict[str, Any] | None = None
     """Folder and step of a checkpoint; times are those of the steps after it."""
     schema_version: int = SCHEMA_VERSION

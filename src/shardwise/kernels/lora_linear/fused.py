@@ -89,8 +89,8 @@ class _Options(NamedTuple):
     backend: LoraBackend
     scales: tuple[float, ...]  # one per linear
     layouts: tuple[StoredLayout | None, ...] | None  # if weights are stored in few bits
-    dtype: torch.dtype  # of the products with the adapters
-    p: float  # of the dropout
+    dtype: torch.dtype  # dtype of the products with the adapters
+    p: float  # probability of the dropout
     half: BackwardHalf | None  # None: every backward is a full one
     float8: Sequence[Float8 | None] | None  # one per linear, if any multiplies in 8 bits
 

@@ -37,7 +37,7 @@ class CellState:
     folder: Path
     rounds: list[Round] = field(default_factory=list)
     run_records: list[RunRecord] = field(default_factory=list)  # one for each round
-    record: CellRecord | None = None  # of the cell; None before its first round
+    record: CellRecord | None = None  # the cell's; None before its first round
 
     def remaining(self, total: int) -> range:
         """Return the rounds (from 1) that are still to run if each cell has `total` of them.

@@ -57,7 +57,7 @@ class Sweep:
     """A sweep file that was checked, and all its cells."""
 
     record: SweepRecord
-    cells: tuple[Cell, ...]  # in the order of `record.cells`
+    cells: tuple[Cell, ...]  # ordered as `record.cells`
 
 
 def read_sweep(path: str | Path, out: str | Path, command: list[str] | None = None) -> Sweep:

@@ -41,7 +41,7 @@ class _Scale:
 
     unit_seconds: float
     unit_name: str
-    length: float  # in units
+    length: float  # units of time
     inches: float
 
     @classmethod

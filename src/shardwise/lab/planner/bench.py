@@ -41,9 +41,9 @@ class Bench:
     """Stages of one unit each, from the embedding up, and what they are run on."""
 
     stages: list[ScheduledStage]
-    needs_input_gradient: list[bool]  # of each stage
+    needs_input_gradient: list[bool]  # each stage's
     can_halve: bool  # backwards of compiled layers have no halves
-    microbatches: list[Batch]  # of one, which all stages look at
+    microbatches: list[Batch]  # one, which all stages look at
     hidden: torch.Tensor  # hidden states [B, T, D], the input of every stage but the first
     loss_scale: float
     watch: Stopwatch

@@ -26,9 +26,9 @@ class Change:
     a: Row
     b: Row
     note: str = ""  # why there are no ratios
-    speed: float | None = None  # of tokens/s
+    speed: float | None = None  # ratio of tokens/s
     speed_range: tuple[float, float] | None = None  # smallest and largest ratio of any two rounds
-    memory: float | None = None  # of peak memory
+    memory: float | None = None  # ratio of peak memory
     lost: bool = False  # A has figures of the same work and B has none
 
     @property

@@ -37,7 +37,7 @@ class BenchFolder:
     """The folder of a bench, finished or not. Each mapping is by cell id."""
 
     sweep: SweepRecord
-    records: dict[str, CellRecord] = field(default_factory=dict)  # of the cells that have one
+    records: dict[str, CellRecord] = field(default_factory=dict)  # the cells' that have one
     problems: dict[str, str] = field(default_factory=dict)  # why a record cannot be read
     begun: dict[str, int] = field(default_factory=dict)  # rounds that have a folder
     run_files: dict[str, str] = field(default_factory=dict)  # text of the run file

@@ -39,7 +39,7 @@ BESIDE: Mapping[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "v
 class Drawn:
     """A figure with its title and caption."""
 
-    name: str  # of its files, and its id on the page
+    name: str  # name of its files, and its id on the page
     title: str
     caption: str
     figure: Figure

@@ -26,8 +26,8 @@ _DASHES: tuple[Any, ...] = (
 class Look:
     """The look of a cell, the same in every figure. Cells differ in more than colour."""
 
-    name: str  # what the colour and the marker stand for
-    variant: str  # what the dashes stand for
+    name: str  # name that the colour and the marker stand for
+    variant: str  # name that the dashes stand for
     colour: str
     marker: str
     dash: Any

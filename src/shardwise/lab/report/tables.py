@@ -46,7 +46,7 @@ class Row:
     state: State
     reason: str = ""  # why the state is not ok
     record: CellRecord | None = None
-    verdict: Verdict | None = None  # of a cell that ran to its end
+    verdict: Verdict | None = None  # verdict on a cell that ran to its end
     is_baseline: bool = False  # the speeds of others are compared with it
     is_reference: bool = False  # the losses of others are compared with it
     speedup: float | None = None  # over the baseline

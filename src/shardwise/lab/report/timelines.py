@@ -40,7 +40,7 @@ class PipelineRun:
     row: Row
     pipeline: PipelineRecord
     timeline: Timeline
-    simulated: Timeline | None = None  # of the step that its costs predict
+    simulated: Timeline | None = None  # the step that its costs predict
 
     @property
     def split(self) -> str:
@@ -80,8 +80,8 @@ class PipelineRun:
 class Chart:
     """Pipelines on one time axis."""
 
-    name: str  # of its file, and its id on the page
-    title: str  # what distinguishes these cells from those of other charts
+    name: str  # name of its file, and its id on the page
+    title: str  # words that distinguish these cells from those of other charts
     runs: list[PipelineRun]
 
     def svg(self) -> str:

@@ -25,7 +25,7 @@ class CoverageRow:
     layers: int
     weights: int  # linears, and stacks of experts
     adapted: int
-    frozen: tuple[str, ...]  # those without an adapter, by their name in the layer
+    frozen: tuple[str, ...]  # linears without an adapter, by their name in the layer
 
 
 @dataclass(frozen=True)
