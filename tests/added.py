@@ -86,6 +86,50 @@ def _names_by_file() -> dict[str, set[str]]:
     return found
 
 
+def files_that_read(key: str) -> set[str]:
+    """Return the files of src that read a key of a section, or set it, beside its declaration.
+
+    A section is known by its name, as in `cfg.training.seed` or `replace(training, seed=0)`; who
+    has a key under another name is not seen.
+    """
+    section, _, name = key.partition(".")
+    return {file for file, read in _read_by_file().items() if (section, name) in read}
+
+
+@cache
+def _read_by_file() -> dict[str, set[tuple[str, str]]]:
+    """Return what each file reads, but for those that declare sections."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        file = path.relative_to(SOURCE).as_posix()
+        if file.startswith("config/rules/") or not file.startswith("config/"):
+            found[file] = pairs_read(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def pairs_read(tree: ast.AST) -> set[tuple[str, str]]:
+    """Return (section, key) for each attribute of what is called like a section, and for each key
+    that a section is made or replaced with; more pairs, which are none, come too.
+    """
+    read = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=of, attr=name):
+                read.add((_last_name(of), name))
+            case ast.Call(func=function, args=args, keywords=keywords):
+                changed = args[0] if args and _last_name(function) == "replace" else function
+                section = _last_name(changed).lower()
+                read |= {(section, keyword.arg) for keyword in keywords if keyword.arg}
+    return read
+
+
+def _last_name(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
+
+
 def library_with(folder: Path, added: Mapping[str, str], run: Mapping[str, Any]) -> None:
     """Make a folder with a copy of the library with more files, a run file and its rows."""
     shutil.copytree(SOURCE, folder / "src" / "shardwise", ignore=lambda *_: ["__pycache__"])
