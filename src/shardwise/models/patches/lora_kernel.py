@@ -255,16 +255,22 @@ class _Layer:
 
     def linear(self) -> Linear:
         """Return the linear and its adapter."""
-        weight = self.base._parameters.get("weight")
+        weight: Any = _held(self.base)
         if weight is None:  # stored in few bits, or a view that a strategy has put in its place
             weight = weight_of(self.base)
         bias: Any = self.base.bias if self.has_bias else None
         factors: list[Any] = []
         for module in (self.a, self.b):
-            factor = module._parameters.get("weight")
+            factor = _held(module)
             factors.append(module.weight if factor is None else factor)
         scale = self.layer.scaling[self.name]
         return Linear(weight.mT if self.is_turned else weight, bias, *factors, scale)
+
+
+def _held(module: Any) -> torch.Tensor | None:
+    """Return the weight of a module, or the share that hides it while a block runs under `tp`."""
+    share = module.__dict__.get("weight")
+    return module._parameters.get("weight") if share is None else share
 
 
 def _version(x: torch.Tensor) -> int | None:
