@@ -222,6 +222,40 @@ def test_dora_is_that_of_peft(calls):
     assert worst(outcome(block()[0])[:2], expected[:2]) > 0.1  # it does something
 
 
+def errors_in_16_bits(use_ours: bool) -> torch.Tensor:
+    """How far DoRA under autocast is off PEFT's in float64: output, then each gradient, as the root
+    of the mean over inputs. One loss would not tell: its rounding is small or large by chance.
+    """
+    rounded, exact = with_magnitudes(use_ours), with_magnitudes(False)
+    if use_ours:
+        use_lora_kernel(rounded, "torch", CPU)
+    layers = (adapter_layers(model).values() for model in (rounded, exact))
+    for layer, other in zip(*layers, strict=True):
+        layer.get_base_layer().to(torch.bfloat16)
+        other.get_base_layer().load_state_dict(layer.get_base_layer().state_dict())
+    exact.double()
+    errors = []
+    for seed in range(20):
+        inputs = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed))
+        found = []
+        for model, dtype in ((rounded, torch.float32), (exact, torch.float64)):
+            x = inputs.to(dtype).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=model is rounded):
+                y = model["block"](x)
+            factors = [p for p in model.parameters() if p.requires_grad]
+            found.append(
+                [y.detach(), *torch.autograd.grad(y.to(dtype).square().sum(), [x, *factors])]
+            )
+        errors.append([float((one - other).norm() / other.norm()) for one, other in zip(*found)])
+    return torch.tensor(errors).square().mean(0).sqrt()
+
+
+def test_dora_in_16_bits_is_as_near_to_float64_as_pefts():
+    ours, pefts = errors_in_16_bits(True), errors_in_16_bits(False)
+    assert (ours / pefts).max() < 1.25
+    assert ours.mean() < 1.05 * pefts.mean()
+
+
 def test_dora_compiles_without_a_break():
     plain, fused = with_magnitudes(False), with_magnitudes(True)
     use_lora_kernel(fused, "torch", CPU)
