@@ -36,17 +36,18 @@ class Tuned:
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
-        self.chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.chosen: dict[Any, dict[str, Any]] = {}
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         """Return the kernel over a grid of programs."""
         return partial(self._run, grid)
 
     def _run(self, grid: Any, *args: Any, **options: Any) -> None:
-        sizes = args[-3:]  # num_features, rank and the number of masks or linears
-        key = (*sizes, options["CASE"])
-        if key in self.chosen:
-            self.tuner.fn[grid](*args, **options, **self.chosen[key])
+        # num_features, rank and the number of masks or linears
+        key = args[-3:], options["CASE"]
+        chosen = self.chosen.get(key)
+        if chosen is not None:
+            self.tuner.fn[grid](*args, **options, **chosen)
         else:
             self.tuner[grid](*args, **options)
             self.chosen[key] = self.tuner.best_config.all_kwargs()
