@@ -43,9 +43,7 @@ def products(
 
 
 def with_update(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return y + scale h b^T [rows, out] in y's dtype; y may be changed."""
-    if y.dtype == h.dtype:
-        return y.addmm_(h, b.to(h.dtype).t(), alpha=scale)
+    """Return y + scale h b^T [rows, out] in y's dtype; selective checkpointing may keep y."""
     return torch.addmm(y.to(h.dtype), h, b.to(h.dtype).t(), alpha=scale).to(y.dtype)
 
 

@@ -236,13 +236,15 @@ class _Shared:
 class _Layer:
     """A layer of PEFT, whose modules are looked up once: torch's search takes the host 0.5 us each.
 
-    Their parameters are read in every call, as strategies exchange them.
+    Their parameters are read in every call, as attributes: strategies exchange both.
     """
 
     def __init__(self, layer: PeftLinear) -> None:
         (self.name,) = layer.lora_A
-        self.layer, self.base = layer, layer.get_base_layer()
-        self.a, self.b = layer.lora_A[self.name], layer.lora_B[self.name]
+        self.layer = layer
+        self.base: Any = layer.get_base_layer()
+        self.a: Any = layer.lora_A[self.name]
+        self.b: Any = layer.lora_B[self.name]
         self.magnitude = magnitude_of(layer)
         self.is_turned = isinstance(self.base, Conv1D)
         self.has_bias = getattr(self.base, "bias", None) is not None
@@ -255,22 +257,9 @@ class _Layer:
 
     def linear(self) -> Linear:
         """Return the linear and its adapter."""
-        weight: Any = _held(self.base)
-        if weight is None:  # stored in few bits, or a view that a strategy has put in its place
-            weight = weight_of(self.base)
-        bias: Any = self.base.bias if self.has_bias else None
-        factors: list[Any] = []
-        for module in (self.a, self.b):
-            factor = _held(module)
-            factors.append(module.weight if factor is None else factor)
-        scale = self.layer.scaling[self.name]
-        return Linear(weight.mT if self.is_turned else weight, bias, *factors, scale)
-
-
-def _held(module: Any) -> torch.Tensor | None:
-    """Return the weight of a module, or the share that hides it while a block runs under `tp`."""
-    share = module.__dict__.get("weight")
-    return module._parameters.get("weight") if share is None else share
+        weight, bias = weight_of(self.base), self.base.bias if self.has_bias else None
+        weight, scale = weight.mT if self.is_turned else weight, self.layer.scaling[self.name]
+        return Linear(weight, bias, self.a.weight, self.b.weight, scale)
 
 
 def _version(x: torch.Tensor) -> int | None:
