@@ -37,7 +37,7 @@ NOW = [*((name, "full") for name in ("1f1b", "interleaved-1f1b", "zbv")), ("loop
 
 REPLACED = (
     *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
-    *("get_fwd_recv_ops", "get_bwd_send_ops"),
+    *("get_fwd_recv_ops", "get_bwd_recv_ops", "get_bwd_send_ops"),
 )
 Action = tuple[str, int]
 """The kind of an action, and its chunk."""
@@ -51,10 +51,12 @@ class Watch:
         """What left each chunk, by micro-batch."""
         self.gradients: list[StorageWeakRef] = []
         self.received: dict[tuple[int, int], StorageWeakRef] = {}
+        self.early: dict[tuple[int, int, str], StorageWeakRef] = {}
+        """What was received for a chunk, a micro-batch and a forward or a backward to come."""
         self.ended: set[tuple[int, int]] = set()
         """Chunks and micro-batches after their backward, or their forward where none follows."""
         self.most: dict[Action, int] = defaultdict(int)
-        """Outputs and gradients at once, except the action's own."""
+        """Outputs, gradients and what came early at once, except the action's own."""
         self.unneeded = 0
         """Outputs and received tensors after all that reads them, and gradients that are sent."""
 
@@ -65,7 +67,9 @@ class Watch:
         self.gradients = [kept for kept in self.gradients if not kept.expired()]
         own = {place} if kind in "BI" else set()
         action = kind, stage.stage_index
-        self.most[action] = max(self.most[action], len(outputs - own) + len(self.gradients))
+        self.early.pop((*place, "F" if kind == "F" else "B"), None)
+        number = len(outputs - own) + len(self.gradients) + len(self.early)
+        self.most[action] = max(self.most[action], number)
         late = len(outputs & self.ended) + len(received & self.ended) + len(self.gradients)
         self.unneeded = max(self.unneeded, late)
 
@@ -102,6 +106,14 @@ def watched() -> Callable[[], Watch]:
         for op in ops:
             place = stage.stage_index, number
             watch.received[place] = StorageWeakRef(op.tensor.untyped_storage())
+            watch.early[*place, "F"] = watch.received[place]
+        return ops
+
+    def get_bwd_recv_ops(stage: Any, number: int) -> Any:
+        ops = torchs["get_bwd_recv_ops"](stage, number)
+        for op in ops:
+            early = stage.stage_index, number, "B"
+            watch.early[early] = StorageWeakRef(op.tensor.untyped_storage())
         return ops
 
     def get_bwd_send_ops(stage: Any, number: int) -> Any:

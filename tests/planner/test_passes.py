@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from shardwise.base.schedule.orders import ORDERS, Pipeline
+from shardwise.base.schedule.receives import early_messages
 from shardwise.lab.planner.passes import progress_of
 
 PLACES = [
@@ -24,7 +25,8 @@ PLACES = [
 def every_progress(pipeline: Pipeline, rank: int):
     """Yield each action with all that has begun and ended before it, one number after the other."""
     chunks, done = pipeline.chunks_of(rank), Counter[tuple[int, str]]()
-    for chunk, kind, _, _ in pipeline.order(rank):
+    order = zip(pipeline.order(rank), early_messages(pipeline)[rank], strict=True)
+    for (chunk, kind, _, _), early in order:
         if chunk == 0:  # torch's first stage runs all of a halved backward in the second half
             kind = {"I": "", "W": "B"}.get(kind, kind)
         if not kind:
@@ -35,8 +37,9 @@ def every_progress(pipeline: Pipeline, rank: int):
             forwards, whole, halves, rests = (done[c, of] for of in "FBIW")
             begun = whole + halves + runs[c, "B"] + runs[c, "I"]
             unfinished = halves - rests
-            flags = whole + rests > 0, whole + halves > 0, False
-            numbers.append((forwards - begun + unfinished, unfinished, *flags))
+            flags = whole + rests > 0, whole + halves > 0
+            waiting = (of_rank[chunks.index(c)] for of_rank in early)
+            numbers.append((forwards - begun + unfinished, unfinished, *flags, *waiting, False))
         is_first = not done[chunk, "B"] + done[chunk, "W"]
         yield (kind, chunks.index(chunk), is_first), tuple(zip(*numbers, strict=True))
         done[chunk, kind] += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import gcd
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.config import Parallel, RunConfig
@@ -31,9 +31,17 @@ HALVING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
 its weights. The first half needs an input that requires a gradient, all the way down to the
 embedding, even where nothing there is trained. Under the others a stage with nothing trainable at
 or below it runs no backward."""
+TOKENS_IN_STEPS = 8
+"""Tokens by which rows that end early differ: a matrix product has a few sizes, not every one."""
+SHARED_IN_STEPS = 64
+"""The same of a rank's share of a row under `cp`: even, as it may have two chunks, and no less than
+what a convolution reads before its own tokens (config/rules/context.py)."""
 BATCHING = ("1f1b",)
 """Schedules that send in one batch with what they receive. torch waits for both, and keeps what was
 sent until the next batch."""
+ONE_STAGE = ("gpipe", "1f1b")
+"""Schedules of one stage a rank, which receives what it runs next. Under the others torch receives
+as early as it is sent."""
 V_SHAPED = ("zbv", "dualpipe-v")
 """Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends
 of the model."""
@@ -381,9 +389,16 @@ def num_microbatches(cfg: RunConfig, num_ranks: int) -> int:
     return rows // cfg.training.micro_batch_size
 
 
+def length_steps(parallel: Parallel) -> int:
+    """Return the tokens of which the length of a row is a multiple: `cp` and `tp` cut it evenly."""
+    is_shared = "cp" in layout_of(parallel).split("-")
+    tokens = SHARED_IN_STEPS if is_shared else TOKENS_IN_STEPS
+    return parallel.cp * lcm(parallel.tp, tokens)
+
+
 def virtual_stages_of(schedule: str, num_virtual: int) -> int:
     """Return the stages per rank that a schedule has: fixed for some, else `num_virtual`."""
-    if schedule in ("gpipe", "1f1b"):
+    if schedule in ONE_STAGE:
         return 1
     return 2 if schedule in V_SHAPED else num_virtual
 

@@ -11,7 +11,6 @@ row without a target is dropped, since nothing is learnt from it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.base.batches import IGNORED, Batch
-from shardwise.base.layouts import layout_of
+from shardwise.base.layouts import layout_of, length_steps
 from shardwise.config import RunConfig
 from shardwise.data.state import SlotState
 
@@ -156,11 +155,8 @@ class RowLengths:
         """Return the lengths of a run: equal on all ranks that share the tokens of a row."""
         # Compiled layers would be compiled again for each length.
         may_differ = cfg.data.packed == "none" and cfg.training.compile == "none"
-        tp, cp = cfg.parallel.tp, cfg.parallel.cp
-        # A rank that shares a row has more tokens than a convolution reads before its own.
-        multiple = cp * math.lcm(tp, {1: 8}.get(cp, 64))
-        is_of_step = "pp" in layout_of(cfg.parallel)
-        return RowLengths(cfg.data.sequence_length, multiple if may_differ else None, is_of_step)
+        multiple = length_steps(cfg.parallel) if may_differ else None
+        return RowLengths(cfg.data.sequence_length, multiple, "pp" in layout_of(cfg.parallel))
 
     def cut(self, rows: list[np.ndarray]) -> np.ndarray:
         """Stack rows [3, T+1] without what is padding in all of them: [B, 3, at most T+1]."""

@@ -24,7 +24,7 @@ from torch.distributed import pipelining
 
 from shardwise.base.batches import AnyBatch, Batch
 from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
-from shardwise.base.layouts import BATCHING, HALVING, num_microbatches
+from shardwise.base.layouts import BATCHING, HALVING, ONE_STAGE, num_microbatches
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig, require
@@ -161,7 +161,7 @@ class _Runner:
                     is_batched=pipeline.schedule in BATCHING,
                 )
             )
-        has_one_stage = pipeline.schedule in ("gpipe", "1f1b")
+        has_one_stage = pipeline.schedule in ONE_STAGE
         schedule = SCHEDULES[pipeline.schedule](
             stages[0] if has_one_stage else stages,
             num_microbatches,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.base.schedule.orders import Pipeline
+from shardwise.base.schedule.receives import early_messages
 from shardwise.models.activations import UnitMemory
 from shardwise.parallel.holding import Held, HeldUnit, Whole
 
@@ -67,6 +68,9 @@ class PassProgress(NamedTuple):
     has_gradients: tuple[bool, ...]
     has_answered: tuple[bool, ...]
     """Whether a backward, or its first half, has ended."""
+    early_inputs: tuple[int, ...]
+    """Outputs from below that were received for later forwards, and gradients from above."""
+    early_gradients: tuple[int, ...]
     after_backward: tuple[bool, ...]
     """Whether the last action before was a backward; where nobody asks, it is False."""
 
@@ -133,7 +137,9 @@ def progress_of(
     has_gradients, has_answered = [False] * number, [False] * number
     after_backward = [False] * number
     found: dict[FirstAction, dict[PassProgress, None]] = {}
-    for chunk, kind, _, _ in pipeline.shortened().order(rank):
+    short = pipeline.shortened()
+    order = zip(short.order(rank), early_messages(short)[rank], strict=True)
+    for (chunk, kind, _, _), early in order:
         place = chunks.index(chunk)
         if chunk == 0 and kind in "IW":
             # torch's first stage runs all of a halved backward in the second half.
@@ -143,8 +149,9 @@ def progress_of(
         if kind in "BI":
             in_flight[place] -= 1
         action = FirstAction(kind, place, not has_gradients[place])
-        flags = tuple(has_gradients), tuple(has_answered), tuple(after_backward)
-        now = PassProgress(tuple(in_flight), tuple(halved), *flags)
+        flags = tuple(has_gradients), tuple(has_answered)
+        numbers = tuple(in_flight), tuple(halved)
+        now = PassProgress(*numbers, *flags, *early, tuple(after_backward))
         found.setdefault(action, {})[now] = None
         after_backward[place] = tells_last and kind != "F"
         if kind == "F":

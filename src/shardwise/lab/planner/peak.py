@@ -332,7 +332,7 @@ class Rank:
 
         A chunk's output stays until its backward, or the next output where it runs none; a gradient
         that was sent, until the next one. 1F1B also keeps an output of its warm-up until the last
-        forward's backward.
+        forward's backward. Under other schedules messages arrive before they are read.
         """
         number, is_batched = 0, self.cfg.parallel.schedule in BATCHING
         for place, chunk in enumerate(self.share.chunks):
@@ -341,6 +341,7 @@ class Rank:
                 number += now.in_flight[place] if runs_backward else 1
             if chunk.receives_from is not None and chunk.needs_input_gradient:
                 number += now.has_answered[place]
+            number += now.early_inputs[place] + now.early_gradients[place] * runs_backward
             if is_batched and chunk.sends_to is not None:
                 number += now.has_answered[place]
         return number * self.passed_on
