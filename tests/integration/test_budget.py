@@ -64,7 +64,7 @@ def test_a_mistake_of_the_formulas_is_a_note_of_a_run_that_is_done(folder, monke
     def mistaken(*_: object) -> int:
         raise AssertionError("the layers have not been chosen")
 
-    monkeypatch.setattr("shardwise.lab.instruments.predicted_bytes", mistaken)
+    monkeypatch.setattr("shardwise.lab.planner.collectives.predicted_bytes", mistaken)
     cfg = config(folder, "mistaken", steps=1, global_batch_size=2, eval_every=0)
     record = run_on(1, replace_measure(cfg, memory=True, warmup_steps=0))
     assert record.status == "ok"

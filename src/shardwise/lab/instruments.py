@@ -5,18 +5,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.assembly.build import Job, StageSplit
+from shardwise.assembly.describe import Describe
+from shardwise.assembly.recomputation import Chosen
 from shardwise.base.batches import AnyBatch
 from shardwise.base.interfaces import Mesh
 from shardwise.base.schedule.timeline import Event
-from shardwise.config import RunConfig
-from shardwise.lab.planner.collectives import Collectives, predicted_bytes, targets_on_rank
-from shardwise.lab.planner.recompute import chosen_of
-from shardwise.lab.planner.timeline import Recorder, record_timeline
+from shardwise.config import Lora, RunConfig
+from shardwise.lab.planner import chooses
 from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.instruments import Instruments
+
+if TYPE_CHECKING:
+    from shardwise.lab.planner.collectives import Collectives
+    from shardwise.lab.planner.timeline import Recorder
+
+
+def choose(cfg: RunConfig, mesh: Mesh, adapter: Lora | None, describe: Describe) -> Chosen | None:
+    """Return what a run's budget chooses, as `chosen_of` does; None where nothing is to choose."""
+    if not chooses(cfg, mesh.device.type):
+        return None
+    from shardwise.lab.planner.recompute import chosen_of
+
+    return chosen_of(cfg, mesh, adapter, describe)
 
 
 class StepRecorder:
@@ -24,7 +37,7 @@ class StepRecorder:
 
     def __init__(self, cfg: RunConfig, mesh: Mesh) -> None:
         self._cfg, self._mesh = cfg, mesh
-        self._actions = Recorder(cfg.measure.warmup_steps)
+        self._actions: Recorder | None = None  # recorder of a pipeline
         self._sent: Collectives | None = None  # messages of the step that `watching` has counted
         self._cut: StageSplit | None = None  # split of that step
         self._num_targets: list[int] | None = None  # numbers of its micro-batches, on this rank
@@ -41,6 +54,8 @@ class StepRecorder:
         if not (measure.memory and is_seen and measure.warmup_steps - number in (0, 1)):
             yield
             return
+        from shardwise.lab.planner.collectives import Collectives, targets_on_rank
+
         num_targets = targets_on_rank(job, microbatches)
         with Collectives(self._mesh) as sent:
             yield
@@ -49,15 +64,27 @@ class StepRecorder:
 
     def took(self, events: Sequence[Event]) -> None:
         """Keep the actions of a step."""
-        self._actions.step(events)
+        if self._cfg.parallel.pp > 1:
+            self._recorder().step(events)
+
+    def _recorder(self) -> Recorder:
+        from shardwise.lab.planner.timeline import Recorder
+
+        if self._actions is None:
+            self._actions = Recorder(self._cfg.measure.warmup_steps)
+        return self._actions
 
     def moved(self) -> None:
         """Forget the actions of the steps so far."""
-        self._actions = Recorder(self._cfg.measure.warmup_steps)
+        self._actions = None
 
     def fields_of_pipeline(self, job: Job) -> dict[str, Any]:
         """Return the field `pipeline`, and write its timelines; {} without a pipeline."""
-        return record_timeline(self._cfg, self._mesh, job, self._actions)
+        if job.cut is None:
+            return {}
+        from shardwise.lab.planner.timeline import record_timeline
+
+        return record_timeline(self._cfg, self._mesh, job, self._recorder())
 
     def fields_of_bytes(self, job: Job, note: Callable[[str], object]) -> dict[str, Any]:
         """Return the bytes that a step has sent, and that formulas say; see `StepObserver`."""
@@ -70,6 +97,8 @@ class StepRecorder:
 
     def _predicted_bytes(self, job: Job, note: Callable[[str], object]) -> int | None:
         """Return what a step sends by formula. No mistake in it ends a run whose work is done."""
+        from shardwise.lab.planner.collectives import predicted_bytes
+
         job = job if self._sent is None else replace(job, cut=self._cut)
         try:
             return predicted_bytes(self._cfg, job, self._mesh, self._num_targets)
@@ -78,4 +107,4 @@ class StepRecorder:
             return None
 
 
-INSTRUMENTS = Instruments(chosen_of, StepRecorder)
+INSTRUMENTS = Instruments(choose, StepRecorder)

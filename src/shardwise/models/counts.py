@@ -12,14 +12,13 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.models.chunks import CoreFlops
 from shardwise.models.kinds import RATES
 from shardwise.models.kinds.base import Core
-from shardwise.models.names import num_sharing
+from shardwise.models.names import is_wrapper, num_sharing
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.walk import walk_of
 
@@ -211,7 +210,7 @@ def _adapter_of(model: nn.Module, name: str) -> nn.Module | None:
 def _site(model: nn.Module, name: str) -> str:
     """Return where in the transformers model a parameter acts; a LoRA factor acts on its base."""
     wrapper = _adapter_of(model, name)
-    if isinstance(wrapper, ParamWrapper):
+    if is_wrapper(wrapper):
         name = f"{name.partition('.lora_')[0]}.{wrapper.parameter_name}"
     return _WRAPPING.sub("", name)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 import torch
-from peft.tuners.lora import ParamWrapper
-from peft.utils import ModulesToSaveWrapper
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.base.layouts import ModelFacts
@@ -16,7 +14,7 @@ from shardwise.kernels.quantised import Format
 from shardwise.models import eight_bit, expert_plan, quantise, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention
-from shardwise.models.names import in_use
+from shardwise.models.names import in_use, is_copied, is_wrapper
 from shardwise.models.patches import float8, lora_kernel
 from shardwise.models.routed_experts import is_routed
 from shardwise.models.router_loss import routers_of
@@ -63,8 +61,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         odd_blocks=odd_blocks,
         has_fused_attention=hf.config._attn_implementation != "eager",
         folds_adapters=any(
-            isinstance(module, ParamWrapper) and not is_routed(module.get_base_layer())
-            for module in hf.modules()
+            is_wrapper(module) and not is_routed(module.get_base_layer()) for module in hf.modules()
         ),
         context=context_facts(hf, spec),
         most_earlier_tokens=_most_earlier_tokens(hf, spec),
@@ -85,7 +82,7 @@ def noise_of(config: PretrainedConfig, family: Family) -> dict[str, float]:
 
 def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:
     """Return a module of `lora.modules_to_save` that holds whole decoder layers, or None."""
-    saved = [name for name, m in hf.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+    saved = [name for name, m in hf.named_modules() if is_copied(m)]
     for name in saved:
         if any(f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers):
             return name
@@ -118,12 +115,7 @@ def why_in_a_loop(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str |
     Returns None where it takes all experts of a layer in one product.
     """
     cuts = tensor_plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
-    ranks = [
-        rank
-        for module in hf.modules()
-        if isinstance(module, ParamWrapper)
-        for rank in module.r.values()
-    ]
+    ranks = [rank for module in hf.modules() if is_wrapper(module) for rank in module.r.values()]
     for row in weights_of(hf, spec):
         if not row.is_stack or row.is_adapter:
             continue

@@ -9,10 +9,9 @@ replaced.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
@@ -23,8 +22,11 @@ from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.grouped_linear import StackedAdapter, grouped_linear, take_rows, takes
 from shardwise.kernels.quantised import Weight
 from shardwise.models.capacity import Capacity, Documents
-from shardwise.models.names import hf_name
+from shardwise.models.names import hf_name, is_wrapper
 from shardwise.models.stored import weight_of
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import ParamWrapper
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes rows [S, D] sorted by expert, and where those of each expert end, [E] int32; returns the
@@ -45,7 +47,7 @@ def use_routed_experts(
     """
     adapters: dict[nn.Module, dict[str, ParamWrapper]] = {}
     for module in model.modules():
-        if isinstance(module, ParamWrapper):
+        if is_wrapper(module):
             adapters.setdefault(module.get_base_layer(), {})[module.parameter_name] = module
     replaced = {}
     for path, module in model.named_modules():

@@ -9,8 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.models.adapters.lora import Magnitude
-from shardwise.models.names import hf_name, in_use, is_adapter
+from shardwise.models.names import hf_name, in_use, is_adapter, is_lengths
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.stored import stored_in
 from shardwise.models.tensor_cuts import BlockSplit, DimCut, Indivisible
@@ -115,9 +114,7 @@ def cut_rows(block: nn.Module, split: BlockSplit) -> tuple[int, ...]:
     layers = [
         block.get_submodule(path.removesuffix(".base_layer")) for path in rows_in(block, split)
     ]
-    magnitudes = [
-        part for layer in layers for part in layer.modules() if isinstance(part, Magnitude)
-    ]
+    magnitudes = [part for layer in layers for part in layer.modules() if is_lengths(part)]
     return tuple(magnitude.weight.numel() for magnitude in magnitudes)
 
 

@@ -12,12 +12,11 @@ from itertools import accumulate
 from typing import Literal
 
 import torch
-from peft.tuners.lora import ParamWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.models.kinds import RATES
-from shardwise.models.names import hf_name, is_adapter, is_saved_copy, num_sharing
+from shardwise.models.names import hf_name, is_adapter, is_saved_copy, is_wrapper, num_sharing
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 from shardwise.models.stored import Stored
 from shardwise.models.tensor_cuts import unwrapped
@@ -156,7 +155,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str, str, int]:
     if is_adapter(name):
         path, _, inside = name.partition(".lora_")
         layer = model.get_submodule(path)
-        weight = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        weight = layer.parameter_name if is_wrapper(layer) else "weight"
         part = f"lora_{inside.partition('.')[0]}"
         return unwrapped(layer), f"{hf_name(path)}.{weight}", part, num_sharing(layer)
     module = model.get_submodule(path)

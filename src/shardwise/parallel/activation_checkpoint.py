@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import (
 
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import Checkpointing, RunConfig, Way, way_of
-from shardwise.models.names import adapter_layers
+from shardwise.models.names import adapter_layers, is_wrapper
 from shardwise.models.part import ModelPart
 from shardwise.models.slot_dropout import DropoutState
 from shardwise.models.spec import ModelSpec
@@ -87,7 +86,7 @@ def recompute(hf: nn.Module, spec: ModelSpec, what: Checkpointing, dropout: Drop
 def _ranks(hf: nn.Module) -> frozenset[tuple[int, int]]:
     """Return (matrices in a stack, rank) of the adapters in a model."""
     return frozenset(
-        (adapter.num_experts if isinstance(adapter, ParamWrapper) else 1, rank)
+        (adapter.num_experts if is_wrapper(adapter) else 1, rank)
         for adapter in adapter_layers(hf).values()
         for rank in adapter.r.values()
     )

@@ -12,15 +12,14 @@ Sources: GPipe arXiv 1811.06965; 1F1B and interleaved arXiv 2104.04473; zero bub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
 
 from shardwise.base.batches import AnyBatch, Batch
 from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
@@ -30,19 +29,23 @@ from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig, require
 from shardwise.models.part import StagePart as Part
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.pipeline_stage import Clock, ScheduledStage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import from_every_rank
 
-SCHEDULES: dict[str, Callable[..., Any]] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
-    "looped-bfs": pipelining.ScheduleLoopedBFS,
-    "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "zbv": pipelining.ScheduleZBVZeroBubble,
-    "dualpipe-v": pipelining.ScheduleDualPipeV,
+# A run without a pipeline imports nothing of torch's.
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline_stage import ScheduledStage
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "interleaved-zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
 }
+"""Classes of `torch.distributed.pipelining`."""
 
 
 def pipeline_of(cfg: RunConfig, num_ranks: int) -> Pipeline | None:
@@ -83,6 +86,8 @@ class _Runner:
     def __init__(
         self, pipeline: Pipeline, chunks: tuple[int, ...], lowest: int, mesh: Mesh
     ) -> None:
+        from shardwise.parallel.pipeline_stage import Clock
+
         self.pipeline, self.chunks, self.mesh = pipeline, chunks, mesh
         self.lowest = lowest
         """The lowest chunk that trains something; those below it run no backward."""
@@ -98,6 +103,8 @@ class _Runner:
         self, pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         """See interfaces.Run. The last stage's rank has the loss, others their router losses."""
+        from shardwise.parallel.pipeline_stage import errors_as_they_are
+
         for shard in pm.shard_batch:
             microbatches = [shard(batch) for batch in microbatches]
         parts = [part for part in pm.parts if isinstance(part, Part)]
@@ -137,6 +144,10 @@ class _Runner:
     def _schedule(
         self, parts: Sequence[Part], num_microbatches: int, hidden: torch.Tensor
     ) -> tuple[Any, list[ScheduledStage]]:
+        from torch.distributed import pipelining
+
+        from shardwise.parallel.pipeline_stage import ScheduledStage
+
         # UserError if there are too few micro-batches.
         pipeline = replace(self.pipeline, num_microbatches=num_microbatches)
         last = pipeline.num_chunks - 1
@@ -162,7 +173,7 @@ class _Runner:
                 )
             )
         has_one_stage = pipeline.schedule in ONE_STAGE
-        schedule = SCHEDULES[pipeline.schedule](
+        schedule: Any = getattr(pipelining, SCHEDULES[pipeline.schedule])(
             stages[0] if has_one_stage else stages,
             num_microbatches,
             loss_fn=self._loss,

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.linear_cross_entropy import Vocabulary
-from shardwise.models.adapters.lora import Magnitude
-from shardwise.models.names import in_use
+from shardwise.models.names import in_use, is_lengths
 from shardwise.models.slot_dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows
 from shardwise.models.tensor_plan import rows_in
@@ -104,7 +103,7 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> Non
             shares.changed[module, "bias"] = lambda bias: bias / axis.size  # Each rank adds it.
         _share_dropout(block, name, cut.rows, axis)
         adapter = block.get_submodule(name.removesuffix(".base_layer"))
-        for magnitude in modules_of_type(adapter, Magnitude):
+        for magnitude in filter(is_lengths, adapter.modules()):
             assert not cut.rows.shared, "the squares of shared columns would count twice"
             magnitude.share_rows(axis.sum)  # 2 (n-1)/n of [out] float32 leave each rank.
     block.forward = around(shares.within(block.forward), axis.enter, axis.leave)

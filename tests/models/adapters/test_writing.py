@@ -3,12 +3,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapters import writing
+from shardwise.models.adapters import reading, writing
 from shardwise.models.adapters.writing import merge_adapter, save_adapter
 from shardwise.models.families import spec_of
 from shardwise.models.load import read_config, weights
@@ -252,3 +253,8 @@ def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(tmp_path, monkey
     ):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_the_files_have_the_names_that_peft_looks_for():
+    assert reading.CONFIG_NAME == peft.utils.CONFIG_NAME
+    assert reading.SAFETENSORS_WEIGHTS_NAME == peft.utils.SAFETENSORS_WEIGHTS_NAME

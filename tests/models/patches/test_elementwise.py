@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from copy import deepcopy
 from dataclasses import replace
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from shardwise.models.patches import elementwise
+from shardwise.models.patches import cores, elementwise
 from shardwise.models.patches.elementwise import use_kernels
 from tests.kernels.gates import kept_elements
 from tests.left_out import some_now
@@ -33,6 +35,16 @@ def replaced(model: nn.Module) -> dict[str, str]:
         for module in model.modules()
         if module.forward.__module__ == elementwise.__name__
     }
+
+
+@pytest.mark.parametrize("path", [*elementwise.REPLACED, *cores.ROTATED])
+def test_what_is_compiled_from_its_text_is_what_transformers_imports(path):
+    family, _, name = path.partition(".")
+    theirs = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
+    code = elementwise.code_of if path in cores.ROTATED else elementwise._code_of
+    ours = elementwise.of_transformers(path)
+    assert code(ours) == code(theirs)
+    assert code(ours) not in ((), ((), ()))
 
 
 @pytest.mark.parametrize("family", some_now(CONFIGS, with_every_kind(CONFIGS)))
@@ -114,7 +126,7 @@ def test_a_multiplier_that_is_left_out_shows(monkeypatch):
     ids = torch.arange(20)[None]
     expected = theirs(ids, use_cache=False).logits
     assert relative_error(ours(ids, use_cache=False).logits, expected) < 1e-5
-    code = elementwise._code_of(elementwise.FalconH1MLP)
+    code = elementwise._code_of(FalconH1MLP)
     monkeypatch.setitem(elementwise.OURS, code, elementwise._mlp)
     use_kernels(ours)
     assert relative_error(ours(ids, use_cache=False).logits, expected) > 1e-3

@@ -15,7 +15,7 @@ from shardwise.config import Lora, UserError
 from shardwise.kernels import lora_linear
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.adapters.lora import use_magnitudes
+from shardwise.models.adapters.magnitude import use_magnitudes
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.names import adapter_layers
 from shardwise.models.patches import lora_kernel

@@ -14,19 +14,22 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer, ParamWrapper
-from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.base.layouts import AdapterFacts
 from shardwise.config import Lora, UserError
-from shardwise.kernels.lora_linear.magnitude import Sum
 from shardwise.models.adapters.coverage import Coverage, coverage
 from shardwise.models.adapters.peft_config import peft_config
-from shardwise.models.names import adapter_layers, is_adapter, is_magnitude, renamed_by_peft
+from shardwise.models.names import (
+    adapter_layers,
+    is_adapter,
+    is_lora,
+    is_magnitude,
+    is_wrapper,
+    renamed_by_peft,
+)
 from shardwise.models.seeds import stable_seed
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stored import weight_of
@@ -50,9 +53,11 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     chosen = _chosen(weights, lora, spec, saved)
     assert chosen, "a rule refuses adapters on nothing"
     _put_adapters(model, lora, chosen, saved)
+    from shardwise.models.adapters.magnitude import use_magnitudes
+
     layers = adapter_layers(model)
     for layer in layers.values():
-        if isinstance(layer, ParamWrapper) and lora.experts == "shared":
+        if is_wrapper(layer) and lora.experts == "shared":
             _share_factors(layer)
     paths = {weight.target for weight in chosen}
     assert layers.keys() == paths, f"PEFT adapted others: {sorted(layers.keys() ^ paths)[:5]}"
@@ -134,6 +139,8 @@ def _share_factors(layer: Any) -> None:
 def _put_adapters(
     model: PreTrainedModel, lora: Lora, chosen: list[WeightRow], saved: list[str]
 ) -> None:
+    from peft import inject_adapter_in_model
+
     # PEFT sees the model through a holder without a config: by `config.model_type` it would take
     # Qwen3-Next's MLPs for experts and adapt neither. Full names, so that nothing else is matched.
     holder = nn.ModuleDict({"model": model})
@@ -274,28 +281,7 @@ def _ends(name: str) -> list[str]:
     return [".".join(parts[-length:]) for length in range(shortest, len(parts) + 1)]
 
 
-class Magnitude(DoraLinearLayer):
-    """The lengths [out] of a linear's rows under DoRA, in the place of PEFT's own module.
-
-    Names and files are PEFT's. patches/lora_kernel.py computes with it.
-    """
-
-    add_up: Sum | None = None
-
-    def share_rows(self, add_up: Sum) -> None:
-        """Let others hold the other columns of the rows; `add_up` adds up their squares [out]."""
-        self.add_up = add_up
-
-
-def use_magnitudes(layer: Any) -> None:
-    """Replace PEFT's modules of magnitudes in one of its layers, if that has any."""
-    for name, peft_magnitude in layer.lora_magnitude_vector.items():
-        magnitude = Magnitude(peft_magnitude.fan_in_fan_out)
-        magnitude.weight = nn.Parameter(peft_magnitude.weight)
-        layer.lora_magnitude_vector[name] = magnitude
-
-
-def magnitude_of(layer: Any) -> Magnitude | None:
+def magnitude_of(layer: Any) -> Any:
     """Return the module with the lengths of a layer of PEFT; None for plain LoRA."""
     return next(iter(layer.lora_magnitude_vector.values()), None)
 
@@ -305,7 +291,7 @@ def magnitude_starts(model: nn.Module, wanted: Container[str]) -> dict[str, tupl
     return {
         f"{path}.base_layer.weight": (name, module)
         for path, module in model.named_modules()
-        if isinstance(module, LoraLayer)
+        if is_lora(module)
         for adapter in module.lora_magnitude_vector
         if (name := f"{path}.lora_magnitude_vector.{adapter}.weight") in wanted
     }

@@ -9,11 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -32,8 +30,18 @@ from shardwise.models.adapters.reading import (
 )
 from shardwise.models.families import family_of
 from shardwise.models.multimodal import multimodal_of
-from shardwise.models.names import adapter_layers, is_adapter, is_saved_copy, renamed_by_peft
+from shardwise.models.names import (
+    adapter_layers,
+    is_adapter,
+    is_saved_copy,
+    is_wrapper,
+    renamed_by_peft,
+)
 from shardwise.models.weight_files import weights_from_files
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 _READ = re.compile(
     "peft_type|peft_version|task_type|base_model_name_or_path|revision|inference_mode|auto_mapping|"
@@ -135,6 +143,8 @@ def section_of_layers(lora: Lora, model: nn.Module) -> Lora:
 
 
 def _check_kind(adapter: AdapterFolder) -> None:
+    from peft import LoraConfig
+
     config, plain = adapter.config, LoraConfig().to_dict()
     where = f"lora.path {adapter.path}"
     for key, value in config.items():
@@ -184,7 +194,7 @@ def _targets(reading: Reading) -> dict[str, str]:
         elif isinstance(module, (nn.Linear, Conv1D)):
             targets[name] = path.removesuffix(".weight")
             continue
-        elif isinstance(layer, ParamWrapper) and not name.endswith(".weight"):
+        elif is_wrapper(layer) and not name.endswith(".weight"):
             targets[name] = path
             continue
         else:
@@ -243,6 +253,8 @@ def peft_config(
 
     `transposed`: the linears are transformers' Conv1D, which keep their weight as [in, out].
     """
+    from peft import LoraConfig
+
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -283,7 +295,7 @@ class Seen:
         parameters: list[str] = []
         for path, layer in layers.items():
             name = self._peft_name(path, layer)
-            is_module = name == path and not isinstance(layer, ParamWrapper)
+            is_module = name == path and not is_wrapper(layer)
             (modules if is_module else parameters).append(name)
         return (
             short_targets(modules, self._modules, self.layers),
@@ -298,7 +310,7 @@ class Seen:
     def _peft_name(self, path: str, layer: LoraLayer) -> str:
         """Return the name of what PEFT adapts: of a module, or of a parameter where it renames."""
         is_renamed = path.rpartition(".")[2] in renamed_by_peft(self.model_type)
-        return f"{path}.weight" if is_renamed and not isinstance(layer, ParamWrapper) else path
+        return f"{path}.weight" if is_renamed and not is_wrapper(layer) else path
 
     def patterns(
         self, sizes: Mapping[str, tuple[int, float]], r: int, alpha: float

@@ -17,21 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.utils import (
-    CONFIG_NAME,
-    SAFETENSORS_WEIGHTS_NAME,
-    WEIGHTS_NAME,
-    ModulesToSaveWrapper,
-    get_peft_model_state_dict,
-)
-from peft.utils.transformers_weight_conversion import (
-    convert_peft_adapter_state_dict_for_transformers,
-)
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -41,8 +29,14 @@ from shardwise.config import Model, UserError
 from shardwise.models.families import family_of
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.names import adapter_layers
+from shardwise.models.names import adapter_layers, is_copied
 
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
+
+CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's names of its files."""
 PREFIX = "base_model.model."
 """Prefix that PEFT puts before the name of a module."""
 _FACTOR_IN_FILE = re.compile(r"(.+)\.lora_(?:[AB](?:\.[^.]+)?\.weight|embedding_[AB](?:\.[^.]+)?)")
@@ -94,8 +88,8 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
         raise UserError(f"{path}: no {CONFIG_NAME} here; give the folder of a PEFT adapter")
     if not file.is_file():
         way_out = "give the folder of a PEFT adapter"
-        if (path / WEIGHTS_NAME).is_file():
-            way_out = f"{WEIGHTS_NAME} is a pickle, which is never read: save it as safetensors"
+        if (path / "adapter_model.bin").is_file():
+            way_out = "adapter_model.bin is a pickle, which is never read: save it as safetensors"
         raise UserError(f"{path}: no {SAFETENSORS_WEIGHTS_NAME} here; {way_out}")
     try:
         with safe_open(file, framework="pt") as opened:
@@ -201,6 +195,8 @@ class Reading:
     @property
     def config(self) -> LoraConfig:
         """PEFT's config, whose targets PEFT has changed to those of today's classes."""
+        from peft import LoraConfig
+
         assert self.adapted is not None, "asked where there are no faults"
         config = self.adapted.peft_config["default"]
         assert isinstance(config, LoraConfig)
@@ -215,7 +211,7 @@ class Reading:
     def saved(self) -> list[str]:
         """Modules of which the file has a copy that was trained in full."""
         modules = [] if self.adapted is None else self.adapted.get_base_model().named_modules()
-        return [name for name, module in modules if isinstance(module, ModulesToSaveWrapper)]
+        return [name for name, module in modules if is_copied(module)]
 
     @property
     def modules(self) -> dict[Any, str]:
@@ -292,6 +288,8 @@ def reading_of(
     adapter: AdapterFolder, text: PreTrainedModel, multimodal: Multimodal | None
 ) -> Reading:
     """Return what PEFT reads of an adapter on `text`, the language model on meta."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
     holder = text
     if multimodal is not None and multimodal.names_any(adapter.factors):
         holder = multimodal.model
@@ -357,8 +355,11 @@ def _some(what: str, names: Iterable[str]) -> Iterator[str]:
 
 def _renamed(adapted: PeftModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of a file by the names that PEFT writes today, with experts stacked."""
-    config = adapted.peft_config["default"]
-    today = convert_peft_adapter_state_dict_for_transformers(adapted, config, dict(tensors))
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers as convert,
+    )
+
+    today = convert(adapted, adapted.peft_config["default"], dict(tensors))
     return {file_name(name): tensor for name, tensor in today.items()}
 
 

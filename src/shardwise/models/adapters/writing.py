@@ -9,12 +9,9 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +20,9 @@ from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapters.peft_config import Seen, names_of_adapters, peft_config, text_key
 from shardwise.models.adapters.reading import (
     CHANGE_THE_BASE,
+    CONFIG_NAME,
     PREFIX,
+    SAFETENSORS_WEIGHTS_NAME,
     Reading,
     bypassed,
     read_on,
@@ -52,6 +51,9 @@ from shardwise.models.quantise import read_back, rounding_of_merge
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model, write_tensors
 from shardwise.models.weight_files import weights_from_files
 from shardwise.models.weights import weights_of
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 READERS = ("peft", "hf", *SERVERS)
 """Who may read an exported adapter: `peft` on the class that `architectures` names, `hf` on the
@@ -220,6 +222,8 @@ def _untied(reading: Reading, model: PreTrainedModel) -> dict[str, str]:
 
 def _merged(reading: Reading, holder: PreTrainedModel, base: Model) -> dict[str, torch.Tensor]:
     """Return the weights of `holder` with the adapters added by PEFT."""
+    from peft import PeftModel
+
     path = reading.folder.path
     try:
         with warnings.catch_warnings():

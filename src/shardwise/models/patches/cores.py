@@ -15,31 +15,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    apply_rotary_pos_emb_interleave as rotate_interleaved,
-)
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all
-from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rotate_wide
-from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as rotate_part
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.rotary import rotate, rotate_pairs
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.names import in_use
-from shardwise.models.patches.elementwise import code_of
+from shardwise.models.patches.elementwise import code_of, of_transformers
 from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
 
-ROTATIONS = {
-    **dict.fromkeys(map(code_of, (rotate_all, rotate_part, rotate_wide)), rotate),
-    code_of(rotate_interleaved): rotate_pairs,
+ROTATED = {
+    "llama.apply_rotary_pos_emb": rotate,
+    "qwen3_next.apply_rotary_pos_emb": rotate,  # of some of the features of a head
+    "olmo2.apply_rotary_pos_emb": rotate,  # in float32
+    "deepseek_v3.apply_rotary_pos_emb_interleave": rotate_pairs,
 }
-"""The project's functions by the code of transformers': of all features of a head, of some of them,
-in float32, and of neighbours."""
+"""The project's functions by those of transformers."""
+ROTATIONS = {code_of(of_transformers(path)): ours for path, ours in ROTATED.items()}
+"""The project's functions by that code."""
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 """attention(tokens, module, q, k, v, mask, *, scaling, ...), as in transformers' registry."""

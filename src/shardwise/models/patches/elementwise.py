@@ -7,24 +7,15 @@ forward, so one that computes anything else keeps its own. The modules in it are
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
-from types import MethodType
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMLP
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
-from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextRMSNorm,
-    Qwen3NextRMSNormGated,
-)
-from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 
 from shardwise.config import RunConfig
 from shardwise.kernels import gated_activation, rms_norm
@@ -62,7 +53,35 @@ def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
     return {n: "torch" if is_compiled else by(device, dtype) for n, by in used.items()}
 
 
-def _code_of(cls: type[nn.Module]) -> tuple[object, ...]:
+def of_transformers(path: str) -> Any:
+    """Return a function of a family, such as `llama.apply_rotary_pos_emb`, or a class with its
+    methods, to look at their code.
+
+    It is compiled from its text alone: a run imports the modules of its own family and no others.
+    """
+    family, _, name = path.partition(".")
+    folder = Path(transformers.__file__).parent / "models" / family
+    text = (folder / f"modeling_{family}.py").read_text(encoding="utf-8")
+    found = re.search(rf"^(class|def) {name}\b.*?(?=^[\w@#]|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"transformers has no {path}"
+    # An attribute of an imported name has instructions of its own.
+    imports = re.findall(r"^(?:from|import) [^(\n]*(?:\([^)]*\))?", text, re.MULTILINE)
+    text = "\n".join([*imports, found[0]])
+    (code,) = _codes_in(compile(text, path, "exec", dont_inherit=True))
+    if found[1] == "def":
+        return _function(code)
+    return SimpleNamespace(**{method.co_name: _function(method) for method in _codes_in(code)})
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _function(code: CodeType) -> FunctionType:
+    return FunctionType(code, {}, closure=tuple(CellType() for _ in code.co_freevars))
+
+
+def _code_of(cls: Any) -> tuple[object, ...]:
     """Return what the forward of a class does, with that of the method that some norms call."""
     return code_of(cls.forward), code_of(getattr(cls, "_norm", None))
 
@@ -105,17 +124,19 @@ def _gated_norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> t
     return gated_norm(hidden_states, self.weight, gate, self.variance_epsilon, self.activation)
 
 
-OURS: dict[tuple[object, ...], Callable[..., torch.Tensor]] = {
-    _code_of(LlamaMLP): _mlp,
-    _code_of(SeedOssMLP): _mlp,  # a rule refuses its dropout
-    _code_of(Lfm2MLP): _mlp_of_lfm2,
-    _code_of(GraniteMoeHybridMLP): _mlp_of_granite,
-    _code_of(FalconH1MLP): _mlp_of_falcon_h1,
-    _code_of(LlamaRMSNorm): _norm,
-    _code_of(NemotronHRMSNorm): _norm,
-    _code_of(Olmo2RMSNorm): _norm,
-    _code_of(Qwen3NextRMSNorm): _norm_around_one,
-    _code_of(Qwen3NextRMSNormGated): _gated_norm,
-    _code_of(KimiLinearRMSNormGated): _gated_norm,
+REPLACED: dict[str, Callable[..., torch.Tensor]] = {
+    "llama.LlamaMLP": _mlp,
+    "seed_oss.SeedOssMLP": _mlp,  # a rule refuses its dropout
+    "lfm2.Lfm2MLP": _mlp_of_lfm2,
+    "granitemoehybrid.GraniteMoeHybridMLP": _mlp_of_granite,
+    "falcon_h1.FalconH1MLP": _mlp_of_falcon_h1,
+    "llama.LlamaRMSNorm": _norm,
+    "nemotron_h.NemotronHRMSNorm": _norm,
+    "olmo2.Olmo2RMSNorm": _norm,
+    "qwen3_next.Qwen3NextRMSNorm": _norm_around_one,
+    "qwen3_next.Qwen3NextRMSNormGated": _gated_norm,
+    "kimi_linear.KimiLinearRMSNormGated": _gated_norm,
 }
-"""The forwards, by the code of those that they replace."""
+"""The forwards, by a class of transformers whose code they replace."""
+OURS = {_code_of(of_transformers(path)): ours for path, ours in REPLACED.items()}
+"""The forwards, by that code."""

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from peft.tuners.lora.layer import Linear as PeftLinear
-from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -26,12 +24,15 @@ from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.float8 import Float8
 from shardwise.kernels.lora_linear import Linear, LoraBackend, load_backend, lora_linear
 from shardwise.kernels.lora_linear.magnitude import row_norms, with_magnitude
-from shardwise.models.adapters.lora import Magnitude, magnitude_of
+from shardwise.models.adapters.lora import magnitude_of
 from shardwise.models.kinds import SHARED_INPUTS
+from shardwise.models.names import is_lengths, is_lora
 from shardwise.models.slot_dropout import SlotDropout
 from shardwise.models.stored import weight_of
 
 if TYPE_CHECKING:
+    from peft.tuners.lora.layer import Linear as PeftLinear
+
     from shardwise.models.causal_lm import CausalLM
 
 NO_FLOAT8: Mapping[nn.Module, Float8] = {}
@@ -112,13 +113,18 @@ def _plain_layers(model: nn.Module) -> list[Any]:
 
 
 def _is_plain(module: nn.Module) -> bool:
+    if not is_lora(module):
+        return False
+    from peft.tuners.lora.layer import Linear as PeftLinear
+    from peft.tuners.lora.variants import DoraLinearVariant
+
     return (
         type(module) is PeftLinear
         # A linear of a model's own code may compute something else.
         and type(module.get_base_layer()).forward in (nn.Linear.forward, Conv1D.forward)
         and len(module.lora_A) == 1
         and all(isinstance(v, DoraLinearVariant) for v in module.lora_variant.values())
-        and all(isinstance(m, Magnitude) for m in module.lora_magnitude_vector.values())
+        and all(is_lengths(m) for m in module.lora_magnitude_vector.values())
         and not any(module.lora_bias.values())
     )
 
@@ -168,7 +174,7 @@ class _Shared:
         self.waiting: dict[int, torch.Tensor] = {}  # outputs by place in `layers`
         for place, layer in enumerate(layers):
             assert isinstance(self.layers[place].dropout, SlotDropout | nn.Identity)
-            layer.forward = self._forward(place, PeftLinear.forward.__get__(layer))
+            layer.forward = self._forward(place, type(layer).forward.__get__(layer))
 
     def _forward(
         self, place: int, forward_of_peft: Callable[..., torch.Tensor]
