@@ -42,7 +42,7 @@ def test_what_is_compiled_from_its_text_is_what_transformers_imports(path):
     family, _, name = path.partition(".")
     theirs = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)
     code = elementwise.code_of if path in cores.ROTATED else elementwise._code_of
-    ours = elementwise.of_transformers(path)
+    ours = elementwise.reference(path)
     assert code(ours) == code(theirs)
     assert code(ours) not in ((), ((), ()))
 

@@ -21,7 +21,7 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.rotary import rotate, rotate_pairs
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.names import in_use
-from shardwise.models.patches.elementwise import code_of, of_transformers
+from shardwise.models.patches.elementwise import code_of, reference
 from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ ROTATED = {
     "deepseek_v3.apply_rotary_pos_emb_interleave": rotate_pairs,
 }
 """The project's functions by those of transformers."""
-ROTATIONS = {code_of(of_transformers(path)): ours for path, ours in ROTATED.items()}
+ROTATIONS = {code_of(reference(path)): ours for path, ours in ROTATED.items()}
 """The project's functions by that code."""
 
 Attention = Callable[..., tuple[torch.Tensor, None]]

@@ -53,7 +53,7 @@ def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
     return {n: "torch" if is_compiled else by(device, dtype) for n, by in used.items()}
 
 
-def of_transformers(path: str) -> Any:
+def reference(path: str) -> Any:
     """Return a function of a family, such as `llama.apply_rotary_pos_emb`, or a class with its
     methods, to look at their code.
 
@@ -138,5 +138,5 @@ REPLACED: dict[str, Callable[..., torch.Tensor]] = {
     "kimi_linear.KimiLinearRMSNormGated": _gated_norm,
 }
 """The forwards, by a class of transformers whose code they replace."""
-OURS = {_code_of(of_transformers(path)): ours for path, ours in REPLACED.items()}
+OURS = {_code_of(reference(path)): ours for path, ours in REPLACED.items()}
 """The forwards, by that code."""
