@@ -8,28 +8,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.assembly.build import Job, StageSplit
-from shardwise.assembly.describe import Describe
-from shardwise.assembly.recomputation import Chosen
 from shardwise.base.batches import AnyBatch
 from shardwise.base.interfaces import Mesh
 from shardwise.base.schedule.timeline import Event
-from shardwise.config import Lora, RunConfig
-from shardwise.lab.planner import chooses
+from shardwise.config import RunConfig
+from shardwise.lab.planner.recompute import chosen_of
 from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.instruments import Instruments
 
 if TYPE_CHECKING:
     from shardwise.lab.planner.collectives import Collectives
     from shardwise.lab.planner.timeline import Recorder
-
-
-def choose(cfg: RunConfig, mesh: Mesh, adapter: Lora | None, describe: Describe) -> Chosen | None:
-    """Return what a run's budget chooses, as `chosen_of` does; None where nothing is to choose."""
-    if not chooses(cfg, mesh.device.type):
-        return None
-    from shardwise.lab.planner.recompute import chosen_of
-
-    return chosen_of(cfg, mesh, adapter, describe)
 
 
 class StepRecorder:
@@ -107,4 +96,4 @@ class StepRecorder:
             return None
 
 
-INSTRUMENTS = Instruments(choose, StepRecorder)
+INSTRUMENTS = Instruments(chosen_of, StepRecorder)

@@ -24,7 +24,6 @@ from shardwise.base.layouts import Facts
 from shardwise.base.schedule.knapsack import Bounds, ChunkOptions, Option, choose
 from shardwise.base.words import size
 from shardwise.config import Checkpointing, Lora, RunConfig, UserError, Way, require, rules
-from shardwise.lab.planner import chooses
 from shardwise.lab.planner.memory import USABLE, PeakBytes
 from shardwise.lab.planner.passes import FORWARD, Moment
 from shardwise.lab.planner.peak import Rank, memory_of_run
@@ -38,6 +37,8 @@ from shardwise.parallel.reduce import from_every_rank
 
 WAYS: tuple[Way, ...] = ("none", "operators", "full")
 UNBOUNDED = 2**62
+MANY_TOKENS = 2**18
+"""The tokens of a micro-batch from which on it is asked whether a CPU's memory holds a step."""
 Boundaries = tuple[int, ...] | None
 Prices = Mapping[Way, Sequence[int]]
 """Cost of computing each unit again, by way."""
@@ -52,7 +53,9 @@ def chosen_of(
     collective of all ranks.
     UserError where nothing is within the budget, or a CPU's memory is far too small.
     """
-    if not chooses(cfg, mesh.device.type):
+    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    is_huge = mesh.device.type == "cpu" and tokens >= MANY_TOKENS
+    if cfg.training.budget_bytes is None and not is_huge:
         return None
     cfg = peft_config.resumed(cfg, adapter)
     run = describe(cfg, mesh.dense.size(), mesh.device)
