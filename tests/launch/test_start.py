@@ -19,7 +19,7 @@ OTHERS = {
     *("ray", "wandb", "mlflow", "tensorboard", "trackio", "argcomplete"),
     *("torch.distributed.pipelining", "torch._inductor.compile_fx", "torch.utils.tensorboard"),
     *("shardwise.lab.benchmark", "shardwise.lab.drawing", "shardwise.lab.proof"),
-    *("shardwise.lab.report", "shardwise.lab.planner.peak", "shardwise.lab.planner.search"),
+    *("shardwise.lab.report", "shardwise.lab.planner.search"),
     *("shardwise.lab.planner.collectives", "shardwise.lab.planner.timeline"),
     *("shardwise.parallel.pipeline_stage", "shardwise.commands.plan"),
 }

@@ -17,13 +17,13 @@ import torch
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.profiles import Measured, Profile, path_of, unit_keys, write
 from shardwise.config import Recomputation, RunConfig, UserError
-from shardwise.lab.planner import MANY_TOKENS, split_view
+from shardwise.lab.planner import split_view
 from shardwise.lab.planner.candidates import Question
 from shardwise.lab.planner.cluster import cluster_of
 from shardwise.lab.planner.exact import explain
 from shardwise.lab.planner.memory import USABLE
 from shardwise.lab.planner.peak import memory_of_run
-from shardwise.lab.planner.recompute import WAYS, as_way, chosen_of, within_budget
+from shardwise.lab.planner.recompute import MANY_TOKENS, WAYS, as_way, chosen_of, within_budget
 from shardwise.lab.planner.share import counts_of
 from shardwise.lab.planner.split_view import plan
 from shardwise.metrics.flops import unit_flops_per_token

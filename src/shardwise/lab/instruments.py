@@ -53,7 +53,7 @@ class StepRecorder:
 
     def took(self, events: Sequence[Event]) -> None:
         """Keep the actions of a step."""
-        if self._cfg.parallel.pp > 1:
+        if events:  # none without a pipeline
             self._recorder().step(events)
 
     def _recorder(self) -> Recorder:
