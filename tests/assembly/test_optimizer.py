@@ -131,11 +131,34 @@ NORMS_BEHIND = {
     *("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "norm.weight"),
 }
 QKV_BIASES = {f"self_attn.{name}_proj.bias" for name in "qkv"}
+OTHER_BIASES = {"self_attn.o_proj.bias", *(f"mlp.{x}_proj.bias" for x in ("gate", "up", "down"))}
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
     **dict.fromkeys(("tiny-olmo2", "tiny-olmo3", "tiny-exaone4"), NORMS_BEHIND),
     "tiny-qwen2": {*PLAIN_NORMS, *QKV_BIASES},
     "tiny-seed_oss": {*PLAIN_NORMS, *QKV_BIASES},
+    "tiny-ernie4_5": {*PLAIN_NORMS, *QKV_BIASES, *OTHER_BIASES},
+    "tiny-hunyuan_v1_dense": {
+        *PLAIN_NORMS, "self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight",
+    },
+    "tiny-starcoder2": {
+        *PLAIN_NORMS, *(norm.replace("weight", "bias") for norm in PLAIN_NORMS), *QKV_BIASES,
+        "self_attn.o_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias",
+    },
+    "tiny-glm4": {
+        *PLAIN_NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *QKV_BIASES,
+    },
+    "tiny-gemma3": {
+        *NORMS_BEHIND, "input_layernorm.weight", "pre_feedforward_layernorm.weight",
+    },
+    "tiny-dots1": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
+    "tiny-qwen2_moe": {
+        *PLAIN_NORMS, *QKV_BIASES, "mlp.shared_expert_gate.weight", "mlp.gate.weight",
+    },
+    "tiny-glm4_moe_lite": {
+        *PLAIN_NORMS, "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight",
+        "mlp.gate.weight",
+    },
     "tiny-qwen3_moe": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
     "tiny-qwen3_5": {
         *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight",

@@ -389,6 +389,32 @@ def _glm4_moe(sizes: Sizes) -> dict[str, Any]:
     return _attention(sizes) | _dense_then_experts(sizes) | {"head_dim": head_dim}
 
 
+def _glm4(sizes: Sizes) -> dict[str, Any]:
+    return _attention(sizes) | {"head_dim": 4 * sizes.random.randint(1, 5)}  # half is rotated
+
+
+def _gemma3(sizes: Sizes) -> dict[str, Any]:
+    return _qwen3(sizes) | _attention_within(sizes) | {"head_dim": sizes.even(4, 20)}
+
+
+def _dots1(sizes: Sizes) -> dict[str, Any]:
+    return _qwen3(sizes) | _dense_then_experts(sizes)
+
+
+def _qwen2_moe(sizes: Sizes) -> dict[str, Any]:
+    mixture = _mixture(sizes)
+    kinds = sizes.pattern("full_attention", "sliding_attention")
+    shared = {"shared_expert_intermediate_size": sizes.shared(6, 60), "layer_types": kinds}
+    return mixture | _attention_within(sizes, of=2) | shared
+
+
+def _glm4_moe_lite(sizes: Sizes) -> dict[str, Any]:
+    drawn = _deepseek_v3(sizes)
+    num_dense = drawn.pop("first_k_dense_replace")
+    num_sparse = sizes.num_layers - num_dense
+    return drawn | {"mlp_layer_types": ["dense"] * num_dense + ["sparse"] * num_sparse}
+
+
 def _deepseek_v3(sizes: Sizes) -> dict[str, Any]:
     heads = sizes.heads()
     return _dense_then_experts(sizes) | {
@@ -428,6 +454,14 @@ _FLAGS = {
     "granite": ("attention_bias", "mlp_bias"),
     "smollm3": ("attention_bias", "mlp_bias"),
     "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
+    "ernie4_5": ("use_bias",),
+    "hunyuan_v1_dense": ("attention_bias",),
+    "starcoder2": ("use_bias",),
+    "glm4": ("attention_bias",),
+    "gemma3_text": ("attention_bias",),
+    "dots1": ("attention_bias", "norm_topk_prob"),
+    "qwen2_moe": ("qkv_bias", "norm_topk_prob"),
+    "glm4_moe_lite": ("attention_bias", "rope_interleave", "norm_topk_prob"),
     "olmo3": ("attention_bias",),
     "qwen3": ("attention_bias",),
     "olmo2": ("attention_bias",),
@@ -466,6 +500,15 @@ _OWN = {
     "mistral": _llama,
     "seed_oss": _llama,
     "smollm3": _smollm3,
+    "ernie4_5": _llama,
+    "hunyuan_v1_dense": _llama,
+    "starcoder2": _llama,
+    "glm4": _glm4,
+    "gemma3_text": _gemma3,
+    "phi3": _attention_within,
+    "dots1": _dots1,
+    "qwen2_moe": _qwen2_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "qwen2": _qwen3,
     "olmo3": _qwen3,
     "exaone4": _qwen3,

@@ -56,6 +56,28 @@ CONFIGS = {
     "seed_oss": {
         **{"num_hidden_layers": 2, "head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0}
     },
+    "ernie4_5": {"num_hidden_layers": 2, "head_dim": 8},
+    "hunyuan_v1_dense": {"num_hidden_layers": 2, "head_dim": 8},
+    "starcoder2": {
+        **{"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
+        **{"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    },
+    "glm4": {"num_hidden_layers": 2, "head_dim": 8},
+    "gemma3_text": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
+    "phi3": {"num_hidden_layers": 2},
+    "dots1": {
+        **{"num_hidden_layers": 2, "head_dim": 8, "first_k_dense_replace": 1, **_SLIDING},
+        **{"n_routed_experts": 4, "n_shared_experts": 1, **_MIXTURE},
+    },
+    "qwen2_moe": {
+        **{"num_hidden_layers": 2, "use_sliding_window": True, **_SLIDING, **_MIXTURE},
+        **{"num_experts": 4, "mlp_only_layers": [1], "shared_expert_intermediate_size": 24},
+    },
+    "glm4_moe_lite": {
+        **{"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], **_MIXTURE},
+        **{"n_routed_experts": 4, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 12},
+        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    },
     "qwen2": {"num_hidden_layers": 2, "use_sliding_window": True, **_SLIDING},
     "olmo3": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "exaone4": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},

@@ -123,7 +123,8 @@ class CountedOperators(TorchDispatchMode):
         if self.is_in_kernel and not (name == "_to_copy" and is_frozen_weight(args[0])):
             return result
         inputs = () if name in MADE else args[1:] if name in ONLY_WRITTEN else args
-        read = {id(x): x for x in tree_leaves((inputs, kwargs)) if isinstance(x, torch.Tensor)}
+        others = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+        read = {id(x): x for x in tree_leaves((inputs, others)) if isinstance(x, torch.Tensor)}
         written = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         moved = sum(num_bytes(x) for x in [*read.values(), *written])
         moved = 0 if name in ONE_A_ROW else moved

@@ -34,6 +34,8 @@ LORA = Lora(r=8, targets="all-linear")
 PRESETS = sorted(path.name for path in CONFIGS.iterdir())
 DEFAULTS = sorted({*FAMILIES} - {"lfm2_moe", "jet_nemotron"})
 """transformers cannot build Lfm2Moe by its default config, and does not know Jet-Nemotron."""
+UNFINISHED = ("dots1", "hunyuan_v1_dense")
+"""Families whose classes cannot be built by their default configs, which lack some sizes."""
 MODELS = (*PRESETS, *(f"default {name}" for name in DEFAULTS))
 SETTINGS = ("full", "lora on 16 bits")
 NOT_TINY = [name for name in MODELS if not name.startswith("tiny-")]
@@ -53,8 +55,9 @@ def test_a_layer_keeps_and_multiplies_what_formulas_say(model, setting, tmp_path
     if model not in PRESETS:
         path = tmp_path
         name = model.removeprefix("default ")
-        config = AutoConfig.for_model(name)
-        config.update(dict.fromkeys(noise_of(config, FAMILIES[name]), 0.0))  # as a rule wants it
+        family = FAMILIES[name]
+        config = AutoConfig.for_model(name, **(family.options if name in UNFINISHED else {}))
+        config.update(dict.fromkeys(noise_of(config, family), 0.0))  # as a rule wants it
         config.save_pretrained(path)
     lora = None if setting == "full" else LORA
     cfg = run_of(str(path), "bfloat16" if lora else "float32", lora)

@@ -20,21 +20,22 @@ def cast(numel: int, itemsize: int) -> list[int]:
     return [] if itemsize == WIDE else [numel * (itemsize + WIDE)]
 
 
-def rms_norm(numel: int, itemsize: int, is_trained: bool, in_one: bool) -> tuple[Moves, Moves]:
+def rms_norm(numel: int, itemsize: int, trained: int, in_one: bool) -> tuple[Moves, Moves]:
     """Return the moves of the forward and the backward of kernels/rms_norm.
 
+    `trained`: bytes of a number of its weight, to which its gradient is rounded; 0 of a frozen one.
     `in_one`: by liger_kernel, whose backward first fills its output with zeros.
     """
     wide, narrow, copied = numel * WIDE, numel * itemsize, cast(numel, itemsize)
     if in_one:
-        return [2 * narrow], [narrow, 3 * narrow, *[SMALL] * (2 * is_trained)]
-    to_weight = [wide + narrow, 3 * wide, wide] if is_trained else []
+        return [2 * narrow], [narrow, 3 * narrow, *[SMALL] * 2 * (trained > 0)]
+    to_weight = [wide + narrow, 3 * wide, wide, *[SMALL] * (trained < WIDE)] if trained else []
     forward = [*_root(narrow), narrow + wide, 2 * wide, *copied]
     return forward, [*copied, *copied, *to_weight, 2 * wide, *_grad_of_x(wide), *copied]
 
 
-def gated_norm(numel: int, itemsize: int, is_trained: bool, in_one: bool) -> tuple[Moves, Moves]:
-    """Return the moves of the forward and the backward of kernels/gated_norm.
+def gated_norm(numel: int, itemsize: int, trained: int, in_one: bool) -> tuple[Moves, Moves]:
+    """Return the moves of the forward and the backward of kernels/gated_norm; see `rms_norm`.
 
     `in_one`: by fla, whose backward adds up the gradient of a frozen weight too.
     """
@@ -45,7 +46,7 @@ def gated_norm(numel: int, itemsize: int, is_trained: bool, in_one: bool) -> tup
     forward = [*_root(narrow), narrow + wide, 2 * wide, *gated]
     given = [*copied, *copied, *copied, 2 * wide]
     to_gate = [2 * wide, 3 * wide, 2 * wide, 3 * wide, *copied]
-    to_weight = [2 * wide, 3 * wide, wide] if is_trained else []
+    to_weight = [2 * wide, 3 * wide, wide, *[SMALL] * (trained < WIDE)] if trained else []
     to_x = [3 * wide, 2 * wide, *_grad_of_x(wide), *copied]
     return forward, [*given, *to_gate, *to_weight, *to_x]
 
@@ -60,16 +61,19 @@ def _grad_of_x(wide: int) -> list[int]:
     return [3 * wide, wide, SMALL, SMALL, 3 * wide, 2 * wide]
 
 
-def rotation(numel: int, rotated: int, angles: int, itemsize: int, wide: int) -> Moves:
+def rotation(
+    numel: int, rotated: int, angles: int, itemsize: int, wide: int, is_paired: bool
+) -> Moves:
     """Return the moves of kernels/rotary/fused.py in a pass.
 
     `rotated`: elements that are turned, `angles`: of cosines. `wide`: bytes of a number in between.
     """
     x, turned = rotated * itemsize, rotated * wide
     added = turned + x // 2 + angles * wide // 2
+    times_cosines = x + turned + angles * wide
     rounded = [x + turned] if wide != itemsize else []
     return [
-        x + turned + angles * wide,
+        *([times_cosines // 2] * 2 if is_paired else [times_cosines]),
         added,
         added,
         *rounded,

@@ -30,7 +30,7 @@ class TapedBlock(Elementwise):
         """
         weight, wide = self.weight(name), x.numel * WIDE
         root = self.tape.tensor(x.numel // size, WIDE)
-        moves, back = rms_norm(x.numel, x.itemsize, weight.slot is not None, not self.on_cpu)
+        moves, back = rms_norm(x.numel, x.itemsize, _trained(weight), not self.on_cpu)
         forward, backward = (0, wide) if x.itemsize == WIDE else (wide, wide * 7 // 2)
         if not self.on_cpu:
             forward, backward = 0, 0
@@ -127,7 +127,7 @@ class TapedBlock(Elementwise):
             backward=backward,
             read=[self.weight(_weight_of(name)) for name in names],
             forward_moves=(0, *casts),
-            backward_moves=(0, *casts),
+            backward_moves=(0, *(casts if x.slot is not None else ())),
         )
         pairs = zip(names, [adapter.magnitude for adapter in adapters], outputs)
         return [y if m is None else self._with_magnitude(n, m, num_in, y) for n, m, y in pairs]
@@ -151,6 +151,12 @@ class TapedBlock(Elementwise):
     def num_in(self, name: str) -> int:
         """Return the features that go into a linear [out, in], or a Conv1D [in, out]."""
         return self.parameters[_weight_of(name)].shape[0 if self.is_transposed else 1]
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return an activation of gate, times up."""
+        if self.activation_name != "silu":
+            return self.product(self.activation(gate), up)
+        return self.gated_silu(gate, up)
 
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(gate) * up; see kernels/gated_activation."""
@@ -178,9 +184,7 @@ class TapedBlock(Elementwise):
         elif x.itemsize < WIDE:
             forward, backward = wide * 5 // 2, wide * 11 // 2
         root = self.tape.tensor(x.numel // self.parameters[name].shape[0], WIDE)
-        moves, moves_back = gated_norm(
-            x.numel, x.itemsize, weight.slot is not None, not self.on_cpu
-        )
+        moves, moves_back = gated_norm(x.numel, x.itemsize, _trained(weight), not self.on_cpu)
         return self.tape.run(
             [x, weight, gate],
             [(x.numel, x.itemsize)],
@@ -205,14 +209,16 @@ class TapedBlock(Elementwise):
         moves = None if is_copied else ()
         return self.tape.run([x], [(x.numel, x.itemsize)], view=True, backward_moves=moves)[0]
 
-    def rotated(self, x: Tensor, size: int, share: float = 1, is_wide: bool = False) -> Tensor:
+    def rotated(
+        self, x: Tensor, size: int, share: float = 1, is_wide: bool = False, is_paired: bool = False
+    ) -> Tensor:
         """Return x with a share of each head's features rotated by positions; see kernels/rotary.
 
-        `size`: features of a head. `is_wide`: in 32 bits.
+        `size`: features of a head. `is_wide`: in 32 bits. `is_paired`: neighbours.
         """
         rotated, wide = int(x.numel * share), max(x.itemsize, WIDE if is_wide else self.hidden)
         angles = int(self.length * size * share)
-        moves = rotation(x.numel, rotated, angles, x.itemsize, wide)
+        moves = rotation(x.numel, rotated, angles, x.itemsize, wide, is_paired)
         between = rotated * wide if rotated < x.numel or wide > x.itemsize else 0
         (y,) = self.tape.run(
             [x],
@@ -271,10 +277,16 @@ class TapedBlock(Elementwise):
         )
         return CoreFlops(forward, backward, is_kept=True)
 
+    @property
+    def activation_name(self) -> str:
+        """Return the name of a feed-forward's activation."""
+        keys = ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function")
+        names = (getattr(self.config, key) for key in keys if hasattr(self.config, key))
+        return next(names, "silu")  # which a forward without a key names itself
+
     def activation(self, x: Tensor) -> Tensor:
-        """Return the activation of an MLP without a gate."""
-        keys = ("mlp_hidden_act", "hidden_act", "activation_function")
-        name = next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
+        """Return the activation of a feed-forward."""
+        name = self.activation_name
         if name == "relu2":
             positive = self.pointwise(x, keeps_outputs=True)
             return self.power(positive)
@@ -295,6 +307,11 @@ class TapedBlock(Elementwise):
         moments = self.tape.tensor(2 * x.numel // size, WIDE)
         weights = [self.weight(f"{name}{part}") for part in ("weight", "bias")]
         return self.tape.run([x, *weights], [(x.numel, x.itemsize)], keeps=[x, moments])[0]
+
+
+def _trained(weight: Tensor) -> int:
+    """Return the bytes of a number of a weight; 0 if it is frozen."""
+    return weight.itemsize if weight.slot is not None else 0
 
 
 def _weight_of(linear: str) -> str:

@@ -77,7 +77,8 @@ def widths_of(experts: Any) -> tuple[int, int, int]:
 
 def has_silu(module: Any) -> bool:
     """Return whether the activation is silu; a forward without a module for it says which."""
-    activation = getattr(module, "act_fn", getattr(module, "activation", None))
+    names = ("act_fn", "activation", "activation_fn")
+    activation = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     return not isinstance(activation, nn.Module) or isinstance(activation, SiLUActivation | nn.SiLU)
 
 

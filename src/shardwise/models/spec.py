@@ -17,11 +17,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of the norms that a layer has by itself; no family has all of them in one layer."""
+    """Names of the norms that a layer has by itself; it need not have all of them."""
 
     before: str = "input_layernorm"
+    behind: str | None = None
+    """After the mixer. None: that is `between`, in layers that have `after`."""
     between: str = "post_attention_layernorm"
-    """After the mixer or before the feed-forward."""
+    """Before the feed-forward."""
     after: str = "post_feedforward_layernorm"
 
 
@@ -56,9 +58,9 @@ class LayerSpec:
         return bool(apart) and all(apart)
 
     @property
-    def attention(self) -> tuple[str, ...]:
-        """Paths of its blocks of softmax attention."""
-        return tuple(block.path for block in self.mixers if block.kind.is_attention)
+    def attention(self) -> tuple[Block, ...]:
+        """Blocks of softmax attention."""
+        return tuple(block for block in self.mixers if block.kind.is_attention)
 
     @property
     def experts(self) -> tuple[str, ...]:

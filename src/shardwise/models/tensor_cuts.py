@@ -164,9 +164,9 @@ class BlockSplit:
 
     weights: Mapping[str, DimCut]
     """The cut of each parameter; every rank has all of the others."""
-    attributes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes that the block's own code must find in these attributes. (Those of a Conv1D are set
-    anyway.)"""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """Sizes that the block's own code must find in these attributes, or a config with them. (Those
+    of a Conv1D are set anyway.)"""
     norms: Mapping[str, SplitNorm] = field(default_factory=dict)
     """Modules that normalise over features that are cut."""
     norm_groups: int = 1

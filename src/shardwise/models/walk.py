@@ -110,11 +110,11 @@ def run_layer(block: TapedBlock, layer: LayerSpec, x: Tensor, num_shares: int) -
     h = _side_by_side(block, layer.mixers, h, num_shares)
     is_after = f"{norms.after}.weight" in block.parameters
     if is_after:
-        h = norm_of(block, norms.between, h)
+        h = norm_of(block, norms.behind or norms.between, h)
     h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
     if layer.feed_forwards:
         residual = h
-        if not is_after:
+        if norms.behind or not is_after:
             h = norm_of(block, norms.between, h)
         h = _side_by_side(block, layer.feed_forwards, h, num_shares)
         if is_after:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.linear_cross_entropy import Vocabulary
@@ -117,20 +116,22 @@ def modules_of_type(module: nn.Module, kind: type[nn.Module]) -> list[Any]:
 def split_embedding(embed: nn.Module, axis: TensorAxis) -> None:
     """Let each rank look up the tokens whose rows it holds, and add the results up."""
     for module in modules_of_type(embed, nn.Embedding):
-        module.forward = partial(_look_up, module, axis)
+        first = axis.rank * -(-module.weight.shape[0] // axis.size)
+        rows = range(first, first + len(local(module.weight)))
+        # The padding token's row has no gradient on the rank that holds it.
+        module.padding_idx = rows.index(module.padding_idx) if module.padding_idx in rows else None
+        look_up = PlainShares(module).within(module.forward)
+        module.forward = partial(_look_up, look_up, rows, axis)
 
 
-def _look_up(embed: nn.Embedding, axis: TensorAxis, tokens: torch.Tensor) -> torch.Tensor:
-    weight = local(embed.weight)  # [V/n, D]
-    first = axis.rank * -(-embed.weight.shape[0] // axis.size)
-    is_here = (tokens >= first) & (tokens < first + len(weight))
-    places = (tokens - first).where(is_here, 0)
-    # The padding token's row has no gradient on the rank that holds it.
-    padding = None if embed.padding_idx is None else embed.padding_idx - first
-    if padding is not None and not 0 <= padding < len(weight):
-        padding = None
-    # [B, T, D] of every rank, 0 where another one holds the row.
-    return axis.sum_up(F.embedding(places, weight, padding) * is_here.unsqueeze(-1))
+def _look_up(
+    look_up: Callable[..., torch.Tensor], rows: range, axis: TensorAxis, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Return [B, T, D]; `look_up` finds what a family makes of some rows of the weight."""
+    is_here = (tokens >= rows.start) & (tokens < rows.stop)
+    places = (tokens - rows.start).where(is_here, 0)
+    # Of every rank, 0 where another one holds the row.
+    return axis.sum_up(look_up(places) * is_here.unsqueeze(-1))
 
 
 def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:

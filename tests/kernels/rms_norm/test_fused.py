@@ -101,7 +101,7 @@ def _without_eps(x: torch.Tensor, eps: float) -> torch.Tensor:
     [
         ("grad_of_x", _without_the_mean),
         ("inverse_root", _without_eps),
-        ("_scale", lambda weight, offset: weight),
+        ("_scaled", lambda x, weight, offset: x * weight),
     ],
 )
 def test_a_planted_mistake_shows(name, mistake, monkeypatch):

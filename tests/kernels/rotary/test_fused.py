@@ -7,11 +7,14 @@ import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave as rotate_interleaved,
 )
+from transformers.models.ernie4_5.modeling_ernie4_5 import apply_rotary_pos_emb as rotate_ernie
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_glm4
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rotate_wide
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_phi3
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as rotate_part
 
-from shardwise.kernels.rotary import fused, naive, rotate, rotate_pairs
+from shardwise.kernels.rotary import fused, naive, rotate, rotate_neighbours, rotate_pairs
 from tests.kernels.gates import error, kept_elements
 from tests.kernels.recurrences import weighed
 from tests.models.tiny import relative_error
@@ -40,7 +43,8 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
-    ("theirs", "rotated"), [(rotate_all, SIZE), (rotate_part, 4), (rotate_wide, SIZE)]
+    ("theirs", "rotated"),
+    [(rotate_all, SIZE), (rotate_part, 4), (rotate_phi3, 4), (rotate_wide, SIZE)],
 )
 def test_equals_transformers(theirs, rotated, rows):
     q, k = inputs()
@@ -52,14 +56,25 @@ def test_equals_transformers(theirs, rotated, rows):
     assert max(relative_error(mine, other) for mine, other in zip(*results, strict=True)) < 1e-14
 
 
-def test_pairs_equal_transformers():
-    q, k = inputs()
+@pytest.mark.parametrize(
+    ("ours", "theirs", "rotated", "dtype"),
+    [
+        (rotate_pairs, rotate_interleaved, SIZE, torch.float64),
+        (rotate_neighbours, rotate_glm4, SIZE, torch.float64),
+        (rotate_neighbours, rotate_glm4, 4, torch.float64),
+        (rotate_neighbours, rotate_ernie, SIZE, torch.float32),  # which it rounds to
+    ],
+)
+def test_pairs_equal_transformers(ours, theirs, rotated, dtype):
+    q, k = inputs(dtype)
     results = []
-    for function in (rotate_pairs, rotate_interleaved):
-        out = function(q, k, *angles(SIZE, 2))
+    for function in (ours, theirs):
+        out = function(q, k, *angles(rotated, 2, dtype))
         total = sum(weighed(x) for x in out)
         results.append([*out, *torch.autograd.grad(total, [q, k])])
-    assert max(relative_error(mine, other) for mine, other in zip(*results, strict=True)) < 1e-14
+    tolerance = 1e-14 if dtype == torch.float64 else 1e-6
+    pairs = zip(*results, strict=True)
+    assert max(relative_error(mine, other) for mine, other in pairs) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -78,15 +93,18 @@ def test_equals_the_naive_one_and_has_the_dtype_of_x(dtype, of_angles, rotated):
     assert error(ours, other, inputs(dtype)[:1]) < tolerance[dtype]
 
 
-def test_nothing_but_angles_is_kept():
+@pytest.mark.parametrize("function", [rotate, rotate_neighbours])
+def test_nothing_but_angles_is_kept(function):
     cos, sin = angles(SIZE, dtype=torch.float32)
-    kept = kept_elements(lambda q, k: rotate(q, k, cos, sin), inputs(torch.float32))
+    kept = kept_elements(lambda q, k: function(q, k, cos, sin), inputs(torch.float32))
     assert kept == cos.numel() + sin.numel()
 
 
 def test_gradients_turned_forwards_show(monkeypatch):
     turned = fused._turned
-    monkeypatch.setattr(fused, "_turned", lambda x, cos, sin, sign: turned(x, cos, sin, 1))
+    monkeypatch.setattr(
+        fused, "_turned", lambda x, cos, sin, sign, paired: turned(x, cos, sin, 1, paired)
+    )
     q, k = inputs()
     total = sum(weighed(x) for x in rotate(q, k, *angles(SIZE)))
     expected = sum(weighed(x) for x in rotate_all(q, k, *angles(SIZE)))

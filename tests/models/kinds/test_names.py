@@ -26,7 +26,7 @@ ALLOWED = {
     # It replaces the forwards of some classes of transformers, with the names of those classes.
     "models/patches/elementwise.py": {
         *("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "_norm"),
-        *("input_linear", "output_linear"),
+        *("input_linear", "output_linear", "gate_up_proj"),
     },
     # It replaces the forward of transformers' classes of stacked experts, with their names.
     "models/routed_experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},

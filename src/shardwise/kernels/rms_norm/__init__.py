@@ -16,8 +16,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight), in x's dtype.
 
-    x is [..., H] and weight [H]; the mean is over the last dim. It computes in float32 (float64 of
-    float64) and rounds once; transformers' torch code rounds the normed x of some families too.
+    x is [..., H] and weight [H]; the mean is over the last dim, the offset 0 or 1. It computes in
+    float32 (float64 of float64) and rounds once; transformers' torch code rounds the normed x of
+    some families too.
 
     On a GPU with `liger_kernel` installed its kernels compute it, except in float64 and in compiled
     code, whose compiler fuses it.

@@ -16,7 +16,8 @@ from shardwise.kernels.recurrence import wide
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
 ) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * (offset + weight), in x's dtype."""
+    """Return x / sqrt(mean(x^2) + eps) * (offset + weight), in x's dtype; the offset is 0 or 1."""
+    assert offset in (0, 1), offset
     return _RMSNorm.apply(x, weight, eps, offset)
 
 
@@ -41,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         root = inverse_root(x, eps)
         ctx.offset = offset
         ctx.save_for_backward(x, weight, root)
-        return (x * root).mul_(_scale(weight, offset)).to(x.dtype)
+        return _scaled(x * root, weight, offset).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -52,9 +53,9 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = (x * root).mul_(grad_out).sum_to_size(weight.shape).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            grad_x = grad_of_x(grad_out * _scale(weight, ctx.offset), x, root).to(dtype)
+            grad_x = grad_of_x(_scaled(grad_out, weight, ctx.offset), x, root).to(dtype)
         return grad_x, grad_weight, None, None
 
 
-def _scale(weight: torch.Tensor, offset: float) -> torch.Tensor:
-    return wide(weight) + offset if offset else weight
+def _scaled(x: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
+    return torch.addcmul(x, x, weight) if offset else x * weight

@@ -39,25 +39,47 @@ def rotate_pairs(
     return rotate(*apart, cos, sin, unsqueeze_dim)
 
 
+def rotate_neighbours(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys as `rotate`, feature 2 i with feature 2 i + 1, each in its place."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return _Rotation.apply(q, cos, sin, True), _Rotation.apply(k, cos, sin, True)
+
+
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_paired: bool = False
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        ctx.is_paired = is_paired
+        return _turned(x, cos, sin, 1, is_paired)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradients[0], cos, sin, -1), None, None
+        return _turned(gradients[0], cos, sin, -1, ctx.is_paired), None, None, None
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """Return x turned by the angles times `sign`."""
+def _turned(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int, is_paired: bool
+) -> torch.Tensor:
+    """Return x turned by the angles times `sign`: neighbours if `is_paired`, else halves."""
     size, half = cos.shape[-1], cos.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:size]
-    out = x[..., :size] * cos
-    out[..., :half].addcmul_(second, sin[..., :half], value=-sign)
-    out[..., half:].addcmul_(first, sin[..., half:], value=sign)
+    turned = x[..., :size]
+    if is_paired:
+        first, second = turned[..., ::2], turned[..., 1::2]
+        out = torch.empty_like(turned, dtype=torch.result_type(x, cos))
+        both = out[..., ::2], out[..., 1::2]
+        for part, of in zip(both, (first, second), strict=True):
+            torch.mul(of, cos[..., :half], out=part)
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+        out = turned * cos
+        both = out[..., :half], out[..., half:]
+    both[0].addcmul_(second, sin[..., :half], value=-sign)
+    both[1].addcmul_(first, sin[..., half:], value=sign)
     out = out.to(x.dtype)
     return out if size == x.shape[-1] else torch.cat([out, x[..., size:]], -1)

@@ -1,9 +1,35 @@
 """Families of the common shape: softmax attention, then an MLP."""
 
 from shardwise.models.families.base import Family, StageFacts, mixer
-from shardwise.models.kinds import attention
+from shardwise.models.kinds import attention, feed_forward
+from shardwise.models.spec import Norms
 
 LLAMA = Family("llama")
+ERNIE4_5 = Family(
+    "ernie4_5", mixers={"full_attention": mixer("self_attn", attention.ROTATED_WIDE_PAIRS)}
+)
+HUNYUAN_V1_DENSE = Family("hunyuan_v1_dense", options={"head_dim": 128})  # none by default
+STARCODER2 = Family("starcoder2", options={"residual_dropout": 0.0, "embedding_dropout": 0.0})
+GLM4 = Family(
+    "glm4",
+    mixers={"full_attention": mixer("self_attn", attention.ROTATED_PAIRS)},
+    feed_forward={"dense": {"mlp": feed_forward.JOINED}},
+    norms=Norms(behind="post_self_attn_layernorm", after="post_mlp_layernorm"),
+)
+GEMMA3_TEXT = Family(
+    "gemma3_text",
+    norms=Norms(behind="post_attention_layernorm", between="pre_feedforward_layernorm"),
+    logits_capped_by="final_logit_softcapping",
+)
+PHI3 = Family(
+    "phi3",
+    mixers={
+        "full_attention": mixer("self_attn", attention.GROUPED),
+        "sliding_attention": mixer("self_attn", attention.SLIDING_GROUPED),
+    },
+    feed_forward={"dense": {"mlp": feed_forward.JOINED}},
+    seeded=("resid_pdrop", "embd_pdrop"),
+)
 MISTRAL = Family("mistral", options={"sliding_window": None})  # as published since 0.2
 QWEN2 = Family("qwen2")
 QWEN3 = Family("qwen3")

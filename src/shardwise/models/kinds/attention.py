@@ -1,10 +1,11 @@
-"""Softmax attention: over all tokens before, a window of them, or keys and values of a latent.
+"""Softmax attention: over all tokens before, or a window of them.
 
 Tensor parallelism shards the heads.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
@@ -14,7 +15,7 @@ from transformers import PretrainedConfig
 
 from shardwise.models.elementwise import SharedRows
 from shardwise.models.kinds.base import Core, Kind
-from shardwise.models.moves import SMALL, WIDE
+from shardwise.models.moves import WIDE
 from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
@@ -72,31 +73,28 @@ def sliding_cores(config: PretrainedConfig) -> tuple[Attention]:
     return (replace(full_cores(config)[0], window=config.sliding_window),)
 
 
-def latent_cores(config: PretrainedConfig) -> tuple[Attention]:
-    """Return the core of latent attention; `head_dim` in its config is another size."""
-    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return (Attention(config.num_attention_heads, key_dim, config.v_head_dim),)
-
-
 def _head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def activations(
-    block: TapedBlock, x: Tensor, rotates_wide: bool = False, rotates_windows: bool = False
+    block: TapedBlock,
+    x: Tensor,
+    rotates_wide: bool = False,
+    rotates_windows: bool = False,
+    rotates_pairs: bool = False,
 ) -> Tensor:
     """Keep the input of the projections, queries, keys, values, and the output once.
 
     Fused attention keeps a number per query and head beside them, and no scores. A gate on the
     output (Qwen3-Next, Qwen3.5) keeps the gate and what it multiplies. With `rotates_windows` only
-    layers with a window are rotated, in a model that has such layers.
+    layers with a window are rotated, in a model that has such layers. `rotates_wide`: in 32 bits;
+    `rotates_pairs`: neighbouring features.
     """
     size = _head_dim(block.config)
-    names = ("q_proj", "k_proj", "v_proj")
-    q, k, v = block.linears(names, block.multiplied(x, "attention_in_multiplier"))
-    k = block.multiplied(k, "key_multiplier")
-    gate = None
     output = "o_proj" if "o_proj.weight" in block.parameters else "out_proj"
+    q, k, v = _projected(block, x, output)
+    gate = None
     if block.num_in(output) < q.numel // block.tokens:
         q, gate = block.split(q, (1, 1))
         gate = block.copied(gate)
@@ -108,95 +106,43 @@ def activations(
         rotary = 0
     q = _normed(block, ("q_norm", "q_layernorm"), q, size)
     k = _normed(block, ("k_norm", "k_layernorm"), k, size)
-    # What joins the gradients of queries and gates copies them.
-    joins = gate is not None and block.on_cpu
-    q = block.viewed(q, is_copied=rotary > 0 and not joins)
-    k = block.viewed(k, is_copied=rotary > 0)
-    v = block.viewed(v, is_copied=False)
-    if rotary:
-        q, k = (block.rotated(y, size, rotary / size, rotates_wide) for y in (q, k))
     mask = 0
     window = getattr(block.config, "sliding_window", None) if block.is_windowed else None
     # A shorter row needs none, and attention under cp makes none.
     if window and window <= block.length and not block.shares_rows:
         mask = block.rows * block.length * block.length
+    # What turns some of the features lays heads before tokens, as attention with a mask does on a
+    # CPU. What joins the gradients of queries and gates copies them.
+    lays = 0 < rotary < size or (rotary > 0 and mask > 0 and block.on_cpu)
+    joins = gate is not None and block.on_cpu
+    q = block.viewed(q, is_copied=lays and not joins)
+    k = block.viewed(k, is_copied=lays)
+    v = block.viewed(v, is_copied=False)
+    if rotary:
+        share = rotary / size
+        q, k = (block.rotated(y, size, share, rotates_wide, rotates_pairs) for y in (q, k))
+    q = _normed(block, ("query_layernorm",), q, size)  # HunYuan's, after the rotation
+    k = _normed(block, ("key_layernorm",), k, size)
     if block.shares_rows:
-        out = _over_ranks(block, block.shares_rows, q, k, v, (size, size))
+        out = over_ranks(block, block.shares_rows, q, k, v, (size, size))
     else:
         out = block.fused_attention(q, k, v, q.numel, size, mask)
     if gate is not None:
         out = block.product(out, block.pointwise(gate, keeps_outputs=True))
-    return block.multiplied(block.linear(output, out), "attention_out_multiplier")
+    out = block.multiplied(block.linear(output, out), "attention_out_multiplier")
+    return block.dropped(out, "resid_pdrop")
 
 
-def activations_of_latent(block: TapedBlock, x: Tensor) -> Tensor:
-    """Keep the inputs of the projections, latents, queries, joined keys, values, and the output."""
-    config = block.config
-    nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    is_rotated = rotary_size(config, rope) > 0
-    first = "q_proj" if "q_proj.weight" in block.parameters else "q_a_proj"
-    q, joined = block.linears((first, "kv_a_proj_with_mqa"), x)
-    if first == "q_a_proj":
-        latent = block.rms_norm("q_a_layernorm.weight", q, block.num_out(first))
-        q = block.linear("q_b_proj", latent)
-    num_heads = q.numel // block.tokens // (nope + rope)
-    # transformers' code refers to it until it returns.
-    q = queries = block.viewed(q, is_copied=True)
-    if is_rotated:
-        turned = _of_latent(block, block.slice(queries, q.numel * rope // (nope + rope)))
-        q = block.beside_turned(turned, block.slice(queries, q.numel * nope // (nope + rope)))
-    rank = config.kv_lora_rank
-    compressed, k_rot = block.split(joined, (rank, rope))
-    compressed = block.rms_norm("kv_a_layernorm.weight", compressed, rank)
-    if is_rotated:
-        k_rot = _of_latent(block, k_rot)
-    expanded = block.viewed(block.linear("kv_b_proj", compressed), is_copied=True)
-    k, v = block.split(expanded, (nope, values))
-    keys = num_heads * (nope + rope) * block.tokens
-    whole, part = keys * expanded.itemsize, k.num_bytes
-    last = whole - part  # all heads have the same features there
-    back = (2 * whole, 2 * last, last, 2 * last, 2 * whole, 2 * part, last + k_rot.num_bytes)
-    (k,) = block.tape.run(
-        [k, k_rot],
-        [(keys, expanded.itemsize)],
-        forward_moves=(2 * part, last + k_rot.num_bytes),
-        backward_moves=back,
-    )
-    if block.shares_rows:
-        out = _over_ranks(block, block.shares_rows, q, k, v, (nope + rope, values))
-    else:
-        out = _of_latents(block, q, k, v, num_heads)
-    return block.linear("o_proj", out)
-
-
-def _of_latent(block: TapedBlock, x: Tensor) -> Tensor:
-    """Return features of latent attention that are rotated: as neighbours, or as halves."""
-    size = block.config.qk_rope_head_dim
-    return block.rotated(block.copied(x) if block.config.rope_interleave else x, size)
-
-
-def _of_latents(block: TapedBlock, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
-    """Return the output of attention whose values have another size than its keys.
-
-    torch has no fused kernel for that on a CPU: there all scores are kept, [B, N, T, T].
-    """
-    if not block.on_cpu:
-        return block.fused_attention(q, k, v, v.numel, v.numel // block.tokens // num_heads)
-    itemsize = block.cast or v.itemsize
-    wide = [block.as_dtype(block.as_dtype(x, itemsize), WIDE) for x in (q, k, v)]
-    q, k, v = block.scaled(wide[0]), block.scaled(wide[1]), wide[2]
-    pairs = block.rows * num_heads * block.length * block.length
-    run, size = partial(block.tape.run, product=True, mixes=True), [(pairs, q.itemsize)]
-    square = block.length**2
-    masked = [square, 2 * square, SMALL, SMALL, 5 * square, 2 * pairs * q.itemsize]
-    flops, moves = block.attention_flops(q, v.numel), [0, *masked]
-    (scores,) = run([q, k], size, keeps=[q, k], forward=pairs, flops=flops, forward_moves=moves)
-    shares = block.pointwise(scores, keeps_outputs=True, forward=pairs)
-    del scores
-    size = [(v.numel, v.itemsize)]
-    copied = [pairs * (WIDE + itemsize)] * (itemsize < WIDE)  # autocast rounds them
-    (out,) = run([shares, v], size, keeps=[shares, v], forward_moves=[0, *copied])
-    return block.copied(block.as_dtype(out, itemsize))
+def _projected(block: TapedBlock, x: Tensor, output: str) -> list[Tensor]:
+    """Return queries, keys and values."""
+    if "qkv_proj.weight" in block.parameters:
+        joined = block.linear("qkv_proj", x)
+        queries = block.num_in(output)
+        keys = (block.num_out("qkv_proj") - queries) // 2
+        return [block.slice(joined, n * block.tokens) for n in (queries, keys, keys)]
+    names = ("q_proj", "k_proj", "v_proj")
+    q, k, v = block.linears(names, block.multiplied(x, "attention_in_multiplier"))
+    return [q, block.multiplied(k, "key_multiplier"), v]
 
 
 def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
@@ -205,13 +151,13 @@ def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
     q, k, v = (block.viewed(part, is_copied=False) for part in parts)
     size = block.config.n_embd // block.config.n_head
     if block.shares_rows:
-        out = _over_ranks(block, block.shares_rows, q, k, v, (size, size))
+        out = over_ranks(block, block.shares_rows, q, k, v, (size, size))
     else:
         out = block.fused_attention(q, k, v, q.numel, size)
     return block.tape.hold(block.dropped(block.linear("c_proj", out), "resid_pdrop"))
 
 
-def _over_ranks(
+def over_ranks(
     block: TapedBlock, shared: SharedRows, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int]
 ) -> Tensor:
     """Return the output of parallel/context_attention.py; `sizes`: of a head of keys and of values.
@@ -312,16 +258,25 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights, groups, norms)
 
 
-def split_latent(block: Any, num_ranks: int) -> BlockSplit:
-    """Shard the projections out of a latent, and `o_proj`, by heads.
-
-    All heads share the latent of keys and values (and that of queries, if there is one), so the
-    projections into it are whole on every rank.
-    """
-    what = "attention heads"
-    require_divides(num_ranks, block.num_heads, what)
-    expanding = ("q_proj", "q_b_proj", "kv_b_proj")
-    return BlockSplit(evenly(block, num_ranks, what, out=expanding, into=["o_proj"]))
+def split_grouped(block: Any, num_ranks: int) -> BlockSplit:
+    """Shard a linear in which q, k and v lie one after the other, with grouped heads or without."""
+    size, num_heads = block.head_dim, block.config.num_attention_heads
+    num_kv_heads = block.num_key_value_heads
+    require_divides(num_ranks, num_heads, "attention heads")
+    shares = min(num_ranks, num_kv_heads)
+    if num_kv_heads % shares or num_ranks % shares:
+        raise Indivisible(f"{num_kv_heads} key/value heads")
+    keys = Segment(num_kv_heads * size, shares)
+    rows = Rows(num_ranks, (Segment(num_heads * size, num_ranks), keys, keys))
+    weights = linear(block, "qkv_proj", "out", rows)
+    weights |= evenly(block, num_ranks, "attention heads", into=["o_proj"])
+    config = copy.copy(block.config)  # Its forward asks it where keys begin.
+    config.num_attention_heads = num_heads // num_ranks
+    sizes = {
+        "num_key_value_heads": num_kv_heads // shares,
+        "num_key_value_groups": num_heads // num_ranks * shares // num_kv_heads,
+    }
+    return BlockSplit(weights, {"config": config, **sizes})
 
 
 def split_joined(block: Any, num_ranks: int) -> BlockSplit:
@@ -351,14 +306,15 @@ ROTATED_WIDE = replace(FULL, activations=partial(activations, rotates_wide=True)
 BESIDE_WINDOWS = replace(FULL, activations=partial(activations, rotates_windows=True))
 """EXAONE's, whose positions are rotated in layers with a window, where it has any."""
 SLIDING_ROTATED_WIDE = replace(ROTATED_WIDE, name="sliding_attention", cores=sliding_cores)
-LATENT = replace(
-    FULL,
-    cores=latent_cores,
-    activations=activations_of_latent,
-    split=split_latent,
-    shares_input=("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+ROTATED_PAIRS = replace(FULL, activations=partial(activations, rotates_pairs=True))
+"""GLM's, which rotates neighbouring features."""
+ROTATED_WIDE_PAIRS = replace(
+    FULL, activations=partial(activations, rotates_pairs=True, rotates_wide=True)
 )
-"""Latent attention of DeepSeek-V2 and V3, which Kimi Linear has too."""
+"""ERNIE's, which does so in 32 bits."""
+GROUPED = replace(FULL, split=split_grouped, shares_input=())
+"""Phi's, with one projection for queries and grouped keys and values."""
+SLIDING_GROUPED = replace(GROUPED, name="sliding_attention", cores=sliding_cores)
 JOINED = replace(
     FULL,
     split=split_joined,

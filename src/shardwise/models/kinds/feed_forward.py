@@ -14,6 +14,8 @@ UP = ("gate_proj", "up_proj", "w1", "w3", "c_fc")
 """Names of linears from the model's width to the feed-forward width."""
 DOWN = ("down_proj", "w2", "c_proj")
 """Names of linears from the feed-forward width to the model's."""
+JOINED_NAMES = (("input_linear", "output_linear"), ("gate_up_proj", "down_proj"))
+"""Names of a linear that gives gate and product, and of the one behind: Granite's, Phi's."""
 FEATURES = "feed-forward features"
 
 
@@ -24,11 +26,11 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
 
 def split_joined(block: Any, num_ranks: int) -> BlockSplit:
     """Shard one linear up, whose first half is the gate of the second, and one down."""
-    width = unwrapped(block.output_linear).in_features
+    up, down = next(names for names in JOINED_NAMES if hasattr(block, names[0]))
+    width = unwrapped(getattr(block, down)).in_features
     rows = blocked(num_ranks, (width, width), FEATURES)
     return BlockSplit(
-        linear(block, "input_linear", "out", rows)
-        | evenly(block, num_ranks, FEATURES, into=["output_linear"])
+        linear(block, up, "out", rows) | evenly(block, num_ranks, FEATURES, into=[down])
     )
 
 
@@ -42,7 +44,7 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
     if len(names) == 2:
         gate, up = block.linears(names, x)
         gate = block.multiplied(gate, "mlp_multipliers")
-        hidden = block.gated_silu(gate, up)
+        hidden = block.gated(gate, up)
         del gate, up
         return block.multiplied(block.linear(down, hidden), "mlp_multipliers")
     out = block.linear(down, block.activation(block.linear(names[0], x)))
@@ -51,8 +53,9 @@ def activations(block: TapedBlock, x: Tensor) -> Tensor:
 
 def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
     """Keep the input, what the first linear gives, and what goes into the last one."""
-    gate, up = block.split(block.linear("input_linear", x), (1, 1))
-    return block.linear("output_linear", block.gated_silu(gate, up))
+    up, down = next(n for n in JOINED_NAMES if f"{n[0]}.weight" in block.parameters)
+    parts = block.split(block.linear(up, x), (1, 1))
+    return block.dropped(block.linear(down, block.gated(*parts)), "resid_pdrop")
 
 
 MLP = Kind(
@@ -63,4 +66,4 @@ MLP = Kind(
     shares_input=("gate_proj", "up_proj", "w1", "w3"),
 )
 JOINED = replace(MLP, split=split_joined, activations=activations_of_joined, shares_input=())
-"""Granite's, with one linear for gate and product."""
+"""With one linear for gate and product."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
-from shardwise.kernels.rotary import rotate, rotate_pairs
+from shardwise.kernels.rotary import rotate, rotate_neighbours, rotate_pairs
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.names import in_use
 from shardwise.models.patches.elementwise import code_of, reference
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 ROTATED = {
     "llama.apply_rotary_pos_emb": rotate,
     "qwen3_next.apply_rotary_pos_emb": rotate,  # of some of the features of a head
+    "phi3.apply_rotary_pos_emb": rotate,
     "olmo2.apply_rotary_pos_emb": rotate,  # in float32
+    "glm4.apply_rotary_pos_emb": rotate_neighbours,
+    "ernie4_5.apply_rotary_pos_emb": rotate_neighbours,  # in float32
     "deepseek_v3.apply_rotary_pos_emb_interleave": rotate_pairs,
 }
 """The project's functions by those of transformers."""
@@ -67,20 +70,23 @@ def use_attention(
 ) -> None:
     """Let every attention of `hf` be computed by a function of the tokens of the micro-batch.
 
-    No masks are made for it.
+    No masks are made for it. The window is that of the layer's kind: some classes, Qwen2-MoE's
+    among them, give it to their mask alone.
     """
     # transformers makes masks for the implementations that it knows.
     hf.config._attn_implementation = "shardwise"
-    registry = _Registry(_with_tokens(attention, tokens))
     # Compiled code of a class is kept in the globals of one forward, so its layers share that.
-    forwards: dict[object, Callable[..., Any]] = {}
+    forwards: dict[tuple[object, int | None], Callable[..., Any]] = {}
     for layer in spec.layers:
-        for path in layer.attention:
-            mixer = in_use(hf.get_submodule(f"{layer.name}.{path}"))
+        for block in layer.attention:
+            mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
             forward = _forward_of(mixer)
-            if forward not in forwards:
-                forwards[forward] = _with_names(forward, {"ALL_ATTENTION_FUNCTIONS": registry})
-            mixer.forward = MethodType(forwards[forward], mixer)
+            (core,) = block.kind.cores(hf.config)
+            key = forward, getattr(core, "window", None)
+            if key not in forwards:
+                registry = _Registry(_with_window(_with_tokens(attention, tokens), key[1]))
+                forwards[key] = _with_names(forward, {"ALL_ATTENTION_FUNCTIONS": registry})
+            mixer.forward = MethodType(forwards[key], mixer)
 
 
 class _Registry:
@@ -144,6 +150,13 @@ def _with_names(forward: Any, new: Mapping[str, Any]) -> Callable[..., Any]:
     return FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
+
+
+def _with_window(core: Callable[..., Any], window: int | None) -> Callable[..., Any]:
+    def with_window(*args: Any, **kwargs: Any) -> Any:
+        return core(*args, **{**kwargs, "sliding_window": window})
+
+    return with_window
 
 
 def _with_tokens(core: Callable[..., Any], tokens: Callable[[], Tokens]) -> Callable[..., Any]:

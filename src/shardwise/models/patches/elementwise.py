@@ -107,6 +107,10 @@ def _mlp_of_granite(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return self.output_linear(gated_silu(*self.input_linear(hidden_states).chunk(2, dim=-1)))
 
 
+def _mlp_of_phi3(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(gated_silu(*self.gate_up_proj(hidden_states).chunk(2, dim=-1)))
+
+
 def _mlp_of_falcon_h1(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up = self.gate_proj(x) * self.gate_multiplier, self.up_proj(x)
     return self.down_proj(gated_silu(gate, up)) * self.down_multiplier
@@ -129,6 +133,7 @@ REPLACED: dict[str, Callable[..., torch.Tensor]] = {
     "seed_oss.SeedOssMLP": _mlp,  # a rule refuses its dropout
     "lfm2.Lfm2MLP": _mlp_of_lfm2,
     "granitemoehybrid.GraniteMoeHybridMLP": _mlp_of_granite,
+    "phi3.Phi3MLP": _mlp_of_phi3,
     "falcon_h1.FalconH1MLP": _mlp_of_falcon_h1,
     "llama.LlamaRMSNorm": _norm,
     "nemotron_h.NemotronHRMSNorm": _norm,
