@@ -47,6 +47,15 @@ SEEDS = {
     86006: "granite pp interleaved-1f1b full 2p",
     91087: "arcee tp full 2p",
     95015: "seed_oss tp-sp full 2p",
+    140001: "ernie4_5 tp lora 3p",
+    141006: "hunyuan_v1_dense tp-sp lora 2p",
+    142009: "starcoder2 fsdp1 full 2p",
+    143001: "glm4 tp lora 2p",
+    144003: "gemma3_text tp-sp full 2p",
+    145001: "phi3 tp-sp lora 3p",
+    146001: "dots1 tp-sp lora 2p",
+    148003: "glm4_moe_lite zero1-tp lora 4p",
+    147007: "qwen2_moe pp interleaved-1f1b full 3p",
 }
 """What each seed draws of a family: where the program draws otherwise, choose others."""
 

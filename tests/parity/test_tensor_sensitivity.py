@@ -1,15 +1,17 @@
-"""Known bugs of tensor parallelism, planted one at a time as in test_sensitivity.py: each must turn
-a cell red."""
+"""Known bugs of tensor and context parallelism, planted one at a time as in test_sensitivity.py:
+each must turn a cell red."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from shardwise.models import routed_experts, tensor_cuts
 from shardwise.models.kinds import attention, jet_block
-from shardwise.models.patches import router_loss
+from shardwise.models.patches import cores, router_loss
 from shardwise.parallel import clip, ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_over, sum_over_copies
 from tests.parity.features.tensors import cell
@@ -55,6 +57,14 @@ def blocks_of_rows_taken_for_one():
 
     tensor_cuts.Rows.ranges = one
     tensor_cuts.Rows.in_order = property(lambda self: not self.shared)
+
+
+def embeddings_not_scaled():
+    Gemma3TextScaledWordEmbedding.forward = nn.Embedding.forward
+
+
+def window_of_the_class():
+    cores._with_window = lambda core, window: core
 
 
 def kernel_factor_not_summed():
@@ -189,6 +199,9 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (mask_of_the_first_features_on_every_rank, cell("llama", "tp", "lora", "dropout")),
     (mask_drawn_for_the_share_alone, cell("llama", "tp", "lora", "dropout")),
     (bias_added_by_each_rank, cell("gpt2", "tp", "full")),
+    (embeddings_not_scaled, cell("gemma3_text", "tp", "full")),
+    (blocks_of_rows_taken_for_one, cell("phi3", "tp", "full")),
+    (window_of_the_class, Cell("qwen2_moe", "cp", "full", 2)),
     (router_loss_of_each_rank, cell("qwen3_moe", "tp", "full")),
     (squares_of_own_heads_only, cell("olmo_hybrid", "tp", "full")),
     (norm_of_own_shares_only, cell("llama", "tp", "lora")),

@@ -89,6 +89,8 @@ FIXED = (
     cell("qwen3_moe", "tp", "full"),
     cell("olmo_hybrid", "tp", "full"),
     cell("gpt2", "tp", "full"),
+    cell("gemma3_text", "tp", "full"),
+    cell("phi3", "tp", "full"),
     cell("llama", "tp", "lora", "dropout"),
     cell("granitemoehybrid", "tp", "full", nproc=4),
     cell("llama", "tp-sp", "full", "operators"),

@@ -6,7 +6,8 @@ from pkgutil import iter_modules
 from shardwise.models.kinds.base import Kind
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-KINDS = tuple(kind for file in _FILES for kind in vars(file).values() if isinstance(kind, Kind))
+_NAMED = (value for file in _FILES for value in vars(file).values())
+KINDS = tuple(dict.fromkeys(kind for kind in _NAMED if isinstance(kind, Kind)))
 """All kinds, with their variants."""
 
 SHARED_INPUTS = frozenset(name for kind in KINDS for name in kind.shares_input)
