@@ -366,6 +366,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "learned positions": ("gpt2", {"data": {"sequence_length": 4096}}, 1),
     "noise that no seed reaches": ("attention-dropout", {}, 1),
+    "tokens that see those after them": ("of-embeddings", {}, 1),
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
     "isolated documents in kinds without proof": (
         "ministral3",
@@ -584,6 +585,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
             return str(write_config(name, folder))
         changed = {
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),
+            "of-embeddings": ("llama", {"is_causal": False}),
             "llama4_text": ("qwen3_moe", LLAMA4),
             "of-blocks": ("llama", {"hidden_size": 256, "intermediate_size": 256}),
             "narrow": ("llama", {"hidden_size": 72, "head_dim": 16, "intermediate_size": 72}),

@@ -160,6 +160,29 @@ def test_noise_that_no_seed_reaches_is_a_fact(family, key):
     assert facts(family, **{key: 0.1}).unseeded_noise == (key, 0.1)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        *((family, "is_causal", False) for family in ("llama", "qwen2", "olmo2", "gpt2")),
+        ("gemma3_text", "use_bidirectional_attention", True),
+    ],
+)
+def test_models_whose_tokens_see_later_ones_are_told_apart(family, key, value):
+    """By what transformers computes with the key and without."""
+    for changes in ({}, {key: value}):
+        section = run_config(Cell(family, "single", "full")).model
+        config = load.read_config(section)
+        config.update(changes)
+        hf = load.load_whole(section, config)
+        ids = torch.arange(12)[None]
+        later = ids.clone()
+        later[0, -1] = 50
+        with torch.no_grad():
+            seen = not torch.equal(hf(ids).logits[0, :-1], hf(later).logits[0, :-1])
+        assert seen == (facts(family, **changes).sees_ahead is not None), changes
+        assert seen == bool(changes)
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_precision_is_what_products_are_computed_in(precision):
     cfg = run_config(Cell("llama", "single", "full"))

@@ -121,6 +121,7 @@ def own_facts(own: OwnModel) -> ModelFacts:
         is_tied=own.is_tied,
         num_positions=None,
         unseeded_noise=None,
+        sees_ahead=None,
         has_router_loss=False,
         has_router_bias=False,
         adds_positions=False,

@@ -189,6 +189,8 @@ class ModelFacts:
     unseeded_noise: tuple[str, float] | None
     """Key and value in config.json of random numbers that no seed of a run file reaches: a dropout
     in the attention kernel, or noise on what routers read."""
+    sees_ahead: tuple[str, Any] | None
+    """Key and value in config.json by which its tokens see those after them."""
     has_router_loss: bool
     """Whether it has routers that are trained with a load-balancing loss."""
     has_router_bias: bool

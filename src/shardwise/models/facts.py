@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -42,6 +43,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         is_tied=spec.tied,
         num_positions=None if spec.positions is None else hf.config.max_position_embeddings,
         unseeded_noise=next(iter(noise.items()), None),
+        sees_ahead=_sees_ahead(hf.config),
         has_router_loss=bool(routers_of(hf, family)),
         has_router_bias=any(True for _ in expert_plan.biases_of(hf, spec)),
         adds_positions=family.positions is not None,
@@ -78,6 +80,17 @@ def noise_of(config: PretrainedConfig, family: Family) -> dict[str, float]:
     keys = [key for key in config.to_dict() if "drop" in key or "jitter" in key]
     values = {key: getattr(config, key, 0) for key in keys if key not in family.seeded}
     return {key: value for key, value in values.items() if value}
+
+
+def _sees_ahead(config: PretrainedConfig) -> tuple[str, Any] | None:
+    """Return the key, and its value, with which transformers makes masks that hide no later token.
+
+    Folders of models for embeddings have it. (Those of Gemma 4 may say `vision`: of images alone.)
+    """
+    if not getattr(config, "is_causal", True):
+        return "is_causal", config.is_causal
+    both = getattr(config, "use_bidirectional_attention", None)
+    return ("use_bidirectional_attention", both) if both in (True, "all") else None
 
 
 def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:

@@ -179,6 +179,16 @@ RULES = (
         ),
     ),
     Rule(
+        "tokens that see those after them",
+        applies=lambda case: case.model.sees_ahead is not None,
+        problem=(
+            "{model.sees_ahead[0]} is {model.sees_ahead[1]} in the model's config.json, so that a "
+            "token would see the one that it is trained to predict"
+        ),
+        way_out="give a causal model, or take the key out",
+        why="the loss would fall to nothing, and the model could not generate",
+    ),
+    Rule(
         "isolated documents with added positions",
         applies=lambda case: case.cfg.data.keeps_documents_apart and case.model.adds_positions,
         problem=(
