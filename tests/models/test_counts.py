@@ -30,6 +30,10 @@ def weights_of(unit: Unit) -> dict[str, ProductWeight]:
         ("llama-3.1-8b", 8_030_261_248),
         ("gpt2-large", 774_030_080),
         ("jet-nemotron-2b", 1_964_806_208),
+        ("phi-4", 14_659_507_200),
+        ("smollm3-3b", 3_075_098_624),
+        ("gemma-3-1b", 999_885_952),
+        ("mistral-small-24b", 23_572_403_200),
     ],
 )
 def test_presets_of_published_models_have_their_published_size(preset, parameters):

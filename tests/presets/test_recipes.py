@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PRESETS = list(dict.fromkeys(recipe.preset for recipe in recipes().values()))
 IN_EVERY_TEST_RUN = ("lfm2-1.2b-tp", "nemotron-3-nano-30b-a3b-fsdp2")
 """A recipe of each of two layouts, one of a mixture."""
-BILLIONS = {"granite-4.0-h-tiny": 7}
+BILLIONS = {"phi-4": 14.7, "granite-4.0-h-tiny": 7}
 """Published sizes that do not stand in a model's name."""
 
 
