@@ -308,6 +308,7 @@ SET_ELSEWHERE = {
     "forward": "to replace it is what a patch is: names and modules stay",
     "nf": "transformers' number of a Conv1D's outputs, which a rank has some of",
     "grad": "torch's gradient",
+    "padding_idx": "torch's row of an embedding without a gradient, of which a rank has its part",
     "grad_dtype": "torch's dtype of a gradient that is added up",
     "_gradient_predivide_factor": "fsdp1 has no public switch from means to sums",
     "_gradient_postdivide_factor": "fsdp1 has no public switch from means to sums",
