@@ -187,8 +187,7 @@ class ModelFacts:
     num_positions: int | None
     """How many positions it has learned an embedding for; None: it takes any number."""
     unseeded_noise: tuple[str, float] | None
-    """Key and value in config.json of random numbers that no seed of a run file reaches: a dropout
-    in the attention kernel, or noise on what routers read."""
+    """Key and value in config.json of random numbers that no seed of a run file reaches."""
     sees_ahead: tuple[str, Any] | None
     """Key and value in config.json by which its tokens see those after them."""
     has_router_loss: bool
@@ -226,8 +225,7 @@ class ModelFacts:
     most_earlier_tokens: int = 0
     """How many tokens before its own a convolution of the model reads, at most."""
     odd_blocks: Callable[[Any, int], str | None] = lambda base, num_ranks: None
-    """Return in words what in the model has no whole blocks of a form of `model.base` when it is
-    cut into a number of shares along `tp`; None if everything has whole blocks."""
+    """Return what has no whole blocks of a form of `model.base` in so many shares, or None."""
     num_in_8_bits: int = 0
     """How many of its trained weights are such that 8-bit AdamW keeps their moments in 8 bits."""
     cut_blocks: Callable[[int, int, int], str | None] = lambda tp, ep, num_shards: None
