@@ -15,8 +15,8 @@ import yaml
 from transformers import PretrainedConfig
 
 from shardwise.base.batches import IGNORED
-from shardwise.base.layouts import HALVING
 from shardwise.base.schedule.orders import ORDERS
+from shardwise.base.schedules import HALVING
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.models import load
 from shardwise.models.adapters import lora

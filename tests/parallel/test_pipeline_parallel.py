@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from shardwise.assembly import build
 from shardwise.base.batches import IGNORED, Batch
-from shardwise.base.layouts import HALVING
 from shardwise.base.schedule.orders import ORDERS, Pipeline
 from shardwise.base.schedule.timeline import Event
+from shardwise.base.schedules import HALVING
 from shardwise.config import Lora, Parallel, RunConfig, UserError
 from shardwise.metrics.live_tensors import live_tensors
 from shardwise.models.stage import Stage

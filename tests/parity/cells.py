@@ -7,7 +7,7 @@ from collections import Counter
 from importlib import import_module
 from itertools import combinations, product
 
-from shardwise.base.layouts import HALVING
+from shardwise.base.schedules import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.models.kinds import KINDS
 from tests.parity import features

@@ -19,7 +19,8 @@ import torch
 
 from shardwise.base.batches import Batch
 from shardwise.base.interfaces import Mesh
-from shardwise.base.layouts import ALONE, HALVING, data_parts
+from shardwise.base.layouts import ALONE, data_parts
+from shardwise.base.schedules import HALVING
 from shardwise.config import (
     Data,
     Lora,

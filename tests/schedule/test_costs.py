@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.base.layouts import HALVING
 from shardwise.base.schedule.costs import COUNTED, Cost, CostSource, effective
 from shardwise.base.schedule.orders import ORDERS
+from shardwise.base.schedules import HALVING
 
 FROZEN = Cost(
     "layers.0",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.base.layouts import ONE_STAGE
 from shardwise.base.schedule.orders import ORDERS, Pipeline
 from shardwise.base.schedule.receives import Early, early_messages
+from shardwise.base.schedules import ONE_STAGE
 from tests.schedule.test_orders import CLASSES, VIRTUAL, Stage
 
 SIZES = [(p, m) for p in (2, 3, 4, 6) for m in (8, 12, 18)]

@@ -11,11 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
-from shardwise.base.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks, strategy_facts
+from shardwise.base.layouts import axis_sizes, num_strategy_ranks, strategy_facts
 from shardwise.base.process.world import device_type
 from shardwise.base.schedule.costs import COUNTED, Cost, CostSource
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.split import Split, split
+from shardwise.base.schedules import HALVING, V_SHAPED
 from shardwise.config import Parallel, Recomputation, RunConfig
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import unit_memory

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.base.layouts import HALVING
 from shardwise.base.process.world import device_type, num_cores
 from shardwise.base.safety import cache_folder, write_atomically
 from shardwise.base.schedule.costs import Cost
+from shardwise.base.schedules import HALVING
 from shardwise.config import RunConfig, UserError
 from shardwise.config.keys import facts_of
 from shardwise.metrics.hardware import environment, version

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from shardwise.base.layouts import HALVING
 from shardwise.base.schedule.context import reach_of, way_taken
+from shardwise.base.schedules import HALVING
 from shardwise.config import RunConfig, way_of
 from shardwise.kernels.attention.blocks import queries_computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS

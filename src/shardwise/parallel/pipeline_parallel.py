@@ -23,9 +23,10 @@ from torch import nn
 
 from shardwise.base.batches import AnyBatch, Batch
 from shardwise.base.interfaces import Mesh, ParallelModel, ParameterFacts
-from shardwise.base.layouts import BATCHING, HALVING, ONE_STAGE, num_microbatches
+from shardwise.base.layouts import num_microbatches
 from shardwise.base.schedule.orders import Pipeline
 from shardwise.base.schedule.timeline import Event
+from shardwise.base.schedules import BATCHING, HALVING, ONE_STAGE
 from shardwise.config import RunConfig, require
 from shardwise.models.part import StagePart as Part
 from shardwise.models.spec import ModelSpec

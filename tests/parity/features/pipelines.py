@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.base.layouts import HALVING
 from shardwise.base.schedule.orders import ORDERS
+from shardwise.base.schedules import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from tests.parity.harness import FAMILIES, Cell
 

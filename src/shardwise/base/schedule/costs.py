@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from shardwise.base.layouts import HALVING
+from shardwise.base.schedules import HALVING
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from shardwise.base.layouts import (
+from shardwise.base.schedules import (
     V_SHAPED,
     least_microbatches,
     microbatches_left_over,

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardwise.base.layouts import ONE_STAGE
 from shardwise.base.schedule.orders import Action, Pipeline
+from shardwise.base.schedules import ONE_STAGE
 
 Early = tuple[tuple[int, ...], tuple[int, ...]]
 """Numbers of outputs from below and of gradients from above, by chunk of a rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.base.layouts import HALVING, V_SHAPED
+from shardwise.base.schedules import HALVING, V_SHAPED
 from shardwise.config import CALLERS, Model
 from shardwise.config.rules.rule import Case, Rule, either
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.base.layouts import (
-    has_copies,
-    least_microbatches,
-    microbatches_left_over,
-    num_data_ranks,
-    num_microbatches,
-)
+from shardwise.base.layouts import has_copies, num_data_ranks, num_microbatches
+from shardwise.base.schedules import least_microbatches, microbatches_left_over
 from shardwise.config.rules.rule import Case, Rule, either, multiples
 
 

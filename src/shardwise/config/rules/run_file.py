@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.base.layouts import HALVING, strategies, virtual_stages_of
+from shardwise.base.layouts import strategies
+from shardwise.base.schedules import HALVING, virtual_stages_of
 from shardwise.config import Parallel
 from shardwise.config.ranges import MOST_TOKENS, shown
 from shardwise.config.rules import (

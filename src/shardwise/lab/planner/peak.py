@@ -18,13 +18,8 @@ from math import prod
 from torch import nn
 
 from shardwise.assembly.describe import Description
-from shardwise.base.layouts import (
-    BATCHING,
-    HALVING,
-    context_joins_of,
-    num_microbatches,
-    num_strategy_ranks,
-)
+from shardwise.base.layouts import context_joins_of, num_microbatches, num_strategy_ranks
+from shardwise.base.schedules import BATCHING, HALVING
 from shardwise.config import RunConfig, way_of
 from shardwise.lab.planner.memory import PeakBytes, state_bytes
 from shardwise.lab.planner.messages import ChunkShare, Share

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.base.layouts import HALVING
+from shardwise.base.schedules import HALVING
 from shardwise.config import RunConfig
 
 if TYPE_CHECKING:
