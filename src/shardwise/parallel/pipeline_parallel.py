@@ -161,18 +161,9 @@ class _Runner:
                 below = self._like(hidden, chunk - 1)
             if chunk < last:
                 above = self._like(hidden, chunk)
-            stages.append(
-                ScheduledStage(
-                    part,
-                    chunk,
-                    pipeline.num_chunks,
-                    below,
-                    above,
-                    self.group,
-                    self.clock,
-                    is_batched=pipeline.schedule in BATCHING,
-                )
-            )
+            place = chunk, pipeline.num_chunks, below, above, self.group, self.clock
+            is_batched = pipeline.schedule in BATCHING
+            stages.append(ScheduledStage(part, *place, is_batched=is_batched))
         has_one_stage = pipeline.schedule in ONE_STAGE
         schedule: Any = getattr(pipelining, SCHEDULES[pipeline.schedule])(
             stages[0] if has_one_stage else stages,
