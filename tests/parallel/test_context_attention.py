@@ -282,7 +282,13 @@ class CompleteRows:
         self.documents = documents
 
 
-WINDOWS = {"tiny-qwen3": {None, 16}, "tiny-jet_nemotron": {None, 16}}
+WINDOWS = dict.fromkeys(
+    (
+        *("tiny-qwen2", "tiny-qwen2_moe", "tiny-qwen3", "tiny-olmo3", "tiny-exaone4"),
+        *("tiny-gemma3", "tiny-dots1", "tiny-jet_nemotron"),
+    ),
+    {None, 16},
+)
 """Windows of the attention layers of tiny models."""
 
 
