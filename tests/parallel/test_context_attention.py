@@ -282,13 +282,12 @@ class CompleteRows:
         self.documents = documents
 
 
-WINDOWS = dict.fromkeys(
-    (
-        *("tiny-qwen2", "tiny-qwen2_moe", "tiny-qwen3", "tiny-olmo3", "tiny-exaone4"),
-        *("tiny-gemma3", "tiny-dots1", "tiny-jet_nemotron"),
-    ),
-    {None, 16},
-)
+WINDOWS = {
+    f"tiny-{name}": {None, 16}
+    for name in (
+        *("qwen2", "qwen2_moe", "qwen3", "olmo3", "exaone4", "gemma3", "dots1", "jet_nemotron"),
+    )
+}
 """Windows of the attention layers of tiny models."""
 
 

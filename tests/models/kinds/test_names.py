@@ -23,7 +23,7 @@ HOME = (SOURCE / "models" / "kinds", SOURCE / "models" / "families")
 ALLOWED = {
     # It replaces the forward of one class of transformers, with the names of that class.
     "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"},
-    # It replaces the forwards of some classes of transformers, with the names of those classes and of
+    # It replaces the forwards of some classes of transformers, with the names of those and of
     # their modules.
     "models/patches/elementwise.py": {
         *("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "_norm"),
