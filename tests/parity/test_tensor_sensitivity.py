@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from shardwise.models import routed_experts, tensor_cuts
+from shardwise.models import causal_lm, routed_experts, tensor_cuts
 from shardwise.models.kinds import attention, jet_block
 from shardwise.models.patches import cores, router_loss
 from shardwise.parallel import clip, ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
@@ -61,6 +62,10 @@ def blocks_of_rows_taken_for_one():
 
 def embeddings_not_scaled():
     Gemma3TextScaledWordEmbedding.forward = nn.Embedding.forward
+
+
+def places_of_the_row_in_isolated_documents():
+    causal_lm.document_begins = torch.zeros_like
 
 
 def window_of_the_class():
@@ -201,6 +206,10 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (bias_added_by_each_rank, cell("gpt2", "tp", "full")),
     (embeddings_not_scaled, cell("gemma3_text", "tp", "full")),
     (blocks_of_rows_taken_for_one, cell("phi3", "tp", "full")),
+    (
+        places_of_the_row_in_isolated_documents,
+        Cell("hunyuan_v1_dense", "cp", "full", 4, "isolated"),
+    ),
     (window_of_the_class, Cell("qwen2_moe", "cp", "full", 2)),
     (router_loss_of_each_rank, cell("qwen3_moe", "tp", "full")),
     (squares_of_own_heads_only, cell("olmo_hybrid", "tp", "full")),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.base.batches import IGNORED, Batch
 from shardwise.config import RunConfig
 from shardwise.kernels.float8 import Float8
-from shardwise.models.documents import with_documents
+from shardwise.models.documents import document_begins, with_documents
 from shardwise.models.families import Family
 from shardwise.models.masks import without_packed_rows
 from shardwise.models.part import ModelPart
@@ -66,13 +66,13 @@ class CausalLM(ModelPart):
     def hidden_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """Return the hidden states [B, T, D] of the transformers model's base."""
         with self._computing(batch):
-            inputs = inputs | _positions(batch)
+            inputs = inputs | _positions(batch, self.isolated)
             return self.hf.base_model(**inputs, use_cache=False).last_hidden_state
 
     def logits_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """Return logits [B, T, V]."""
         with self._computing(batch):
-            return self.hf(**(inputs | _positions(batch)), use_cache=False).logits
+            return self.hf(**(inputs | _positions(batch, self.isolated)), use_cache=False).logits
 
     def loss_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """Return the summed loss (scalar, float32), in training with the router loss."""
@@ -103,10 +103,18 @@ class CausalLM(ModelPart):
             yield
 
 
-def _positions(batch: Batch) -> Inputs:
+def _positions(batch: Batch, isolated: bool) -> Inputs:
     """Return the positions of tokens where a rank has only some tokens of its rows.
+
+    Those of isolated documents begin at 0: attention that scales what has been rotated, or scales
+    by position, is not the same for a document that begins elsewhere.
 
     Complete rows have those that the model makes by itself: given ones would make transformers look
     for packed documents in them, and use slower masks.
     """
-    return {} if batch.positions is None else {"position_ids": batch.positions}
+    if batch.positions is None:
+        return {}
+    if not isolated or batch.neighbours is None:
+        return {"position_ids": batch.positions}
+    begins = document_begins(batch.neighbours.document_ids)
+    return {"position_ids": batch.positions - begins.gather(1, batch.positions)}

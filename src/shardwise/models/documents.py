@@ -12,6 +12,14 @@ import torch
 from shardwise.base.batches import Batch
 
 
+def document_begins(document_ids: torch.Tensor) -> torch.Tensor:
+    """Return the place in its row at which the document of each token begins, [B, T] int64."""
+    is_first = torch.ones_like(document_ids, dtype=torch.bool)
+    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    return torch.where(is_first, places, 0).cummax(1).values
+
+
 @dataclass(frozen=True)
 class Documents:
     """The places of a micro-batch's tokens when each document has a row of its own.

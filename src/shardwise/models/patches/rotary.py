@@ -77,7 +77,7 @@ def _by_document(
             "tokens; give a model whose config has another rope_type",
         )
         tops, numbers = _classes(lengths, *_limit(module, layer_type))
-        if isolated:
+        if isolated and batch.positions is None:  # a share of a row has those of documents
             position_ids = position_ids - torch.from_numpy(begins).to(x.device)
         token_numbers = torch.from_numpy(numbers).to(x.device)
         found: Angles = ()
