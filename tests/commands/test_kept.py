@@ -51,6 +51,17 @@ def command(tmp_path, monkeypatch, cache) -> Command:
     return Command(folder)
 
 
+@pytest.mark.parametrize("what", ["a link that leads nowhere", "no folder for a cache"])
+def test_what_cannot_be_kept_is_computed(what, command, cache, monkeypatch):
+    if what == "no folder for a cache":  # a user of a container without a home
+        monkeypatch.setattr(kept, "cache_folder", lambda: (_ for _ in ()).throw(RuntimeError()))
+    else:
+        (command.folder / ".#notes").symlink_to("nowhere")
+    assert command.ask() == command.ask() == command.answer
+    assert command.times == 2
+    assert not cache.exists()
+
+
 def test_it_is_computed_once(command, cache):
     assert command.ask() == command.ask() == [1, {"a": None}, 0.1]
     assert command.times == 1

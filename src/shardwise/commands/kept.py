@@ -61,6 +61,16 @@ def version_of(name: str) -> str | None:
 
 
 def _path_of(asked: Any, folders: Iterable[str]) -> Path | None:
+    """Return where the answer is kept. It is not, and None, where a file cannot be read, which the
+    answer may not need, or where the user has no home for a cache.
+    """
+    try:
+        return _named_by_all(asked, folders)
+    except (OSError, RuntimeError):
+        return None
+
+
+def _named_by_all(asked: Any, folders: Iterable[str]) -> Path | None:
     libraries = [_info_of(name) for name in LIBRARIES]
     if None in libraries or not all(map(os.path.isdir, folders)):
         return None

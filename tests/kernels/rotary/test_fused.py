@@ -100,6 +100,19 @@ def test_nothing_but_angles_is_kept(function):
     assert kept == cos.numel() + sin.numel()
 
 
+@pytest.mark.parametrize("function", [rotate, rotate_pairs, rotate_neighbours])
+def test_compiled_code_has_no_breaks(function):
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for one in (function, compiled):
+        q, k = inputs(torch.float32)
+        out = one(q, k, *angles(SIZE, dtype=torch.float32))
+        total = sum(weighed(x) for x in out)
+        results.append([*out, *torch.autograd.grad(total, [q, k])])
+    pairs = zip(*results, strict=True)
+    assert max(relative_error(mine, other) for mine, other in pairs) < 1e-6
+
+
 def test_gradients_turned_forwards_show(monkeypatch):
     turned = fused._turned
     monkeypatch.setattr(

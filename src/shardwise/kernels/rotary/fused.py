@@ -71,10 +71,13 @@ def _turned(
     turned = x[..., :size]
     if is_paired:
         first, second = turned[..., ::2], turned[..., 1::2]
-        out = torch.empty_like(turned, dtype=torch.result_type(x, cos))
+        out = torch.empty_like(turned, dtype=torch.promote_types(x.dtype, cos.dtype))
         both = out[..., ::2], out[..., 1::2]
         for part, of in zip(both, (first, second), strict=True):
-            torch.mul(of, cos[..., :half], out=part)
+            if torch.compiler.is_compiling():  # it takes no `out` with gaps, and fuses these two
+                part.copy_(of * cos[..., :half])
+            else:
+                torch.mul(of, cos[..., :half], out=part)
     else:
         first, second = turned[..., :half], turned[..., half:]
         out = turned * cos
