@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.base.interfaces import Mesh
 from shardwise.base.schedule.context import AttentionShape, TokenSplit, Way, sent_by_attention
@@ -18,7 +18,9 @@ from shardwise.kernels.attention import Merged, Sight, naive
 from shardwise.kernels.recurrence import Tokens
 from shardwise.lab.planner.collectives import Collectives
 from shardwise.lab.planner.communication import Total, add_up
+from shardwise.models.families import spec_of
 from shardwise.models.load import fill, weights
+from shardwise.models.patches.cores import use_attention
 from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
 from shardwise.parallel.context_exchange import Ring
 from tests.distributed import run_ranks
@@ -302,22 +304,21 @@ def output_and_gradients(hf: PreTrainedModel, ids: torch.Tensor) -> list[torch.T
 
 
 @pytest.mark.parametrize("name", some_now(PLAIN, (*EACH_KIND, *WINDOWS)))
-def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
+def test_takes_what_the_attention_of_every_family_gives(name):
     calls = []
 
-    def attention(module, *args, **kwargs):
+    def attention(tokens, module, *args, **kwargs):
         calls.append(kwargs.get("sliding_window"))
         context = ContextAttention(None, TokenSplit(1), "ring")
-        return context.for_mixer(Tokens(), module, *args, **kwargs)
+        return context.for_mixer(tokens, module, *args, **kwargs)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "of_test", attention)
     model = tiny(name)
     hf = on_meta(model)
     fill(hf, weights(hf, model, 0))
     ids = torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     expected = output_and_gradients(hf, ids)
     assert not calls
-    hf.config._attn_implementation = "of_test"
+    use_attention(hf, spec_of(hf.config, hf), Tokens, attention)
     results = output_and_gradients(hf, ids)
     assert set(calls) == WINDOWS.get(name, {None})
     assert len(results) > len(list(hf.parameters())) // 2
