@@ -236,9 +236,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     num_heads = unwrapped(block.get_submodule(output)).in_features // size
     num_kv_heads = unwrapped(block.v_proj).out_features // size
     require_divides(num_ranks, num_heads, "attention heads")
-    shares = min(num_ranks, num_kv_heads)
-    if num_kv_heads % shares or num_ranks % shares:
-        raise Indivisible(f"{num_kv_heads} key/value heads")
+    shares = _shares_of_keys(num_kv_heads, num_ranks)
     # A head of q may come with as many features for its gate.
     queries = even(num_ranks, unwrapped(block.q_proj).out_features, "query features")
     keys = Rows(num_ranks, (Segment(num_kv_heads * size, shares),))
@@ -258,14 +256,20 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights, groups, norms)
 
 
+def _shares_of_keys(num_kv_heads: int, num_ranks: int) -> int:
+    """Return in how many shares key/value heads are cut; neighbours may have the same one."""
+    shares = min(num_ranks, num_kv_heads)
+    if num_kv_heads % shares or num_ranks % shares:
+        raise Indivisible(f"{num_kv_heads} key/value heads")
+    return shares
+
+
 def split_grouped(block: Any, num_ranks: int) -> BlockSplit:
     """Shard a linear in which q, k and v lie one after the other, with grouped heads or without."""
     size, num_heads = block.head_dim, block.config.num_attention_heads
     num_kv_heads = block.num_key_value_heads
     require_divides(num_ranks, num_heads, "attention heads")
-    shares = min(num_ranks, num_kv_heads)
-    if num_kv_heads % shares or num_ranks % shares:
-        raise Indivisible(f"{num_kv_heads} key/value heads")
+    shares = _shares_of_keys(num_kv_heads, num_ranks)
     keys = Segment(num_kv_heads * size, shares)
     rows = Rows(num_ranks, (Segment(num_heads * size, num_ranks), keys, keys))
     weights = linear(block, "qkv_proj", "out", rows)
