@@ -86,7 +86,7 @@ plan-times: setup  ## predicted step times beside measured ones, on this machine
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores; prints what they cost by folder and writes it to results/tests/
-	$(PYTEST) --cpu-seconds results/tests/cpu_seconds.json
+	$(PYTEST) --cpu-seconds=results/tests/cpu_seconds.json
 	$(KERNELS)/bin/python -m pytest --numprocesses $(TESTERS) tests/kernels/without_gpu
 
 test-quick: setup  ## for while one works: what neither trains nor starts commands, and a parity cell per strategy

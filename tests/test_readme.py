@@ -73,6 +73,24 @@ def test_make_targets_exist():
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
+@pytest.mark.parametrize("target", ["test", "test-quick"])
+def test_make_test_gives_pytest_what_it_takes(target):
+    """Options of the tests' own are known only where no file of results follows one as a word of
+    its own: pytest would look there for their definition."""
+    lines = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", target],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    commands = [line.split("-m pytest ", 1)[1] for line in lines if "-m pytest " in line]
+    assert commands
+    for command in commands:
+        asked = [sys.executable, "-m", "pytest", *command.split(), "--markers"]
+        subprocess.run(asked, cwd=ROOT, check=True, capture_output=True)
+
+
 def links(page: Path) -> set[Path]:
     """The files and folders of the project that a page leads to."""
     targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
