@@ -93,7 +93,7 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_320,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_390,
     "cli commands library __main__ __init__": 2_430,
     "presets": 430,
     "assembly training checkpoint process launch": 9_170,

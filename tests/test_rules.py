@@ -52,6 +52,7 @@ ROOT = Path(__file__).parents[1]
 BFLOAT16 = {"dtype": "bfloat16"}
 FLOAT32_SUMS = {"accumulation": "float32"}
 FP8 = {"matmul": "fp8_tensorwise"}
+GRAPHED = {"compile": "reduce-overhead"}
 LORA = {"r": 4}
 PIPELINE = {"pp": 2}
 EXPERTS = {"r": 4, "targets": ["experts"]}
@@ -221,6 +222,31 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "compile with isolated documents": (
         "llama",
         {"data": {"packing": "isolated"}, "training": {"compile": "inductor"}},
+        1,
+    ),
+    "layers as CUDA graphs with weights that are gathered": (
+        "llama",
+        {"parallel": {"data": "fsdp2"}, "training": GRAPHED},
+        2,
+    ),
+    "layers as CUDA graphs with ranks that compute a row together": (
+        "llama",
+        {"parallel": {"pp": 2}, "training": GRAPHED},
+        2,
+    ),
+    "layers as CUDA graphs with checkpointing or offload_activations": (
+        "llama",
+        {"training": {**GRAPHED, "checkpointing": "full"}},
+        1,
+    ),
+    "layers as CUDA graphs with routed experts": (
+        "qwen3_moe",
+        {"training": {**GRAPHED, "micro_batch_size": 16}},
+        1,
+    ),
+    "layers as CUDA graphs with several micro-batches in a step": (
+        "llama",
+        {"training": {**GRAPHED, "global_batch_size": 4}},
         1,
     ),
     "compile with checkpointing of operators": (

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise
 from tools.paired import table, write_json  # noqa: E402
 
 from shardwise.base.layouts import torch_version  # noqa: E402
-from shardwise.config.rules.run_file import COMPILE_TORCH  # noqa: E402
+from shardwise.config.rules.compiled import COMPILE_TORCH  # noqa: E402
 from tests.gpu import suite  # noqa: E402
 from tests.gpu.draw import machine  # noqa: E402
 from tests.gpu.processes import Deadline, Worker, WorkerError, run_limited  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -117,11 +118,40 @@ def _softplus(backend: str) -> torch.Tensor:
 
 def test_why_aot_eager_is_not_torchs_own():
     ((plain), (ours)) = (
-        run_ranks(1, _softplus, backend)[0] for backend in ("none", BACKENDS["aot_eager"])
+        run_ranks(1, _softplus, backend)[0] for backend in ("none", BACKENDS["aot_eager"][0])
     )
     torch.testing.assert_close(ours, plain)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         run_ranks(1, _softplus, "aot_eager")
+
+
+def _graphed_steps() -> tuple[list[float], list[str]]:
+    """Losses of two steps of `reduce-overhead`, and what torch is told meanwhile."""
+    cfg = run_config(Cell("llama", "single", "lora"))
+    training = replace(cfg.training, compile="reduce-overhead")
+    cfg = replace(cfg, training=replace(training, micro_batch_size=training.global_batch_size))
+    mesh, told = build_mesh(cfg, torch.device("cpu")), list[str]()
+
+    def compiled(forward: Any, **options: Any) -> Any:
+        told.append(f"{options['backend']} {options['mode']}")
+        return forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compiled)
+        patch.setattr(
+            torch.compiler, "cudagraph_mark_step_begin", lambda: told.append("a new step")
+        )
+        job = build(cfg, mesh, DrawnStart())
+        rows = [microbatches(cfg, mesh, step) for step in (1, 2)]
+        return [training_step(job, batches, mesh, 1.0).loss for batches in rows], told
+
+
+def test_each_layer_is_a_graph_that_may_be_replayed_in_every_step():
+    ((losses, told),) = run_ranks(1, _graphed_steps)
+    num_layers = told.count("inductor reduce-overhead")
+    assert num_layers > 1
+    assert told == ["inductor reduce-overhead"] * num_layers + ["a new step"] * 2
+    assert losses[0] != losses[1]
 
 
 def _runs_of_other_shapes(folder: str) -> int:

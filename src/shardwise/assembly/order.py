@@ -140,7 +140,7 @@ BEFORE_LOADING: tuple[OrderEntry[Apply], ...] = (
     # Shards what tensor parallelism has left of experts.
     OrderEntry("expert", lambda cfg: cfg.parallel.ep > 1, expert_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.
-    OrderEntry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
+    OrderEntry("compile", lambda cfg: cfg.training.is_compiled, compile.apply),
     # Inside the wrappers, so that their hooks lie outside.
     OrderEntry(
         "activation checkpointing",

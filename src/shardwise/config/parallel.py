@@ -92,6 +92,11 @@ class Parallel(Section):
         """The ranks that compute a row together."""
         return self.pp * self.cp * self.tp
 
+    @property
+    def offloads(self) -> bool:
+        """Whether a part of a rank's states lies outside of its device's memory."""
+        return self.offload != "none"
+
     def __post_init__(self) -> None:
         if self.data == "zero3":
             object.__setattr__(self, "data", "fsdp2")

@@ -163,10 +163,12 @@ class Training(Section):
     operators: [2]}`: the layers of these numbers."""
     offload_activations: bool = False
     """Keep in CPU memory what the layers' forwards leave for their backwards."""
-    compile: Literal["none", "inductor", "aot_eager"] = with_facts(
-        "none", resumable=True, rounds=True
+    compile: Literal["none", "inductor", "reduce-overhead", "max-autotune", "aot_eager"] = (
+        with_facts("none", resumable=True, rounds=True)
     )
-    """Compile each decoder layer with torch.compile and this backend."""
+    """Compile each decoder layer with torch.compile and this backend. `reduce-overhead`: inductor,
+    and what a layer queues on a GPU is recorded and replayed as one CUDA graph. `max-autotune`:
+    inductor, which times more kernels for each product."""
     loss: Literal["auto", "chunked", "triton", "plain"] = with_facts(
         "auto", resumable=True, rounds=True
     )
@@ -262,6 +264,21 @@ class Training(Section):
         chosen = self.checkpointing
         gib = chosen.budget_gib if isinstance(chosen, Recomputation) else None
         return None if gib is None else int(gib * 2**30)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether decoder layers are compiled."""
+        return self.compile != "none"
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether decoder layers are CUDA graphs."""
+        return self.compile == "reduce-overhead"
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether a backward finds on its device all that its forward has left."""
+        return self.checkpointing == "none" and not self.offload_activations
 
     @property
     def keeps_operators(self) -> bool:

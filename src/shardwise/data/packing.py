@@ -154,7 +154,7 @@ class RowLengths:
     def of(cfg: RunConfig) -> RowLengths:
         """Return the lengths of a run: equal on all ranks that share the tokens of a row."""
         # Compiled layers would be compiled again for each length.
-        may_differ = cfg.data.packed == "none" and cfg.training.compile == "none"
+        may_differ = cfg.data.packed == "none" and not cfg.training.is_compiled
         multiple = length_steps(cfg.parallel) if may_differ else None
         return RowLengths(cfg.data.sequence_length, multiple, "pp" in layout_of(cfg.parallel))
 

@@ -39,7 +39,7 @@ class StepRecorder:
         be counted: in its second step DDP agrees on its buckets.
         """
         measure = self._cfg.measure
-        is_seen = self._cfg.training.compile == "none"
+        is_seen = not self._cfg.training.is_compiled
         if not (measure.memory and is_seen and measure.warmup_steps - number in (0, 1)):
             yield
             return

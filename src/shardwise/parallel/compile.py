@@ -7,21 +7,31 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shardwise.base.interfaces import Mesh, ParallelModel
+from shardwise.base.batches import AnyBatch
+from shardwise.base.interfaces import Mesh, ParallelModel, Run
 from shardwise.base.safety import cache_folder, private_folder
 from shardwise.config import RunConfig
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
 
-BACKENDS = {"inductor": "inductor", "aot_eager": "aot_eager_decomp_partition"}
-"""Names of torch's backends. Its plain aot_eager assumes a contiguous gradient of softplus, which
-makes Gated DeltaNet's backward fail. This one decomposes the gradient, as inductor does, and runs
-what it has traced operator by operator too."""
+GRAPHED = "reduce-overhead"
+"""The value of `training.compile` whose layers are CUDA graphs."""
+BACKENDS = {
+    "inductor": ("inductor", None),
+    GRAPHED: ("inductor", GRAPHED),
+    "max-autotune": ("inductor", "max-autotune-no-cudagraphs"),
+    "aot_eager": ("aot_eager_decomp_partition", None),
+}
+"""Torch's backend and its mode. Its plain aot_eager assumes a contiguous gradient of softplus,
+which makes Gated DeltaNet's backward fail. This one decomposes the gradient, as inductor does, and
+runs what it has traced operator by operator too."""
 
 VERSIONS_PER_LAYER = 8
 """Layers share a code object, with a compiled version for each kind, shape and mode. More versions
@@ -55,7 +65,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     dynamo.config.recompile_limit = VERSIONS_PER_LAYER * len(spec.layers)
     dynamo.config.fail_on_recompile_limit_hit = True
     importlib.import_module("torch._functorch.config").activation_memory_budget = ACTIVATIONS_KEPT
-    backend = BACKENDS[cfg.training.compile]
+    backend, mode = BACKENDS[cfg.training.compile]
     for part in pm.parts:
         assert isinstance(part, CausalLM)
         if cfg.parallel.ep > 1 or cfg.model.expert_capacity is not None:
@@ -64,12 +74,29 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
                 routed.module.forward = torch.compiler.disable(routed.forward)
         for layer in part.spec.layers:
             module = part.get_submodule(f"hf.{layer.name}")
-            module.forward = torch.compile(module.forward, backend=backend, dynamic=False)
-    return pm
+            module.forward = torch.compile(
+                module.forward, backend=backend, mode=mode, dynamic=False
+            )
+    return replace(pm, run=_from_a_new_step(pm.run)) if cfg.training.compile == GRAPHED else pm
+
+
+def _from_a_new_step(run: Run) -> Run:
+    """Return `run` that first lets graphs write again where those of the step before have written.
+
+    Torch cannot see by itself that a step's hidden states are done with.
+    """
+
+    def begin_and_run(
+        pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
+    ) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return run(pm, microbatches, loss_scale, train)
+
+    return begin_and_run
 
 
 def uncompiled(cfg: RunConfig) -> AbstractContextManager[None]:
     """Return a context in which compiled layers run eagerly, for rows that differ in length."""
-    if cfg.training.compile == "none":
+    if not cfg.training.is_compiled:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")

@@ -77,7 +77,7 @@ def measure_memory(
     """
     microbatches = [batch.to(mesh.device) for batch in microbatches]
     dispatches = Dispatches(counts_of_steps(job.optimizer))
-    is_seen = cfg.training.compile == "none"
+    is_seen = not cfg.training.is_compiled
 
     def offloaded() -> int:
         return sum(part.offloaded_bytes for part in job.pm.parts if isinstance(part, ModelPart))

@@ -15,6 +15,7 @@ from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.config.rules import (
     adapters,
     bases,
+    compiled,
     context,
     experts,
     models,
@@ -35,11 +36,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
         *context.MODEL_RULES,
         *experts.MODEL_RULES,
         *bases.MODEL_RULES,
+        *compiled.MODEL_RULES,
         *products.MODEL_RULES,
         *optimizers.MODEL_RULES,
         *recomputation.MODEL_RULES,
     ),
-    "step": ranks.STEP_RULES,
+    "step": (*ranks.STEP_RULES, *compiled.STEP_RULES),
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only
 where no earlier group refuses."""

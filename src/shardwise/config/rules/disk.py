@@ -31,7 +31,7 @@ RULES = (
     ),
     Rule(
         "offload to disk with compile",
-        applies=lambda case: _is_disk(case) and case.training.compile != "none",
+        applies=lambda case: _is_disk(case) and case.training.is_compiled,
         problem="training.compile is {training.compile}, which is not proven with offload disk",
         way_out="set compile to none, or offload to none",
         why="no cell of the parity matrix runs both",

@@ -47,13 +47,13 @@ def _not_for_own(case: Case) -> str | None:
         **{
             f"model.{key}": value != getattr(default, key) for key, value in vars(cfg.model).items()
         },
-        "training.compile": case.training.compile != "none",
+        "training.compile": case.training.is_compiled,
         "training.matmul": case.training.matmul != "default",
         "parallel.cp": case.parallel.cp > 1,
         "parallel.sequence_parallel": case.parallel.sequence_parallel,
         "parallel.memory_limit_gib": case.parallel.memory_limit_gib is not None,
         "parallel.split dynamic": case.parallel.split == "dynamic",
-        "parallel.offload": case.parallel.offload != "none",
+        "parallel.offload": case.parallel.offloads,
         f"parallel.schedule {case.parallel.schedule}": (
             case.parallel.pp > 1 and case.parallel.schedule in HALVING
         ),

@@ -42,7 +42,7 @@ RULES = (
     ),
     Rule(
         "an optimizer of matrices with offload",
-        applies=lambda case: case.update.needs_matrices and case.parallel.offload != "none",
+        applies=lambda case: case.update.needs_matrices and case.parallel.offloads,
         problem="parallel.offload {parallel.offload} would orthogonalise matrices on the CPU",
         way_out="set offload to none, or use adamw",
         why="no cell of the parity matrix runs both",
@@ -58,7 +58,7 @@ RULES = (
     ),
     Rule(
         "8-bit AdamW with offload",
-        applies=lambda case: case.update.has_blocks and case.parallel.offload != "none",
+        applies=lambda case: case.update.has_blocks and case.parallel.offloads,
         problem="parallel.offload is {parallel.offload}, which has no 8-bit AdamW",
         way_out="set offload to none, or use adamw",
         why="no cell of the parity matrix runs both",

@@ -38,9 +38,7 @@ RULES = (
     ),
     Rule(
         "compiled products in 8 bits under cp",
-        applies=lambda case: (
-            _is_fp8(case) and case.training.compile != "none" and case.parallel.cp > 1
-        ),
+        applies=lambda case: _is_fp8(case) and case.training.is_compiled and case.parallel.cp > 1,
         problem=(
             "training.matmul is {training.matmul}: under parallel.cp, its largest values are "
             "reduced inside the code that training.compile compiles"

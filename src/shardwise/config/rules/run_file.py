@@ -10,6 +10,7 @@ from shardwise.config import Parallel
 from shardwise.config.ranges import MOST_TOKENS, shown
 from shardwise.config.rules import (
     bases,
+    compiled,
     context,
     data,
     disk,
@@ -23,8 +24,6 @@ from shardwise.config.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
 """The first torch whose pipelining is known to compute the right gradients."""
-COMPILE_TORCH = (2, 13)
-"""The first torch whose compiled layers are known to have the right gradients."""
 INSTEAD_OF_HALVING = "or use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
 
 
@@ -72,10 +71,6 @@ def _halves(case: Case) -> bool:
     return _is_pipeline(case) and case.parallel.schedule in HALVING
 
 
-def _is_compiled(case: Case) -> bool:
-    return case.training.compile != "none"
-
-
 def _fixed_virtual_stages(case: Case) -> int:
     return virtual_stages_of(case.parallel.schedule, case.parallel.num_virtual)
 
@@ -121,7 +116,7 @@ RULES = (
     Rule(
         "offload without its strategy",
         applies=lambda case: (
-            case.parallel.offload != "none" and case.parallel.data not in _offload_strategies(case)
+            case.parallel.offloads and case.parallel.data not in _offload_strategies(case)
         ),
         problem="parallel.offload {parallel.offload} is not for parallel.data {parallel.data}",
         way_out=lambda case: {
@@ -159,25 +154,7 @@ RULES = (
         way_out=f"give at most {MOST_TOKENS:,}",
         why="such a step has no end: tests/test_run_file_fuzz.py",
     ),
-    Rule(
-        "compile with isolated documents",
-        applies=lambda case: case.cfg.data.keeps_documents_apart and _is_compiled(case),
-        problem=(
-            "training.compile is {training.compile}, but with data.packing {cfg.data.packed} "
-            "layers meet new shapes in every micro-batch and would be compiled for each"
-        ),
-        way_out="set compile to none, or packing to concat or none",
-        why="each number and length of documents is a shape of its own",
-    ),
-    Rule(
-        "compile with checkpointing of operators",
-        applies=lambda case: _is_compiled(case) and case.training.keeps_operators,
-        problem=(
-            "training.checkpointing operators chooses among operators that training.compile fuses"
-        ),
-        way_out="use full, none or a list of layer kinds, or compile none",
-        why="the policy of selective checkpointing cannot see operators in compiled code",
-    ),
+    *compiled.RULES,
     Rule(
         "offload of activations with checkpointing of operators",
         applies=lambda case: case.training.offload_activations and case.training.keeps_operators,
@@ -187,19 +164,6 @@ RULES = (
         ),
         way_out="set checkpointing to full, none or a list of layer kinds",
         why="in torch's eager mode a policy of selective checkpointing cannot move what it keeps",
-    ),
-    Rule(
-        "compile on an old torch",
-        applies=lambda case: _is_compiled(case) and case.facts.torch_version < COMPILE_TORCH,
-        problem=lambda case: (
-            "training.compile may lose gradients in compiled layers with torch "
-            f"{dotted(case.facts.torch_version)}"
-        ),
-        way_out=f"set compile to none, or install torch {dotted(COMPILE_TORCH)} or later",
-        why=(
-            "with torch 2.11 the forward is right, but what goes through an autograd.Function in a "
-            "compiled layer, such as a short convolution or a LoRA kernel, has the gradient 0"
-        ),
     ),
     Rule(
         "fsdp1 with tp",
@@ -244,7 +208,7 @@ RULES = (
         way_out="set lora.dtype to model, or parallel.fsdp1_wrap to separate",
         why="torch refuses a flat parameter of two dtypes: tests/parallel/test_fsdp1.py",
     ),
-    _without_tensor("training.compile", _is_compiled, "set it to none"),
+    _without_tensor("training.compile", lambda case: case.training.is_compiled, "set it to none"),
     _without_tensor(
         "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
     ),
@@ -301,9 +265,7 @@ RULES = (
     ),
     Rule(
         "offload with a memory limit",
-        applies=lambda case: (
-            case.parallel.offload != "none" and case.parallel.memory_limit_gib is not None
-        ),
+        applies=lambda case: case.parallel.offloads and case.parallel.memory_limit_gib is not None,
         problem="parallel.memory_limit_gib counts what parallel.offload {parallel.offload} moves",
         way_out="leave one of them out",
         why="the costs of a split are those of a device that holds everything",
@@ -348,7 +310,7 @@ RULES = (
     ),
     Rule(
         "halved backwards with compile",
-        applies=lambda case: _halves(case) and _is_compiled(case),
+        applies=lambda case: _halves(case) and case.training.is_compiled,
         problem="{parallel.schedule} halves backwards, which compiled code cannot",
         way_out=f"set training.compile to none, {INSTEAD_OF_HALVING}",
         why="tests/parallel/test_torch_pipelining.py::test_split_backwards_refuse_compiled_stages",

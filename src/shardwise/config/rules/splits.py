@@ -39,7 +39,7 @@ RULES = (
     _of_each_rank("speeds"),
     _of_each_rank("memory_limit_gib"),
     _moves(
-        lambda case: case.training.compile != "none",
+        lambda case: case.training.is_compiled,
         "training.compile",
         "every layer would be compiled again, which takes longer than most moves gain",
     ),

@@ -185,7 +185,7 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: Sequence[
     return Bench(
         stages,
         [needed[place] for place in places],
-        cfg.training.compile == "none",
+        not cfg.training.is_compiled,
         microbatches,
         hidden,
         loss_scale,

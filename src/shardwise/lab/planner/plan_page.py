@@ -95,7 +95,7 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
             yield f"not calibrated: products in {products} are priced as those in {measured}"
         if cfg.training.matmul != "default":
             yield f"not calibrated: training.matmul {cfg.training.matmul} is priced as {products}"
-        if cfg.training.compile != "none" and question.device_type == "cuda":
+        if cfg.training.is_compiled and question.device_type == "cuda":
             yield "not calibrated: the host is priced as without training.compile"
 
 

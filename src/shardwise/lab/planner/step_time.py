@@ -252,7 +252,7 @@ def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share)
     numels = [(w, w.shard_numel(0) if is_sharded else w.numel) for w in share.trained]
     moved = moved_bytes(cfg, numels)
     flops, dtype = update_rule_of(cfg).products(cfg, share.trained)
-    calibration, is_offloaded = cluster.calibration, cfg.parallel.offload != "none"
+    calibration, is_offloaded = cluster.calibration, cfg.parallel.offloads
     if calibration is not None and (_is_cpu(cluster) or not is_offloaded):
         per_tensor, per_element = calibration.for_busy(prod(run.sizes.values())).optimizer
         # It was measured with AdamW in float32, and with both.

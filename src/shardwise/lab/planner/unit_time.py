@@ -173,7 +173,7 @@ def in_bytes(cfg: RunConfig, run: Description, unit_index: int, work: UnitWork) 
     """
     moves = unit_moves(_on_gpu(cfg), run.hf, run.spec, unit_index)
     forward, backward = float(sum(moves.forward)), float(sum(moves.backward))
-    if cfg.training.compile == "inductor" and _is_compiled(cfg, work.key):
+    if cfg.training.compile not in ("none", "aot_eager") and _is_compiled(cfg, work.key):
         # Compiled code reads and writes once what eager operators read and write one by one, and
         # still copies weights.
         once = 2 * work.rest_forward.elements * product_dtype(cfg).itemsize + moves.weight_bytes

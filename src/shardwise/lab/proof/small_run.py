@@ -156,8 +156,8 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     if training.loss == "triton":
         notes.append("the loss runs chunked, not by Triton's kernels")
         training = replace(training, loss="chunked")
-    if training.compile == "inductor":
-        notes.append("layers are compiled by aot_eager, not by inductor")
+    if training.compile not in ("none", "aot_eager"):
+        notes.append(f"layers are compiled by aot_eager, not by {training.compile}")
         training = replace(training, compile="aot_eager")
     if lora is not None and lora.kernel == "triton":
         notes.append("LoRA runs by torch's operators, not by the triton kernel")

@@ -49,7 +49,7 @@ def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
         return {}
     dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
     used = {"norms": rms_norm.backend, "gates": gated_activation.backend}
-    is_compiled = cfg.training.compile != "none"
+    is_compiled = cfg.training.is_compiled
     return {n: "torch" if is_compiled else by(device, dtype) for n, by in used.items()}
 
 

@@ -43,4 +43,4 @@ class SgdUpdate(UpdateRule):
         sizes = [numel * weight.itemsize for weight, numel in numels.items()]
         if is_gloo:
             return max(sizes)
-        return sum(sizes) if cfg.parallel.offload == "none" else 0
+        return sum(sizes) if not cfg.parallel.offloads else 0
