@@ -98,7 +98,7 @@ MOST_LINES = {
     "presets": 430,
     "assembly training checkpoint process launch": 9_170,
     "models": 13_540,
-    "parallel": 6_690,
+    "parallel": 6_710,
     "data": 5_350,
     "kernels": 6_580,
     "planner schedule metrics": 10_320,
