@@ -58,12 +58,10 @@ MOST_READERS = {
     10: "launch.nodes launch.processes",
     9: "training.matmul training.seed parallel.reshard_after_forward launch.timeout_seconds",
     8: "model.init training.loss parallel.data parallel.dp_replicate",
-    7: (
-        "training.compile data.train training.accumulation training.offload_activations lora.path optimizer.name"
-    ),
+    7: ("data.train training.accumulation training.offload_activations lora.path optimizer.name"),
     6: (
-        "training.compile model.tokenizer training.epochs training.resume parallel.memory_limit_gib "
-        "optimizer.max_grad_norm"
+        "training.compile model.tokenizer training.epochs training.resume "
+        "parallel.memory_limit_gib optimizer.max_grad_norm"
     ),
     5: (
         "model.expert_capacity model.trust_remote_code data.tools lora.r launch.environment "
