@@ -419,6 +419,7 @@ def test_a_rank_and_alpha_of_a_target_are_two_numbers_in_range(size):
         ({"lr": 0.001}, "unknown key lr; lr belongs to optimizer: write optimizer.lr"),
         ({"training": {"lr": 1}}, "unknown key training.lr; lr belongs to optimizer: write optim"),
         ({"optimizer": {"learning_rate": 1}}, "optimizer.learning_rate; write optimizer.lr"),
+        ({"training": {"mtp": "train"}}, "unknown key training.mtp; layers that predict "),
         ({"training": {"bf16": True}}, "training.bf16; write training.precision: bfloat16"),
         ({"data": {"path": "x"}}, "path belongs to model and lora: write model.path or lora.path"),
     ],

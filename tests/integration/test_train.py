@@ -25,6 +25,7 @@ from tests import compiling  # noqa: F401  (what forked processes then need not 
 from tests.distributed import run_ranks
 from tests.left_out import some_now
 from tests.models import multimodal
+from tests.models.test_carried import MTP, PAST, in_files, write_base
 from tests.models.tiny import entries, on_meta, same, tiny
 from tests.models.unproven import write_config
 from tests.notes import beside_random_base
@@ -187,6 +188,22 @@ def test_a_bias_that_balances_experts_is_kept_by_full_training(folder):
     assert torch.equal(after[name], bias)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert "model.layers.1.mlp.gate.weight" in changed
+
+
+def test_heads_of_the_base_are_there_after_a_resume_under_another_layout(folder):
+    """And the other weights are trained ones."""
+    base = write_base(folder / "base", "glm4_moe", MTP | PAST)
+    kinds = {"lora": False, "steps": 2, "save_every": 1}
+    first = config(folder, "heads", "fsdp2", **kinds)
+    start = str(folder / "heads" / "checkpoints" / "step-1")
+    for cfg in (first, config(folder, "heads-resumed", "ddp", resume=start, **kinds)):
+        stored = replace(cfg.model, path=str(folder / "base"), init="weights")
+        record = run_on(2, replace(cfg, model=stored))
+        assert any("6 tensors that Glm4MoeForCausalLM does not load" in n for n in record.notes)
+        saved = in_files(Path(cfg.training.output_dir) / "model")
+        assert saved.keys() == base.keys()
+        assert same({key: saved[key] for key in MTP | PAST}, MTP | PAST)
+        assert not torch.equal(saved["lm_head.weight"], base["lm_head.weight"])
 
 
 def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, capfd):

@@ -4,6 +4,7 @@ loads, such as layers that predict several tokens."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from shardwise.assembly.build import build
+from shardwise.checkpoint import export
 from shardwise.checkpoint.export import save_result
 from shardwise.commands import cli
-from shardwise.config import Lora, Model
+from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapters.writing import merge_adapter, save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.families import FAMILIES
+from shardwise.models.load import weights
 from shardwise.models.weight_folder import INDEX
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.left_out import some_now
-from tests.models import quantised_folders
+from tests.models import multimodal, quantised_folders
 from tests.models.tiny import CONFIGS, TINY_OF, same, trained, with_adapters, with_every_kind
 from tests.parity.harness import Cell, run_config
 
@@ -71,13 +76,15 @@ def write_base(
 
 
 def in_files(folder: Path) -> Tensors:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    entries = [entry for file in folder.glob("*.safetensors") for entry in load_file(file).items()]
+    assert len(entries) == len(dict(entries)), "a key is in two files"
+    return dict(entries)
 
 
-def missing_in(folder: Path) -> set[str]:
-    """What transformers does not find in a folder."""
+def info_of(folder: Path) -> tuple[set[str], set[str]]:
+    """What transformers does not find in a folder, and what it has no place for."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    return loaded[1]["missing_keys"]
+    return loaded[1]["missing_keys"], loaded[1]["unexpected_keys"]
 
 
 def check(folder: Path, before: Tensors, others: Tensors) -> None:
@@ -86,6 +93,9 @@ def check(folder: Path, before: Tensors, others: Tensors) -> None:
     assert after.keys() == before.keys()
     assert {k: v.dtype for k, v in after.items()} == {k: v.dtype for k, v in before.items()}
     assert same({key: after[key] for key in others}, others)
+    missing, unexpected = info_of(folder)
+    assert not missing
+    assert unexpected == info_of(folder.parent / "base")[1]
 
 
 def others_of(family: str) -> Tensors:
@@ -113,7 +123,6 @@ def test_a_merged_model_and_a_copy_have_names_and_dtypes_of_the_base(family, dty
     ]
     for out in ("merged", "copy"):
         check(tmp_path / out, before, others)
-        assert not missing_in(tmp_path / out)
     assert all(f"{len(others)} tensors" in note and "mtp" in note for (note,) in notes)
 
 
@@ -127,6 +136,9 @@ CELLS = (
     Cell("glm4_moe", "fsdp2", "full", 2),
     Cell("llama", "pp", "full", 2, schedule="1f1b"),
     Cell("llama", "tp", "full", 2),
+    Cell("qwen3_next", "fsdp1", "full", 2),
+    Cell("qwen3_next", "cp", "full", 2),
+    Cell("glm4_moe", "zero2", "full", 2),
     Cell("llama", "ddp", "full", 2, "offload-disk"),
     Cell("qwen3_moe", "ddp-ep", "full", 2),
 )
@@ -137,28 +149,173 @@ CELLS = (
 def test_full_training_keeps_names_and_dtypes_under_every_layout(cell, dtype, tmp_path):
     others = others_of(cell.family)
     before = write_base(tmp_path / "base", cell.family, others, getattr(torch, dtype), parts=3)
-    told = run_ranks(cell.nproc, save, cell, tmp_path, dtype)
+    for notes in run_ranks(cell.nproc, save, cell, tmp_path, dtype):
+        (note,) = (note for note in notes if "not tuned with it" in note)
+        assert f"{len(others)} tensors" in note
+        assert "model/ gets them" in note
     check(tmp_path / "model", before, others)
     assert same(in_files(tmp_path / "model"), before)  # before the first step
-    assert ["untrained" in note for note in told[0]] == [True]
-    assert not any(told[1:])
 
 
-def save(cell: Cell, folder: Path, dtype: str) -> list[str]:
+def save(
+    cell: Cell, folder: Path, dtype: str = "float32", bug: Callable[[], None] = lambda: None
+) -> tuple[str, ...]:
+    """Save what a run starts from; return what it says at its start."""
+    bug()
     cfg = run_config(cell)
     model = Model(str(folder / "base"), dtype=dtype)  # ty: ignore[invalid-argument-type]
     cfg = replace(cfg, model=model)
     mesh, told = build_mesh(cfg, torch.device("cpu")), list[str]()
     job = build(cfg, mesh)
     save_result(job, cfg, mesh, folder, note=told.append)
-    return told
+    assert not told
+    return job.notes
+
+
+def heads_are_dropped() -> None:
+    export._others = lambda *args: iter(())
+
+
+def heads_are_written_into_a_file_of_their_own_too() -> None:
+    inside = export.save_model
+
+    def twice(hf, state, folder, *rest):
+        *rest, others = rest
+        others = list(others)
+        inside(hf, state, folder, *rest, others)
+        save_file(dict(others), folder / "model-mtp.safetensors", {"format": "pt"})
+
+    export.save_model = twice
+
+
+def heads_are_yielded_twice() -> None:
+    inside = export._others
+    export._others = lambda *args: (entry for _ in range(2) for entry in inside(*args))
+
+
+@pytest.mark.parametrize(
+    ("bug", "error"),
+    [
+        (heads_are_dropped, "assert dict_keys"),
+        (heads_are_written_into_a_file_of_their_own_too, "a key is in two files"),
+        (heads_are_yielded_twice, "is written twice"),
+    ],
+)
+def test_a_planted_bug_turns_the_test_above_red(bug, error, tmp_path):
+    before = write_base(tmp_path / "base", "glm4_moe", MTP | PAST)
+
+    def save_and_check() -> None:
+        run_ranks(2, save, CELLS[1], tmp_path, "float32", bug)
+        check(tmp_path / "model", before, MTP | PAST)
+
+    with pytest.raises((AssertionError, RuntimeError), match=error):
+        save_and_check()
+
+
+def test_lora_leaves_the_heads_and_says_so(tmp_path):
+    write_base(tmp_path / "base", "glm4_moe", MTP | PAST)
+    (notes,) = run_ranks(1, save, Cell("glm4_moe", "single", "lora"), tmp_path)
+    (note,) = (note for note in notes if "not tuned with it" in note)
+    assert "(model.layers.4, mtp)" in note
+    assert "the adapter leaves them" in note
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "pp"])
+def test_a_multimodal_folder_keeps_its_tower_and_heads_under_a_layout(layout, tmp_path):
+    multimodal.write(tmp_path / "base", "tiny-qwen3_5")
+    before = multimodal.entries(tmp_path / "base")
+    schedule = "1f1b" if layout == "pp" else None
+    cell = Cell("qwen3_5_text", layout, "full", 2, schedule=schedule)
+    notes, _ = run_ranks(2, save, cell, tmp_path)
+    assert same(in_files(tmp_path / "model"), before)
+    (note,) = (note for note in notes if "not tuned with it" in note)
+    assert "(model.visual, mtp)" in note
+
+
+def write_glm(folder: Path) -> Tensors:
+    """A GLM as it is published: 46 layers, then one that predicts a second token."""
+    torch.manual_seed(0)
+    config: Any = AutoConfig.from_pretrained(CONFIGS / TINY_OF["glm4_moe"])
+    config.hidden_size = config.intermediate_size = 16
+    config.moe_intermediate_size = config.head_dim = 8
+    config.n_routed_experts, config.num_experts_per_tok = 2, 1
+    config.num_hidden_layers, config.first_k_dense_replace = 47, 45
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    config.num_hidden_layers = 46
+    config.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    start = "model.layers.46."
+    tensors |= {f"{start}{name}.weight": torch.rand(16) for name in ("enorm", "hnorm")}
+    tensors[f"{start}shared_head.norm.weight"] = torch.rand(16)
+    tensors[f"{start}eh_proj.weight"] = torch.rand(16, 32)
+    tensors[f"{start}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[f"{start}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def test_transformers_drafts_with_the_heads_of_what_is_saved(tmp_path):
+    """MtpModel raises an error unless each of its weights is there."""
+    before = write_glm(tmp_path / "base")
+    run_ranks(2, save, Cell("glm4_moe", "fsdp2", "full", 2), tmp_path)
+    check(tmp_path / "model", before, {k: v for k, v in before.items() if ".layers.46." in k})
+    prompt, drafts = torch.arange(8)[None], []
+    for folder in ("base", "model"):
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        heads = MtpModel.from_pretrained(model).state_dict()
+        tokens = model.generate(prompt, max_new_tokens=6, do_sample=False, use_mtp=True)
+        drafts.append((heads, tokens))
+    (heads, tokens), (heads_of_base, tokens_of_base) = drafts
+    assert same(heads, heads_of_base)
+    assert torch.equal(tokens, tokens_of_base)
+
+
+def test_transformers_computes_no_loss_of_the_heads(tmp_path):
+    """The reason that the run file gives for not training them; repaired there, they could be."""
+    write_glm(tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    heads, ids = MtpModel.from_pretrained(model), torch.arange(8)[None]
+    hidden = model.model(ids).last_hidden_state
+    cache = MtpCache(config=model.config.get_mtp_config())
+    with pytest.raises(TypeError, match=r"\+=: 'NoneType' and 'Tensor'"):
+        heads(ids, hidden, None, ids, cache, labels=ids)
+    config: Any = AutoConfig.from_pretrained(CONFIGS / TINY_OF["qwen3_next"])
+    with pytest.raises(ValueError, match="without `num_mtp_layers`"):
+        config.get_mtp_config()
+
+
+def test_layers_past_the_last_that_the_config_does_not_have_are_one_line(tmp_path):
+    write_base(tmp_path, "llama", PAST)
+    with pytest.raises(UserError, match=r"num_hidden_layers of config\.json is 4") as error:
+        copy_model(Model(str(tmp_path)), "int8", tmp_path / "copy")
+    assert "num_nextn_predict_layers" in str(error.value)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    copy_model(Model(str(tmp_path)), "int8", tmp_path / "copy")
+    assert same({key: in_files(tmp_path / "copy")[key] for key in PAST}, PAST)
+
+
+def test_a_missing_shard_of_heads_is_one_line(tmp_path, capsys):
+    multimodal.write(tmp_path / "base")
+    base = Model(str(tmp_path / "base"))
+    model, _ = with_adapters(base, Lora(r=2))
+    save_adapter(model, Lora(r=2), trained(model), tmp_path / "adapter", "base")
+    (tmp_path / "base" / multimodal.SHARDS[1]).unlink()
+    capsys.readouterr()
+    arguments = [base.path, f"{tmp_path}/adapter", f"{tmp_path}/merged", "--merge"]
+    assert cli.main(["export", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{multimodal.SHARDS[1]}' is named in" in line
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(UserError, match=f"{multimodal.SHARDS[1]}' is named in"):
+        next(weights(model, base, 0))
 
 
 def test_a_base_that_is_gone_costs_no_result(tmp_path):
     write_base(tmp_path / "base", "llama", MTP)
     (told,) = run_ranks(1, save_without_base, tmp_path)
     assert "lacks what the base has beside LlamaForCausalLM" in told[0]
-    assert not missing_in(tmp_path / "model")
+    assert info_of(tmp_path / "model") == (set(), set())
 
 
 def save_without_base(folder: Path) -> list[str]:

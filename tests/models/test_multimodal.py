@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from shardwise.config import Lora, Model, UserError
+from shardwise.models.adapters.coverage import with_rest
 from shardwise.models.adapters.writing import export_adapter, merge_adapter, save_adapter
 from shardwise.models.load import other_weights, read_config, weights
 from shardwise.models.multimodal import multimodal_of
@@ -167,6 +168,18 @@ def test_adapters_of_the_embedding_and_the_head_are_kept(folder, tmp_path):
         with torch.no_grad():
             merged = load(out / "merged").eval()(input_ids=tokens()).logits
         assert relative_error(merged, expected) < TOLERANCE
+
+
+def test_the_report_of_lora_says_what_of_the_tower_is_left(folder):
+    base = Model(str(folder / "base"))
+    model, report = with_adapters(base, LORA)
+    whole = AutoModelForImageTextToText.from_pretrained(base.path)
+    linears = {n for n, m in whole.model.visual.named_modules() if isinstance(m, torch.nn.Linear)}
+    *rows, tower = with_rest(report, multimodal_of(base, model)).rows
+    assert tuple(rows) == report.rows
+    assert (tower.kind, tower.layers, tower.weights) == ("model.visual", 1, len(linears))
+    assert tower.adapted == 0
+    assert set(tower.frozen) == {name.removeprefix("blocks.0.") for name in linears}
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-tied", "tiny-qwen3_5_moe"])

@@ -38,6 +38,7 @@ from shardwise.config import Optimizer, RunConfig
 from shardwise.models import tensor_plan
 from shardwise.models.adapters import peft_config
 from shardwise.models.counts import ModelCounts
+from shardwise.models.load import untuned
 from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import from_every_rank
@@ -156,6 +157,7 @@ def build(
         boundaries,
         chunks,
     )
+    notes += _untuned(cfg, run)  # now the files are on this machine
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     load_state(pm, optimizer, cfg, state)
     loss_scale = LossScale.of(cfg.training.precision)
@@ -229,6 +231,15 @@ def _notes(cfg: RunConfig, mesh: Mesh, run: Description, cut: StageSplit | None)
         if any(units):
             notes.append(_replicated_note(units, cut, cfg, mesh))
     return (*notes, *run.notes)
+
+
+def _untuned(cfg: RunConfig, run: Description) -> tuple[str, ...]:
+    """Return a note of what the base's files have beside the model that is trained."""
+    is_from_files = cfg.model.init == "weights" and not run.spec.is_own
+    if not is_from_files or (text := untuned(run.hf, cfg.model)) is None:
+        return ()
+    result = "the adapter leaves them" if cfg.lora else "model/ gets them"
+    return (f"model.path: {text} are not tuned with it; {result} as they are in the base",)
 
 
 def _short_warmup(cfg: Optimizer, num_steps: int) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from shardwise.base.schedule.orders import Pipeline
 from shardwise.config import RunConfig, rules
 from shardwise.models import load, published
 from shardwise.models.adapters import lora, peft_config
+from shardwise.models.adapters.coverage import with_rest
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of, unproven_note
@@ -109,6 +110,8 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         )
         rules.check(replace(cfg, lora=section), Facts(num_ranks, adapters=adapters), but="step")
     model = prepare(WholeModel(hf, spec, family, coverage=None, lora=section), cfg)
+    if model.coverage is not None and multimodal is not None:
+        model = replace(model, coverage=with_rest(model.coverage, multimodal))
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)

@@ -40,7 +40,7 @@ def save_result(
 ) -> Path | None:
     """Write the adapter (LoRA) or the model (full) from any layout, with the run's tokenizer.
 
-    With a model goes all else that the base's files have; `note` gets a line on that.
+    With a model goes all else that the base's files have; `note` gets a line where it cannot.
 
     Return the folder on rank 0, None elsewhere. Tensors are gathered one by one, and only rank 0
     keeps them: all of an adapter's, or up to one file's worth of a model's. The folder gets its
@@ -61,8 +61,7 @@ def save_result(
         whole = job.run.multimodal if cfg.model.init == "weights" else None
         size = DISK_SHARD_BYTES if cfg.parallel.offload == "disk" else SHARD_BYTES
         others = _others(job, cfg.model, note)
-        if carried := save_model(job.run.hf, tensors, unfinished, size, whole, others):
-            note(f"model/: {carried}, untrained")
+        save_model(job.run.hf, tensors, unfinished, size, whole, others)
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
         path, multimodal = cfg.model.path, job.run.multimodal

@@ -90,8 +90,16 @@ _ALIASES = {
 """Names of other libraries, and what to write in place of each."""
 
 
+_MTP = (
+    "layers that predict further tokens (MTP) are not trained, since transformers computes no loss "
+    "of them; the result has them as the base has"
+)
+
+
 def elsewhere(name: str) -> str:
     """Return the way out for a key that another section has, or another library; "" for neither."""
+    if "mtp" in name.split("_"):
+        return f"{_MTP}: leave it out"
     if name in _ALIASES:
         return f"write {_ALIASES[name]}"
     homes = [section for section in known_keys() if name in known_keys(section)]

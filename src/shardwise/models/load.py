@@ -43,7 +43,9 @@ from shardwise.models.weight_files import (
     Scales,
     check_quantised,
     first_dtype,
+    in_words,
     other_entries,
+    other_keys,
     weights_from_files,
 )
 
@@ -269,6 +271,15 @@ def other_weights(hf_model: PreTrainedModel, model: Model) -> Iterator[tuple[str
     """
     if model.init == "weights":
         yield from other_entries(build_meta(model, hf_model.config), model.path)
+
+
+def untuned(hf_model: PreTrainedModel, model: Model) -> str | None:
+    """Return the words for what is in the model's files beside this model; None for nothing, or
+    where the files cannot be read, which whoever reads them reports.
+    """
+    with contextlib.suppress(UserError, OSError):
+        keys = other_keys(build_meta(model, hf_model.config), model.path)
+        return in_words(keys, hf_model) if keys else None
 
 
 def in_own_dtype(model: Model, hf_config: PretrainedConfig) -> Model:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,8 @@ from transformers.utils import (
 
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.published import method_of
+from shardwise.models.weight_files import in_words
 from shardwise.models.weight_folder import INDEX
 
 SHARD_BYTES = 5 * 2**30
@@ -71,17 +72,13 @@ def save_model(
     config.save_pretrained(folder)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(folder)
-    return _carried_note(carried, type(hf_model).__name__) if carried else None
-
-
-def _carried_note(keys: list[str], name: str) -> str:
-    # Of `model.layers.46.mlp.up_proj.weight` a reader wants `model.layers.46`, of `mtp.fc` `mtp`.
-    places = [re.match(r"(model\.)?[^.]+(\.\d+(?=\.))?", key) for key in keys]
-    short = list(dict.fromkeys(key if p is None else p[0] for key, p in zip(keys, places)))
-    return (
-        f"{len(keys)} tensors that {name} does not load ({', '.join(short[:3])}"
-        f"{', ...' * (len(short) > 3)}) are carried over from the base's files as they are"
-    )
+    if not carried:
+        return None
+    form = ""
+    if method_of(hf_model.config) is not None:
+        form = f", but quantised ones in {str(hf_model.config.dtype).removeprefix('torch.')}"
+    text = in_words(carried, hf_model)
+    return f"{text} are carried over from the base's files as they are{form}"
 
 
 def save_for_generation(

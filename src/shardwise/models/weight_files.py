@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -111,19 +112,35 @@ def weights_from_files(
                     yield tied.get(name, name), tensor.contiguous()
 
 
-def other_entries(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (key, tensor) of each entry in the files that the model is not made of, as stored.
+def other_keys(skeleton: PreTrainedModel, path: str) -> list[str]:
+    """Return the keys of entries in the files that the model on meta is not made of.
 
-    `skeleton`: the model on meta. These are layers that predict several tokens, the vision tower of
-    a multimodal folder, and others. Quantised ones have the dtype of the config.
+    These are layers that predict several tokens, the vision tower of a multimodal folder, and
+    others.
     """
+    files, _ = plain_keys(files_by_key(weight_folder(path)), skeleton, path)
+    sources = _sources(skeleton, skeleton.state_dict(), files, path)
+    return sorted(files.keys() - {key for source in sources.values() for key, _ in source.keys})
+
+
+def in_words(keys: list[str], model: PreTrainedModel) -> str:
+    """Return the words for entries that a model does not load, such as "3 tensors that X ..."."""
+    # Of `model.layers.46.mlp.up_proj.weight` a reader wants `model.layers.46`, of `mtp.fc` `mtp`.
+    places = [re.match(r"(model\.)?[^.]+(\.\d+(?=\.))?", key) for key in keys]
+    short = list(dict.fromkeys(key if p is None else p[0] for key, p in zip(keys, places)))
+    return (
+        f"{len(keys)} tensors that {type(model).__name__} does not load ({', '.join(short[:3])}"
+        f"{', ...' * (len(short) > 3)})"
+    )
+
+
+def other_entries(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (key, tensor) of `other_keys` as stored, quantised ones in the dtype of the config."""
     in_files = files_by_key(weight_folder(path))
     files, entries = plain_keys(in_files, skeleton, path)
-    sources = _sources(skeleton, skeleton.state_dict(), files, path)
-    used = {key for source in sources.values() for key, _ in source.keys}
     with ExitStack() as stack:
         read = _Reader(stack, in_files | files, entries)
-        for key in sorted(files.keys() - used):
+        for key in other_keys(skeleton, path):
             yield key, read(key).to(skeleton.dtype) if key in entries else read(key)
 
 
@@ -175,29 +192,36 @@ def _sources(
     tied = skeleton.all_tied_weights_keys
     provided |= {other for name, other in tied.items() if name in provided}
     missing = [name for name in state if name not in provided and name not in tied]
-    _check_none(path, missing, "without weights in the files")
-    _check_none(path, unexpected, "that the model has no place for")
+    reason = "config.json does not belong to these weights"
+    _check_none(path, missing, "without weights in the files", reason)
+    if unexpected and all(past(key, sys.maxsize) for key in unexpected):
+        reason = (
+            f"num_hidden_layers of config.json is {skeleton.config.num_hidden_layers}; if layers "
+            "after these predict further tokens, give their number there (num_nextn_predict_layers)"
+        )
+    _check_none(path, unexpected, "that the model has no place for", reason)
     return sources
 
 
-def _layers_past_the_last(skeleton: PreTrainedModel) -> Callable[[str], bool]:
-    """Return whether a key is of a layer that predicts several tokens, counted on from the last."""
+def _layers_past_the_last(skeleton: PreTrainedModel) -> Callable[..., bool]:
+    """Return whether a key is of one of the layers that predict several tokens, by default as many
+    as the config has, which are counted on from the last one.
+    """
     config = skeleton.config
     first = getattr(config, "num_hidden_layers", 0)
-    num = getattr(config, "num_nextn_predict_layers", None) or 0
+    listed = getattr(config, "num_nextn_predict_layers", None) or 0
 
-    def is_past(key: str) -> bool:
+    def is_past(key: str, num: int = listed) -> bool:
         index = re.search(r"(?:^|\.)layers\.(\d{1,9})\.", key)
         return index is not None and first <= int(index[1]) < first + num
 
     return is_past
 
 
-def _check_none(path: str, names: list[str], what: str) -> None:
+def _check_none(path: str, names: list[str], what: str, reason: str) -> None:
     if names:
         raise UserError(
-            f"{path}: {len(names)} entries {what}, such as {', '.join(names[:3])}; "
-            "config.json does not belong to these weights"
+            f"{path}: {len(names)} entries {what}, such as {', '.join(names[:3])}; {reason}"
         )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Model
 from shardwise.models.adapters.reading import PREFIX, Reading, bypassed, read_on, some
 from shardwise.models.families import spec_of
+from shardwise.models.multimodal import Multimodal
 from shardwise.models.weights import WeightRow, adaptable, ends_with
 
 
@@ -85,6 +87,24 @@ def coverage(model: nn.Module, weights: list[WeightRow], adapted: set[str]) -> C
         trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         total=sum(parameter.numel() for parameter in parameters),
     )
+
+
+def with_rest(report: Coverage, whole: Multimodal) -> Coverage:
+    """Return a report with a row for each part of a multimodal class beside the language model,
+    such as its vision tower, of which nothing is adapted.
+    """
+    linears = [
+        name
+        for name, module in whole.model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and whole.text_name(name) is None
+    ]
+    rows = list(report.rows)
+    for part in dict.fromkeys(".".join(name.split(".")[:2]) for name in linears):
+        inside = [name for name in linears if f"{name}.".startswith(f"{part}.")]
+        layers = {found[0] for name in inside if (found := re.match(r".*?\.\d+\.", name))}
+        leaves = [re.sub(r"^.*?\.\d+\.", "", name).removeprefix(f"{part}.") for name in inside]
+        rows.append(CoverageRow(part, len(layers), len(inside), 0, tuple(dict.fromkeys(leaves))))
+    return replace(report, rows=tuple(rows))
 
 
 @dataclass(frozen=True)
