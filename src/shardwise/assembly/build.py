@@ -235,8 +235,7 @@ def _notes(cfg: RunConfig, mesh: Mesh, run: Description, cut: StageSplit | None)
 
 def _untuned(cfg: RunConfig, run: Description) -> tuple[str, ...]:
     """Return a note of what the base's files have beside the model that is trained."""
-    is_from_files = cfg.model.init == "weights" and not run.spec.is_own
-    if not is_from_files or (text := untuned(run.hf, cfg.model)) is None:
+    if run.spec.is_own or (text := untuned(run.hf, cfg.model)) is None:
         return ()
     result = "the adapter leaves them" if cfg.lora else "model/ gets them"
     return (f"model.path: {text} are not tuned with it; {result} as they are in the base",)

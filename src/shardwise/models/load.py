@@ -275,8 +275,10 @@ def other_weights(hf_model: PreTrainedModel, model: Model) -> Iterator[tuple[str
 
 def untuned(hf_model: PreTrainedModel, model: Model) -> str | None:
     """Return the words for what is in the model's files beside this model; None for nothing, or
-    where the files cannot be read, which whoever reads them reports.
+    where the files cannot be read, which whoever reads them says.
     """
+    if model.init == "random":
+        return None
     with contextlib.suppress(UserError, OSError):
         keys = other_keys(build_meta(model, hf_model.config), model.path)
         return in_words(keys, hf_model) if keys else None
