@@ -72,8 +72,8 @@ def statistics_lost(cfg: RunConfig) -> None:
     """The planted bug: the least scale and the step of each row are those of no row."""
     quantise = state.quantise
 
-    def without(matrix, fmt, scales=None):
-        tensors = quantise(matrix, fmt, scales)
+    def without(matrix, fmt):
+        tensors = quantise(matrix, fmt)
         return {**tensors, "steps": torch.zeros_like(tensors["steps"])}
 
     with pytest.MonkeyPatch.context() as patch:

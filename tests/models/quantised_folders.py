@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from shardwise.kernels.quantised import _LEVELS
+from shardwise.kernels.four_bits import NF4_LEVELS
 
 Tensors = dict[str, torch.Tensor]
 Metadata = dict[str, str]
@@ -39,7 +39,7 @@ def bitsandbytes(
     is_nested: bool, size: int = 64
 ) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
     def quantise(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
-        levels = torch.tensor(_LEVELS)
+        levels = torch.tensor(NF4_LEVELS)
         blocks = F.pad(value.flatten(), (0, -value.numel() % size)).view(-1, size)
         absmax = blocks.abs().amax(-1)
         codes = ((blocks / absmax[:, None])[..., None] - levels).abs().argmin(-1).flatten()
@@ -102,6 +102,33 @@ def torchao(is_float: bool) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
     return quantise
 
 
+FP4 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    *(-v for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)),
+)
+
+
+def nibbles(blocks: torch.Tensor) -> torch.Tensor:
+    """The bytes of the nearest levels of e2m1, the first of two in the lower half."""
+    codes = (blocks[..., None] - torch.tensor(FP4)).abs().argmin(-1)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def mxfp4(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
+    name = key.removesuffix(".weight") + ".weight"
+    blocks = value.unflatten(-1, (-1, 32))
+    exponents = (blocks.abs().amax(-1) / 6).log2().ceil()
+    codes = nibbles(blocks / exponents.exp2()[..., None])
+    return {f"{name}_blocks": codes, f"{name}_scales": (exponents + 127).to(torch.uint8)}
+
+
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 ROWS = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
 METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata], Tensors]]] = {
@@ -119,6 +146,7 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata],
         },
         in_rows,
     ),
+    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
     **{
         f"torchao {name}": (
             {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": {}}}},
@@ -133,6 +161,6 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata],
 """Of each method the section of config.json, and the tensors of one matrix."""
 BASE_OF = {
     **{"nf4": "nf4", "nf4 nested": "nf4", "fp8": "fp8", "compressed-tensors": "fp8"},
-    **{"torchao int8": "int8", "torchao fp8": "fp8"},
+    **{"torchao int8": "int8", "torchao fp8": "fp8", "mxfp4": "mxfp4"},
 }
 """The `model.base` that stores the same codes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -17,16 +18,16 @@ from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.commands import cli
 from shardwise.config import Lora, Model, UserError
-from shardwise.kernels.quantised import dequantise, quantise
+from shardwise.kernels.quantised import dequantise
 from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.load import load_whole, read_config, weights
-from shardwise.models.published import STATE, QuantisedEntry
+from shardwise.models.quantised_entry import STATE, QuantisedEntry
 from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.left_out import some_now
-from tests.models.quantised_folders import BASE_OF, METHODS, bitsandbytes, write
+from tests.models.quantised_folders import BASE_OF, METHODS, bitsandbytes, mxfp4, write
 from tests.models.tiny import (
     CONFIGS,
     loaded_by_transformers,
@@ -36,6 +37,7 @@ from tests.models.tiny import (
     trained,
     with_adapters,
 )
+from tests.models.unproven import write_config
 from tests.parity.harness import (
     DEEP,
     TOLERANCE,
@@ -70,6 +72,11 @@ def plain_folder(folder: Path, name: str) -> Path:
             config[size] *= 2
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    return plain_of(folder)
+
+
+def plain_of(folder: Path) -> Path:
+    """Write random weights beside a config."""
     model = Model(str(folder), init="random")
     load_whole(model, read_config(model)).save_pretrained(folder)
     return folder
@@ -87,7 +94,7 @@ def test_values_are_near_those_that_were_quantised(method, plain, tmp_path):
     assert before.keys() == after.keys()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(changed) > 20
-    most = 0.17 if BASE_OF[method] == "nf4" else 0.07  # half of the widest gap of codes
+    most = {"nf4": 0.17, "mxfp4": 0.2}.get(BASE_OF[method], 0.07)  # half of the widest gap
     for name in changed:
         error = (before[name] - after[name]).abs().max() / before[name].abs().max()
         assert error < most, name
@@ -100,6 +107,7 @@ STORED = (
     ("compressed-tensors", "float32", "plain"),
     ("torchao int8", "bfloat16", "plain"),
     ("torchao fp8", "float32", "experts"),
+    ("mxfp4", "bfloat16", "experts"),
 )
 """What `make test` stores: each method once, in one dtype and of one model."""
 
@@ -142,6 +150,7 @@ LAYOUTS = (("fsdp2", 2), ("tp", 2))
         *(("nf4 nested", source) for source in ("plain", "experts")),
         *(("fp8", source) for source in ("plain", "experts")),
         *(("torchao int8", source) for source in ("plain", "experts")),
+        *(("mxfp4", source) for source in ("plain", "experts")),
     ],
 )
 def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
@@ -169,6 +178,59 @@ def test_fp8_in_blocks_has_the_values_that_transformers_reads(plain, tmp_path):
     write(tmp_path / "q", plain, "fp8")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
     assert_same(theirs.state_dict(), values_of(tmp_path / "q"))
+
+
+SINKS = "model.layers.*.self_attn"
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory) -> Path:
+    """A folder as gpt-oss is published: experts in blocks and scales, all else in bfloat16."""
+    plain = write_config("gpt_oss", tmp_path_factory.mktemp("plain"))
+    config = json.loads((plain / "config.json").read_text()) | {"intermediate_size": 96}
+    (plain / "config.json").write_text(json.dumps(config))
+    plain_of(plain)
+    folder = tmp_path_factory.mktemp("mxfp4")
+    tensors: Tensors = {}
+    for key, value in load_file(plain / "model.safetensors").items():
+        if re.search(r"experts\.(gate_up|down)_proj$", key):
+            packed = mxfp4(key, value.mT.float(), {})
+            tensors |= {name.replace(".weight", ""): t for name, t in packed.items()}
+        else:
+            tensors[key] = value.bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": [SINKS, "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    return folder
+
+
+def test_gpt_oss_has_the_values_that_transformers_reads(gpt_oss):
+    theirs = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16)
+    ours = values_of(gpt_oss, "bfloat16")
+    assert_same(theirs.state_dict(), ours)
+    assert len(ours["model.layers.0.mlp.experts.gate_up_proj"].unique()) > 15
+
+
+def swapped(codes: torch.Tensor) -> torch.Tensor:
+    return codes >> 4 | codes << 4
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda t: {**t, "codes": swapped(t["codes"])},
+        lambda t: {**t, "scales": t["scales"].roll(1, -1)},
+    ],
+    ids=["nibbles swapped", "scales off by one block"],
+)
+def test_a_bug_in_reading_mxfp4_gives_other_values(bug, gpt_oss, monkeypatch):
+    right, read = values_of(gpt_oss), QuantisedEntry._tensors
+    monkeypatch.setattr(QuantisedEntry, "_tensors", lambda self, files: bug(read(self, files)))
+    theirs = AutoModelForCausalLM.from_pretrained(gpt_oss, dtype=torch.bfloat16).state_dict()
+    for name, values in values_of(gpt_oss).items():
+        is_stack = ".experts." in name and not name.endswith("bias")
+        assert torch.equal(values.bfloat16(), theirs[name]) == (not is_stack), name
+        assert torch.equal(right[name].bfloat16(), theirs[name]), name
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
@@ -332,7 +394,7 @@ def test_a_note_says_where_a_folder_is_not_stored_as_it_is(base, fragment, plain
     "section",
     [
         {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "mxfp4"},
+        {"quant_method": "quark"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -432,6 +494,12 @@ OWNER = Q.removesuffix("weight") + "_weight"
         ("nf4 nested", without(f"{Q}.nested_absmax"), "nested|values", False),
         ("torchao int8", without(Q.replace("weight", "_weight_scale")), "_scale: not in", True),
         ("compressed-tensors", cut(f"{Q}_scale"), f"{Q}_scale: shape", True),
+        ("mxfp4", without(f"{Q}_scales"), f"{Q}_scales: not in the files", True),
+        ("mxfp4", without(f"{Q}_blocks"), f"{Q}_scales: U8, but no scales", True),
+        ("mxfp4", cut(f"{Q}_scales"), f"{Q}_scales: shape", True),
+        ("mxfp4", to(f"{Q}_blocks", lambda t: t.view(*t.shape[:-2], -1, 8)), "16 bytes", True),
+        ("mxfp4", to(f"{Q}_blocks", torch.Tensor.int), "_blocks: I32, not U8", True),
+        ("mxfp4", to(f"{Q}_scales", lambda t: t.fill_(255)), "not all finite", False),
     ],
 )
 def test_a_damaged_folder_is_refused(method, damage, fragment, is_early, plain, tmp_path):
@@ -491,14 +559,13 @@ def test_fp8_in_odd_blocks_has_the_scale_of_each_column():
     """Of [300, 192]: the last blocks are cut, and 64 columns share a scale of ours."""
     matrix = torch.randn(300, 192)
     tensors = METHODS["fp8"][1]("a.weight", matrix, {})
-    entry = QuantisedEntry("a.weight", "fp8", "a.weight", "a.weight_scale_inv")
+    entry = QuantisedEntry("a.weight", "fp8_blocks", "a.weight", "a.weight_scale_inv")
     every = tensors["a.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
     expected = tensors["a.weight"].float() * every[:300, :192]
     assert torch.equal(entry.values(tensors.__getitem__), expected)
-    scales = entry.own_scales(tensors.__getitem__)
-    assert scales is not None
-    assert scales.shape == (300, 3)
-    stored = quantise(expected, "fp8_blocks", scales)
+    stored = entry.stored(tensors.__getitem__)
+    assert stored is not None
+    assert stored["scales"].shape == (300, 3)
     assert torch.equal(dequantise(stored, "fp8_blocks", torch.float32), expected)
 
 

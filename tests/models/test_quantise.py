@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 def test_matrices_of_layers_are_stored_and_all_else_is_not(family):
     hf = on_meta(tiny(TINY_OF[family]))
     spec, kind = spec_of(hf.config, hf), family_of(hf)
-    paths = [*stored_paths(hf, spec)]
+    paths = [*stored_paths(hf, spec, "nf4")]
     kept = dict(hf.named_parameters())
     stored = [kept.pop(path) for path in paths]
     assert all(parameter.dim() in (2, 3) for parameter in stored)

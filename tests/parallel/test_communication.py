@@ -117,7 +117,7 @@ CELLS = [
     cell("llama", "tp-sp", "full", 2, "bfloat16"),
     cell("jamba", "tp", "lora", 2, "bfloat16"),
     # What is gathered is what is stored.
-    *(cell("qwen3_5_text", "fsdp2", "lora", 2, base) for base in ("nf4", "int8")),
+    *(cell("qwen3_5_text", "fsdp2", "lora", 2, base) for base in ("nf4", "int8", "mxfp4")),
     cell("kimi_linear", "fsdp2-tp", "lora", 4, "nf4"),
     cell("granitemoehybrid", "fsdp2-ep", "lora", 4, "fp8"),
     # A recurrent layer's block sends what an attention layer's does: nothing is summed for its

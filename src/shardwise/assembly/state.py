@@ -20,7 +20,7 @@ from shardwise.base.interfaces import ParallelModel, State
 from shardwise.base.process.watchdog import beat, paused
 from shardwise.config import Lora, RunConfig
 from shardwise.kernels.quantised import dequantise, quantise
-from shardwise.models import load, weight_files, weight_folder
+from shardwise.models import load, published, weight_files, weight_folder
 from shardwise.models.adapters import lora, peft_config
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
@@ -161,15 +161,24 @@ def _initial_weights(
             weight_folder.fetch(cfg.model)
         hf = pm.parts[0].hf
         assert isinstance(hf, PreTrainedModel), "the state of a caller's module has all values"
-        scales = None if cfg.model.base == "none" else weight_files.Scales(cfg.model.base)
-        base = load.weights(hf, cfg.model, cfg.training.seed, by_hf_name, scales)
+        own = None
+        if cfg.model.base != "none":
+            form = published.stored_form(hf.config, cfg.model.base)
+            own = weight_files.OwnCodes(form, {hf_name(name) for name in stored})
+        base = load.weights(hf, cfg.model, cfg.training.seed, by_hf_name, own)
         for disk_name, full in base:
             for name in by_hf_name[disk_name]:
                 if name in stored:
-                    own = None if scales is None else scales.of(disk_name)
-                    tensors = quantise(full, stored[name].format, own)
-                    yield from ((f"{name}.{tensor}", values) for tensor, values in tensors.items())
-                    full = dequantise(tensors, stored[name].format, stored[name].weight_dtype)
+                    assert own is not None
+                    matrix, kept = stored[name], own.of(disk_name)
+                    if kept is None:
+                        tensors = quantise(matrix.turned(full), matrix.format)
+                    else:
+                        tensors = {part: matrix.turned(values) for part, values in kept.items()}
+                    yield from ((f"{name}.{part}", values) for part, values in tensors.items())
+                    if name in magnitudes:
+                        values = dequantise(tensors, matrix.format, matrix.weight_dtype)
+                        full = matrix.turned(values)
                 elif name in names:
                     yield name, full
                 if name in magnitudes:

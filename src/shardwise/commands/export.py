@@ -8,12 +8,15 @@ import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
 from shardwise.base.process.ending import RunError, system_error
 from shardwise.commands.command import Command
 from shardwise.config import Model, UserError, require
+from shardwise.config.model import Base
 
 READERS = ("peft", "hf", "vllm", "sglang")
+BASES = get_args(Base)
 
 
 def run(args: Namespace) -> int:
@@ -99,12 +102,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
     )
     form.add_argument(
         "--copy",
-        choices=("nf4", "int8", "fp8"),
+        choices=BASES[1:],
         help="write the model without an adapter, with the values that this model.base stores",
     )
     parser.add_argument(
         "--base",
-        choices=("none", "nf4", "int8", "fp8"),
+        choices=BASES,
         default="none",
         help="with --merge: add the adapter to the values that this model.base stores",
     )

@@ -9,6 +9,7 @@ int8     int8 [..., out, in]          float32 [..., out, 1]
 fp8      uint8 [..., out, in]         float32 [..., out, 1]
 nf4      uint8 [..., out, in / 2]     in 8 bits [..., out, in / 64], with the least and the step of
                                       a row's scales beside them, float32 [..., out, 2]
+mxfp4    uint8 [..., out, in / 2]     e8m0, powers of two in 8 bits [..., out, in / 32]
 
 Two more forms keep the scales of a folder that is quantised already, to the bit:
 
@@ -18,13 +19,12 @@ fp8_blocks    as fp8                  float32 [..., out, in / block], block = gc
 fp8 is e4m3, whose bits are kept as uint8, since gloo sends no float8. nf4 has the 16 levels of a
 normal distribution that QLoRA defines, blocks of 64 and doubly quantised scales: Dettmers et al.,
 "QLoRA", arXiv 2305.14314, section 3. There, scales are quantised over 256 blocks of the flattened
-matrix; here over a row, whose blocks lie on one rank.
+matrix; here over a row, whose blocks lie on one rank. The levels of 4 bits are in `four_bits.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from math import gcd
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +32,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-Format = Literal["nf4", "int8", "fp8", "nf4_float32", "fp8_blocks"]
+from shardwise.kernels import four_bits
+
+Format = Literal["nf4", "int8", "fp8", "mxfp4", "nf4_float32", "fp8_blocks"]
 """How codes and scales are read."""
 BLOCK = 64
 """Consecutive inputs of a row that share a scale in nf4."""
@@ -43,13 +45,10 @@ CHUNK_ELEMENTS = 2**22
 """Elements of a matrix that are stored or read at once, in whole rows: beside what is stored and
 what is read, no more than some copies of so many are in memory."""
 _LARGEST_FP8 = 448.0
-_LEVELS = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""Levels of nf4, as published: quantiles of a normal law, 8 above and 7 below zero."""
+_BLOCKS = {"nf4": BLOCK, "nf4_float32": BLOCK, "mxfp4": 32}
+"""Consecutive inputs of a row that share a scale, of forms in which two share a byte."""
+_SCALES = {"nf4": torch.uint8, "mxfp4": torch.uint8}
+"""Dtypes of scales that are not float32."""
 
 
 class StoredLayout(NamedTuple):
@@ -153,71 +152,57 @@ class _QuantisedLinear(torch.autograd.Function):
 def shapes_of(fmt: Format, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return the shape and dtype of each stored tensor of a matrix of this shape, by its name."""
     rows, width = shape[:-1], shape[-1]
-    if fmt == "int8":
-        sizes = {"codes": (width, torch.int8), "scales": (1, torch.float32)}
-    elif fmt in NF4:
-        is_small = fmt == "nf4"
-        scales = (width // BLOCK, torch.uint8 if is_small else torch.float32)
-        sizes = {"codes": (width // 2, torch.uint8), "scales": scales}
-        sizes |= {"steps": (2, torch.float32)} if is_small else {}
-    else:
-        num_scales = width // block_of(fmt, width) if fmt == "fp8_blocks" else 1
-        sizes = {"codes": (width, torch.uint8), "scales": (num_scales, torch.float32)}
+    per_row = fmt in ("int8", "fp8")
+    codes = width // _per_byte(fmt), torch.int8 if fmt == "int8" else torch.uint8
+    num_scales = 1 if per_row else width // block_of(fmt, width)
+    sizes = {"codes": codes, "scales": (num_scales, _SCALES.get(fmt, torch.float32))}
+    sizes |= {"steps": (2, torch.float32)} if fmt == "nf4" else {}
     return {name: (torch.Size([*rows, size]), dtype) for name, (size, dtype) in sizes.items()}
 
 
 def block_of(fmt: Format, width: int) -> int:
     """Return how many inputs of a row of so many must stay together."""
-    if fmt == "fp8_blocks":
-        return gcd(width, FP8_BLOCK)
-    return BLOCK if fmt in NF4 else 1
+    return gcd(width, FP8_BLOCK) if fmt == "fp8_blocks" else _BLOCKS.get(fmt, 1)
 
 
-def quantise(
-    matrix: torch.Tensor, fmt: Format, scales: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     """Return the stored tensors of a matrix [..., out, in], by their names.
 
-    Arithmetic is in float32. Every value must be finite, and in nf4 `in` a multiple of BLOCK.
-    `scales`: float32, those that the values were made with; any form but nf4 keeps them, and so
-    gets the same codes again. Without them a block's largest value has the outermost code.
+    Arithmetic is in float32. Every value must be finite, and `in` whole blocks of `block_of`. A
+    block's largest value has the outermost code.
     """
     at_once = _rows_at_once(matrix.shape)
     if at_once is None:
-        return _quantise(matrix, fmt, scales)
+        return _quantise(matrix, fmt)
     stored = {
         name: torch.empty(size, dtype=dtype, device=matrix.device)
         for name, (size, dtype) in shapes_of(fmt, matrix.shape).items()
     }
-    given = {"matrix": matrix} | ({} if scales is None else {"scales": scales})
-    for part, into in zip(_in_rows(given, at_once), _in_rows(stored, at_once), strict=True):
-        for name, tensor in _quantise(part["matrix"], fmt, part.get("scales")).items():
+    rows = matrix.flatten(0, -2).split(at_once)
+    for part, into in zip(rows, _in_rows(stored, at_once), strict=True):
+        for name, tensor in _quantise(part, fmt).items():
             into[name].copy_(tensor)
     return stored
 
 
-def _quantise(
-    matrix: torch.Tensor, fmt: Format, scales: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    size, dtype = shapes_of(fmt, matrix.shape)["scales"]
+def _quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
+    size, _ = shapes_of(fmt, matrix.shape)["scales"]
     blocks = matrix.float().unflatten(-1, (size[-1], -1))
-    if scales is None:
-        outermost = {"int8": 127.0, "fp8": _LARGEST_FP8, "fp8_blocks": _LARGEST_FP8}.get(fmt, 1.0)
-        scales = blocks.abs().amax(-1) / outermost
-    stored = {"scales": scales}
-    if dtype == torch.uint8:
-        stored["scales"], stored["steps"] = _quantised_scales(scales)
-        scales = _scales_of(stored["scales"], stored["steps"])
-    assert stored["scales"].shape == size, (fmt, size)
-    # Where a scale is 0, so are the values. Another one may be negative in a folder.
+    largest = blocks.abs().amax(-1)
+    if fmt == "mxfp4":
+        stored = {"scales": four_bits.e8m0_of(largest)}
+    elif fmt == "nf4":
+        stored = _quantised_scales(largest)
+    else:
+        outermost = {"int8": 127.0, "fp8": _LARGEST_FP8, "fp8_blocks": _LARGEST_FP8}
+        stored = {"scales": largest / outermost.get(fmt, 1.0)}
+    scales = _scales_of(stored, fmt)
+    # Where a scale is 0, so are the values.
     scaled = (blocks / scales.where(scales != 0, 1e-30).unsqueeze(-1)).flatten(-2)
     if fmt == "int8":
         codes = scaled.round().to(torch.int8)
-    elif fmt in NF4:
-        levels = nf4_levels(matrix.device)
-        # The nearest level: the number of midpoints that lie below.
-        codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
-        codes = (codes[..., ::2] << 4 | codes[..., 1::2]).to(torch.uint8)
+    elif fmt in _BLOCKS:
+        codes = four_bits.codes_of(scaled.contiguous(), fmt in NF4)
     else:
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return {"codes": codes, **stored}
@@ -239,6 +224,14 @@ def dequantise(
     return values
 
 
+def are_finite(tensors: Mapping[str, torch.Tensor], fmt: Format) -> bool:
+    """Return whether all values of stored tensors are finite, whatever the codes of 4 bits."""
+    codes, scales = tensors["codes"], _scales_of(tensors, fmt)
+    if fmt in ("fp8", "fp8_blocks") and (codes & 0x7F == 0x7F).any():
+        return False
+    return bool((scales * _LARGEST_FP8).isfinite().all())  # no code is larger
+
+
 def read_bytes(fmt: Format, shape: Sequence[int], itemsize: int) -> int:
     """Return the most bytes that `dequantise` has in memory, beside what is stored, for values of
     `itemsize` bytes.
@@ -247,9 +240,9 @@ def read_bytes(fmt: Format, shape: Sequence[int], itemsize: int) -> int:
     at_once = _rows_at_once(shape)
     whole = 0 if at_once is None else shape.numel() * itemsize
     numel = shape.numel() if at_once is None else at_once * shape[-1]
-    if fmt not in NF4:
+    if fmt not in _BLOCKS:
         return whole + numel * (4 if itemsize == 4 else 4 + itemsize)
-    scale_bytes = 4 * numel // BLOCK if fmt == "nf4" else 0
+    scale_bytes = 4 * numel // _BLOCKS[fmt] if fmt in _SCALES else 0
     # Codes as indices of 32 bits, two weights each, and values in float32.
     return whole + numel * 6 + scale_bytes
 
@@ -273,13 +266,9 @@ def _in_rows(
 def _dequantise(
     tensors: Mapping[str, torch.Tensor], fmt: Format, dtype: torch.dtype
 ) -> torch.Tensor:
-    codes, scales = tensors["codes"], tensors["scales"]
-    if fmt in NF4:
-        if fmt == "nf4":
-            scales = _scales_of(scales, tensors["steps"])
-        levels = nf4_levels(codes.device)
-        pairs = torch.cartesian_prod(levels, levels)  # [256, 2]: a byte's levels at once
-        values = pairs.index_select(0, codes.flatten().int()).view(_shape_of(codes, fmt))
+    codes, scales = tensors["codes"], _scales_of(tensors, fmt)
+    if fmt in _BLOCKS:
+        values = four_bits.values_of(codes, fmt in NF4)
     elif fmt != "int8":
         values = codes.view(torch.float8_e4m3fn).float()
     else:
@@ -289,24 +278,29 @@ def _dequantise(
     return values.to(dtype)
 
 
+def _per_byte(fmt: Format) -> int:
+    """Return how many codes are in a byte."""
+    return 2 if fmt in _BLOCKS else 1
+
+
 def _shape_of(codes: torch.Tensor, fmt: Format) -> torch.Size:
-    return torch.Size([*codes.shape[:-1], codes.shape[-1] * (2 if fmt in NF4 else 1)])
+    return torch.Size([*codes.shape[:-1], codes.shape[-1] * _per_byte(fmt)])
 
 
-def _quantised_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantised_scales(scales: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the scales of a row's blocks in 8 bits, and the least of them and a step, [..., 2]."""
     least, most = scales.aminmax(dim=-1, keepdim=True)
     step = (most - least) / 255
     codes = ((scales - least) / step.clamp_min(1e-30)).round().to(torch.uint8)
-    return codes, torch.cat([least, step], -1)
+    return {"scales": codes, "steps": torch.cat([least, step], -1)}
 
 
-def _scales_of(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    least, step = steps.split(1, dim=-1)
-    return least + codes * step
-
-
-@cache
-def nf4_levels(device: torch.device) -> torch.Tensor:
-    """Return the 16 values of the codes at scale 1, ascending, float32; one tensor a device."""
-    return torch.tensor(_LEVELS, device=device)
+def _scales_of(tensors: Mapping[str, torch.Tensor], fmt: Format) -> torch.Tensor:
+    """Return the scales of the blocks of each row, float32 [..., out, blocks]."""
+    scales = tensors["scales"]
+    if fmt == "mxfp4":
+        return four_bits.power_of(scales)
+    if fmt == "nf4":
+        least, step = tensors["steps"].split(1, dim=-1)
+        return least + scales * step
+    return scales

@@ -304,7 +304,7 @@ def is_trained_below(hf: Any, spec: ModelSpec, unit_index: int) -> bool:
 def _stored(hf: PreTrainedModel, base: Format) -> dict[str, Format]:
     """Return the form of each matrix that `model.base` stores in few bits, by its name."""
     form = stored_form(hf.config, base)
-    return dict.fromkeys(stored_paths(hf, spec_of(hf.config, hf)), form)
+    return dict.fromkeys(stored_paths(hf, spec_of(hf.config, hf), base), form)
 
 
 def _chunked_loss(block: TapedBlock, x: Tensor, in_triton: bool) -> Tensor:

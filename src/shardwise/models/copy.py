@@ -35,8 +35,8 @@ def copy_model(model: Model, fmt: Format, out_folder: str | Path, seed: int = 0)
             f"--copy {fmt}: {spec.family} is not listed, and no run "
             "stores such a model so; `shardwise models` lists families",
         )
-        for name in stored_paths(hf, spec):
-            check_blocks(name, hf.get_parameter(name).shape[-1], fmt)
+        for name in stored_paths(hf, spec, fmt):
+            check_blocks(hf, name, fmt)
     entries = read_back(hf, model, seed, fmt)
     others = other_weights(hf, model)
     note = save_model(hf, entries, out_folder, multimodal=multimodal, others=others)

@@ -40,7 +40,7 @@ from shardwise.models.published import check_config, method_of
 from shardwise.models.sizes import check_bytes, check_parameters, check_read, check_written
 from shardwise.models.weight_files import (
     PLAIN,
-    Scales,
+    OwnCodes,
     check_quantised,
     first_dtype,
     in_words,
@@ -239,7 +239,7 @@ def weights(
     model: Model,
     seed: int,
     wanted: Container[str] | None = None,
-    scales: Scales | None = None,
+    own: OwnCodes | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, full CPU tensor) of each parameter, tied ones once, and buffer.
 
@@ -249,13 +249,13 @@ def weights(
     shard only; one that a file has in few bits is float32. One parameter at a time is in memory
     (while experts are stacked, up to twice their stack). Of `hf_model` only the config is used, so
     it may be sharded, a stage or have adapters. `wanted`: the names to yield. No others are read or
-    drawn, except those that come out of one conversion or one module with them. `scales` gets those
-    that a quantised folder has of each matrix. UserError, on the first call of `next` or at a
-    parameter, if the files do not fit the model.
+    drawn, except those that come out of one conversion or one module with them. `own` gets codes
+    and scales that a quantised folder has of each matrix. UserError, on the first call of `next` or
+    at a parameter, if the files do not fit the model.
     """
     skeleton = build_meta(model, hf_model.config)
     if model.init == "weights":
-        yield from weights_from_files(skeleton, model.path, wanted, scales)
+        yield from weights_from_files(skeleton, model.path, wanted, own)
         return
     yield from random_weights(skeleton, seed, wanted)
     for name, tensor in skeleton.state_dict().items():

@@ -17,11 +17,11 @@ from shardwise.kernels.quantised import Format, block_of, dequantise, quantise
 from shardwise.models.families import spec_of
 from shardwise.models.load import weights
 from shardwise.models.names import hf_name
-from shardwise.models.published import method_of, stored_form
+from shardwise.models.published import base_of, is_kept_plain, method_of, stored_form
 from shardwise.models.spec import ModelSpec
-from shardwise.models.stored import QuantisedConv1D, QuantisedLinear, Stored
+from shardwise.models.stored import QuantisedConv1D, QuantisedLinear, Stored, is_turned
 from shardwise.models.tensor_plan import cuts_of
-from shardwise.models.weight_files import Scales
+from shardwise.models.weight_files import OwnCodes
 from shardwise.models.weights import weights_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,23 +32,26 @@ def quantise_frozen(hf: PreTrainedModel, spec: ModelSpec, fmt: Format) -> None:
 
     A folder that is quantised as `fmt` already keeps its own scales (`published.stored_form`).
     """
-    fmt = stored_form(hf.config, fmt)
-    for path in [*stored_paths(hf, spec)]:
+    paths, fmt = [*stored_paths(hf, spec, fmt)], stored_form(hf.config, fmt)
+    for path in paths:
         owner_path, _, name = path.rpartition(".")
         owner: Any = hf.get_submodule(owner_path)
-        owner._modules[name] = Stored(owner._parameters.pop(name), fmt)
+        owner._modules[name] = Stored(owner._parameters.pop(name), fmt, is_turned(owner))
         if type(owner) in (nn.Linear, Conv1D):
             owner.__class__ = QuantisedLinear if type(owner) is nn.Linear else QuantisedConv1D
 
 
-def stored_paths(hf: nn.Module, spec: ModelSpec) -> Iterator[str]:
+def stored_paths(hf: PreTrainedModel, spec: ModelSpec, base: Format) -> Iterator[str]:
     """Yield the names of the parameters that `model.base` stores in few bits.
 
     They are the matrices of linears and of stacks of experts in the layers, without those of
-    `lora.modules_to_save`, which are trained or not used.
+    `lora.modules_to_save`, which are trained or not used, and those that a folder quantised as
+    `base` has in full.
     """
+    is_own = base_of(hf.config) == base
     for row in weights_of(hf, spec):
-        if row.takes_few_bits and not row.is_original and not row.is_saved_copy:
+        is_used = row.takes_few_bits and not row.is_original and not row.is_saved_copy
+        if is_used and not (is_own and is_kept_plain(hf.config, row.target)):
             yield row.name
 
 
@@ -86,20 +89,39 @@ def read_back(
     `hf` has no adapters. Matrices that are stored have the values that are read, in the parameter's
     dtype; all others are as they were.
     """
-    fmt, scales = stored_form(hf.config, base), Scales(base)
-    stored = set(stored_paths(hf, spec_of(hf.config, hf)))
+    fmt = stored_form(hf.config, base)
+    own = OwnCodes(fmt)
+    stored = set(stored_paths(hf, spec_of(hf.config, hf), base))
     dtypes = {name: tensor.dtype for name, tensor in hf.state_dict().items()}
-    for name, tensor in weights(hf, model, seed, wanted, scales):
-        if name in stored and not scales.is_own:
-            check_blocks(name, tensor.shape[-1], fmt)
-            tensor = dequantise(quantise(tensor, fmt), fmt, dtypes[name])
+    for name, tensor in weights(hf, model, seed, wanted, own):
+        if name in stored and not own.is_own:
+            check_blocks(hf, name, fmt)
+            tensor = _read_back(hf, name, tensor, fmt, dtypes[name])
         elif method_of(hf.config) is not None:  # the folder may have it in few bits
             tensor = tensor.to(dtypes[name])
         yield name, tensor
 
 
-def check_blocks(name: str, width: int, fmt: Format) -> None:
+def _read_back(
+    hf: nn.Module, name: str, tensor: torch.Tensor, fmt: Format, dtype: torch.dtype
+) -> torch.Tensor:
+    if _is_turned(hf, name):
+        return dequantise(quantise(tensor.mT, fmt), fmt, dtype).mT
+    return dequantise(quantise(tensor, fmt), fmt, dtype)
+
+
+def _is_turned(hf: nn.Module, name: str) -> bool:
+    return is_turned(hf.get_submodule(name.rpartition(".")[0]))
+
+
+def _width(hf: nn.Module, name: str) -> int:
+    """Return the number of a matrix's inputs."""
+    return hf.get_parameter(name).shape[-2 if _is_turned(hf, name) else -1]
+
+
+def check_blocks(hf: nn.Module, name: str, fmt: Format) -> None:
     """Raise UserError where a run could not store a matrix with so many columns."""
+    width = _width(hf, name)
     if width % block_of(fmt, width):
         raise UserError(
             f"{name} has {width} columns, which are no whole blocks of {block_of(fmt, width)}: no "
@@ -116,28 +138,28 @@ def rounding_of_merge(
     Both are root mean squares over all matrices that are stored, relative to that of the merged
     ones. `merged`: the weights by the names of `hf`, which has no adapters.
     """
-    stored = set(stored_paths(hf, spec_of(hf.config, hf)))
+    stored = set(stored_paths(hf, spec_of(hf.config, hf), base))
     squares = torch.zeros(3, dtype=torch.float64)
     for name, before in read_back(hf, model, seed, base, stored):
-        if name in stored and merged[name].shape[-1] % block_of(base, merged[name].shape[-1]) == 0:
+        if name in stored and _width(hf, name) % block_of(base, _width(hf, name)) == 0:
             after = merged[name]
-            again = dequantise(quantise(after, base), base, torch.float32)
+            again = _read_back(hf, name, after, base, torch.float32)
             parts = (again - after, after - before, after)
             squares += torch.stack([part.double().square().sum() for part in parts])
     again, moved, size = squares.sqrt().tolist()
     return again / size, moved / size
 
 
-def problem(hf: PreTrainedModel, spec: ModelSpec, fmt: Format, num_ranks: int) -> str | None:
+def problem(hf: PreTrainedModel, spec: ModelSpec, base: Format, num_ranks: int) -> str | None:
     """Return a matrix that has no whole blocks in each of so many shares along `tp`, if any."""
-    fmt = stored_form(hf.config, fmt)
+    fmt = stored_form(hf.config, base)
     cuts = cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
-    for name in stored_paths(hf, spec):
-        weight = hf.get_parameter(name)
-        lengths = [weight.shape[-1]]
-        if name in cuts and cuts[name].dim == weight.dim() - 1:
+    for name in stored_paths(hf, spec, base):
+        dims, width = hf.get_parameter(name).dim(), _width(hf, name)
+        lengths = [width]
+        if name in cuts and cuts[name].dim == dims - (2 if _is_turned(hf, name) else 1):
             lengths = [segment.length for segment in cuts[name].rows.segments]
-        block = block_of(fmt, weight.shape[-1])
+        block = block_of(fmt, width)
         for length in lengths:
             if length % block:
                 columns = f"{length} columns on a rank, which are no whole blocks of {block}"

@@ -29,11 +29,13 @@ from shardwise.models.tensor_cuts import DimCut
 class Stored(nn.Module):
     """A frozen matrix in few bits, under the name of the parameter that it stands for."""
 
-    def __init__(self, weight: torch.Tensor, fmt: Format) -> None:
+    def __init__(self, weight: torch.Tensor, fmt: Format, is_transposed: bool) -> None:
         super().__init__()
         self.format: Format = fmt
         self.weight_dtype = weight.dtype
-        for name, (size, dtype) in shapes_of(fmt, weight.shape).items():
+        self.is_transposed = is_transposed
+        """Whether the parameter is [..., in, out]. What is stored is [..., out, in] anyway."""
+        for name, (size, dtype) in shapes_of(fmt, self.turned(weight).shape).items():
             memory = torch.empty(size, dtype=dtype, device="meta")
             self.register_parameter(name, nn.Parameter(memory, requires_grad=False))
 
@@ -42,27 +44,34 @@ class Stored(nn.Module):
         """Return this rank's share, which kernels compute with while its block runs."""
         names = tuple(self._parameters)
         tensors = tuple(getattr(self, name) for name in names)
-        return Matrix(tensors, StoredLayout(self.format, names, self.weight_dtype))
+        layout = StoredLayout(self.format, names, self.weight_dtype, self.is_transposed)
+        return Matrix(tensors, layout)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the matrix."""
+        """The shape of the parameter."""
         return self.matrix.shape
+
+    def turned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the parameter's dims with those of what is stored, or back."""
+        return tensor.mT if self.is_transposed else tensor
 
     def cuts(self, cut: DimCut) -> Iterator[tuple[str, DimCut]]:
         """Yield the cut of each tensor, by its name, where the matrix has this one.
 
         Raises Indivisible where a rank's columns would cut a block.
         """
-        *_, width = self.shape
-        is_last = cut.dim == len(self.shape) - 1
+        dims = range(len(self.shape))
+        if self.is_transposed:
+            dims = (*dims[:-2], dims[-1], dims[-2])
+        dim, width = dims[cut.dim], self.shape[dims[-1]]
         for name, tensor in self._parameters.items():
             assert tensor is not None
             size = tensor.shape[-1]
-            if not is_last:
-                yield name, cut
+            if dim < len(dims) - 1:
+                yield name, DimCut(dim, cut.rows)
             elif name != "steps" and size > 1:
-                yield name, DimCut(cut.dim, cut.rows.in_blocks(width // size))
+                yield name, DimCut(dim, cut.rows.in_blocks(width // size))
 
 
 class QuantisedLinear(nn.Linear):
@@ -83,6 +92,11 @@ class QuantisedConv1D(Conv1D):
 
 def _matrix(linear: Any) -> Matrix:
     return linear.weight.matrix
+
+
+def is_turned(owner: nn.Module) -> bool:
+    """Return whether a module keeps its matrices as [..., in, out]."""
+    return isinstance(owner, Conv1D) or getattr(owner, "is_transposed", False)
 
 
 def stored_in(model: nn.Module) -> dict[str, Stored]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,8 @@ from transformers.core_model_loading import (
 
 from shardwise.config import UserError
 from shardwise.kernels.quantised import Format
-from shardwise.models.published import QuantisedEntry, entries_in, plain_keys
+from shardwise.models.published import entries_in, plain_keys
+from shardwise.models.quantised_entry import QuantisedEntry
 from shardwise.models.weight_folder import files_by_key, weight_folder
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -45,23 +46,26 @@ def first_dtype(path: str) -> torch.dtype | None:
 
 
 @dataclass
-class Scales:
-    """Scales that a folder quantised as `format` has for the matrix that was yielded last."""
+class OwnCodes:
+    """Codes and scales of a folder that is quantised in `form`, of the matrix yielded last."""
 
-    format: Format
-    tensor: torch.Tensor | None = None
-    """float32, as `kernels.quantised` has them; None where the matrix is not quantised so."""
+    form: Format
+    wanted: Container[str] = ()
+    """Names of matrices of which nothing else is wanted: what is yielded of them is on meta."""
+    tensors: Mapping[str, torch.Tensor] | None = None
+    """The tensors as `kernels.quantised` has them, with the dims of the parameter; None where the
+    matrix is not quantised so."""
     is_own: bool = False
     """Whether the matrix is quantised so, in blocks of any size."""
 
-    def of(self, name: str) -> torch.Tensor | None:
-        """Return the scales; UserError where the matrix has some that no run keeps."""
-        if self.is_own and self.tensor is None:
+    def of(self, name: str) -> Mapping[str, torch.Tensor] | None:
+        """Return the tensors; UserError where the matrix has some that no run keeps."""
+        if self.is_own and self.tensors is None:
             raise UserError(
                 f"{name} is in blocks that no run stores, and would be rounded once more; leave "
-                f"model.base out, or train on plain weights (shardwise export --copy {self.format})"
+                "model.base out, or train on plain weights (shardwise export --copy)"
             )
-        return self.tensor
+        return self.tensors
 
 
 def check_quantised(folder: Path, method: str) -> None:
@@ -70,10 +74,7 @@ def check_quantised(folder: Path, method: str) -> None:
 
 
 def weights_from_files(
-    skeleton: PreTrainedModel,
-    path: str,
-    wanted: Container[str] | None,
-    scales: Scales | None = None,
+    skeleton: PreTrainedModel, path: str, wanted: Container[str] | None, own: OwnCodes | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, full CPU tensor) from a model folder or hub id: see `load.weights`.
 
@@ -95,9 +96,11 @@ def weights_from_files(
             if first in tied and tied[first] in sources:
                 _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
                 continue
-            dtype = state[first].dtype
-            tensors = _convert(skeleton, dtype, first, source, read, path)
-            grids = _scales_of(skeleton, first, source, read, path, scales)
+            codes = {} if own is None else _own_codes(skeleton, first, source, read, path, own)
+            if own is not None and codes and all(name in own.wanted for name in codes):
+                tensors = {name: state[name] for name in codes}
+            else:
+                tensors = _convert(skeleton, state[first].dtype, first, source, read, path)
             for name, tensor in tensors.items():
                 if tensor.shape != state[name].shape:
                     raise UserError(
@@ -106,9 +109,8 @@ def weights_from_files(
                         f"{list(state[name].shape)}; the config does not belong to these weights"
                     )
                 if wanted is None or tied.get(name, name) in wanted:
-                    if scales is not None:
-                        scales.tensor = grids.get(name)
-                        scales.is_own = _is_own(source, read, scales)
+                    if own is not None:
+                        own.tensors, own.is_own = codes.get(name), _is_own(source, read, own)
                     yield tied.get(name, name), tensor.contiguous()
 
 
@@ -260,26 +262,30 @@ class _Reader:
             ) from None
 
 
-def _scales_of(
-    skeleton: PreTrainedModel,
-    name: str,
-    source: _Source,
-    read: _Reader,
-    path: str,
-    scales: Scales | None,
-) -> dict[str, torch.Tensor]:
-    """Return the scales of what a source gives, by name: they are converted as the values are."""
-    if scales is None or not _is_own(source, read, scales):
+def _own_codes(
+    skeleton: PreTrainedModel, name: str, source: _Source, read: _Reader, path: str, own: OwnCodes
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the codes and scales of what a source gives, by name: they are converted as the values
+    are.
+    """
+    if not _is_own(source, read, own):
         return {}
-    grids = {key: read.entries[key].own_scales(read.stored) for key, _ in source.keys}
-    if any(grid is None for grid in grids.values()):
-        return {}
-    return _convert(skeleton, torch.float32, name, source, lambda key, _: grids[key], path)
+    stored = {key: read.entries[key].stored(read.stored) for key, _ in source.keys}
+    codes: dict[str, dict[str, torch.Tensor]] = {}
+    for part in next(iter(stored.values())) or ():
+        parts = {key: tensors[part] for key, tensors in stored.items() if tensors is not None}
+        if len(parts) < len(stored):
+            return {}
+        dtype = next(iter(parts.values())).dtype
+        converted = _convert(skeleton, dtype, name, source, lambda key, _, p=parts: p[key], path)
+        for target, tensor in converted.items():
+            codes.setdefault(target, {})[part] = tensor
+    return codes
 
 
-def _is_own(source: _Source, read: _Reader, scales: Scales) -> bool:
+def _is_own(source: _Source, read: _Reader, own: OwnCodes) -> bool:
     entries = [read.entries.get(key) for key, _ in source.keys]
-    return all(entry is not None and entry.format == scales.format for entry in entries)
+    return all(entry is not None and entry.form == own.form for entry in entries)
 
 
 def _convert(

@@ -9,6 +9,8 @@ FAMILIES = (
     "jet_nemotron",
 )
 """With every kind of layer between them; each has a model of wide matrices."""
+PAIR = ("qwen3_5_text", "granitemoehybrid")
+"""Families of forms of four bits whose codes take the ways of nf4's: one has experts."""
 LAYOUTS = (
     *((layout, 2, "") for layout in ("ddp", "zero1", "zero2", "fsdp2", "tp", "tp-sp", "cp")),
     ("pp", 2, "1f1b"),
@@ -21,7 +23,7 @@ WITH_EXPERTS = (("ddp-ep", 2, ""), ("fsdp2-ep", 4, ""), ("fsdp2-ep-tp", 8, ""))
 CELLS = tuple(
     Cell(family, layout, "lora", nproc, base, schedule)
     for base in BASES
-    for family in FAMILIES
+    for family in (FAMILIES if base in BASES[:3] else PAIR)
     for layout, nproc, schedule in (
         ("single", 1, ""),
         *LAYOUTS,
@@ -33,5 +35,7 @@ FIXED = (
     Cell("granitemoehybrid", "ddp-ep", "lora", 2, "nf4"),
     Cell("lfm2_moe", "fsdp2", "lora", 2, "int8"),
     Cell("jamba", "pp", "lora", 2, "fp8", "1f1b"),
+    Cell("qwen3_5_text", "tp", "lora", 2, "mxfp4"),
+    Cell("granitemoehybrid", "fsdp2-ep", "lora", 4, "mxfp4"),
 )
 """Of these `make test` runs."""

@@ -207,7 +207,7 @@ def _is_compiled(cfg: RunConfig, key: str) -> bool:
 
 def _read_back(cfg: RunConfig, cluster: Cluster, work: UnitWork) -> float:
     """Return the seconds in which stored matrices are read and written in the dtype of products."""
-    form = 0.5 if cfg.model.base.startswith("nf4") else 1.0
+    form = 0.5 if "4" in cfg.model.base else 1.0
     moved = work.stored * (form + product_dtype(cfg).itemsize)
     share = 1.0 if cluster.calibration else efficiency("memory")
     return moved / (cluster.device.memory_bandwidth * share)

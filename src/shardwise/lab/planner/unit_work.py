@@ -19,7 +19,7 @@ from shardwise.config import RunConfig, Way
 from shardwise.metrics.flops import is_again, is_rerun, rerun_of
 from shardwise.models.alike import counts_of, first_alike
 from shardwise.models.counts import ProductWeight, Unit
-from shardwise.models.quantise import stored_paths
+from shardwise.models.quantise import Format, stored_paths
 from shardwise.models.spec import ModelSpec
 
 Pass = Literal["forward", "input", "weight"]
@@ -95,7 +95,7 @@ def work_of_units(
     units = with_gradients(counts_of(hf, spec), cfg.parallel.schedule).units
     feed_forwards = ["", *(f", {layer.feed_forward}" for layer in spec.layers), ""]
     mode = "lora" if cfg.lora else "full"
-    stored = _stored(hf, spec) if cfg.model.base != "none" else frozenset()
+    stored = frozenset() if cfg.model.base == "none" else _stored(hf, spec, cfg.model.base)
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     alike = first_alike(hf, spec, cfg.training.checkpointing)
     works: list[UnitWork] = []
@@ -117,8 +117,8 @@ def _shapes(hf: PreTrainedModel) -> Mapping[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=1)
-def _stored(hf: PreTrainedModel, spec: ModelSpec) -> frozenset[str]:
-    return frozenset(stored_paths(hf, spec))
+def _stored(hf: PreTrainedModel, spec: ModelSpec, base: Format) -> frozenset[str]:
+    return frozenset(stored_paths(hf, spec, base))
 
 
 def _work(

@@ -121,7 +121,7 @@ def _stored(hf: Any, cfg: RunConfig, read_back: Format) -> Iterator[tuple[str, t
     """Yield (name, values) of what is read back, and of DoRA's magnitudes, which start from it."""
     plain = load.build_meta(cfg.model, load.read_config(cfg.model))
     magnitudes = lora.magnitude_starts(hf, dict(hf.named_parameters()))
-    names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf.config, hf))}
+    names = {hf_name(n): n for n in stored_paths(hf, spec_of(hf.config, hf), read_back)}
     for name, value in quantise.read_back(plain, cfg.model, cfg.training.seed, read_back, names):
         yield names[name], value
         if start := magnitudes.get(names[name]):
