@@ -320,7 +320,7 @@ SET_ELSEWHERE = {
     "buffer": "the receive buffer of torch's pipeline stage",
     "_attn_implementation": "transformers makes no mask for attention that it does not know",
     **dict.fromkeys(
-        ("move", "group", "neighbours", "num_others", "places", "exchange", "sizes"),
+        ("move", "group", "neighbours", "num_others", "sizes"),
         "what torch's autograd functions keep for their backward",
     ),
     **dict.fromkeys(

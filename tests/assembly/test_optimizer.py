@@ -130,6 +130,7 @@ NORMS_BEHIND = {
     *QK_NORMS,
     *("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "norm.weight"),
 }
+NORMS_AROUND = {*NORMS_BEHIND, "input_layernorm.weight", "pre_feedforward_layernorm.weight"}
 QKV_BIASES = {f"self_attn.{name}_proj.bias" for name in "qkv"}
 OTHER_BIASES = {"self_attn.o_proj.bias", *(f"mlp.{x}_proj.bias" for x in ("gate", "up", "down"))}
 NOT_DECAYED = {
@@ -148,9 +149,8 @@ NOT_DECAYED = {
     "tiny-glm4": {
         *PLAIN_NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *QKV_BIASES,
     },
-    "tiny-gemma3": {
-        *NORMS_BEHIND, "input_layernorm.weight", "pre_feedforward_layernorm.weight",
-    },
+    "tiny-gemma2": NORMS_AROUND - QK_NORMS,
+    "tiny-gemma3": NORMS_AROUND,
     "tiny-dots1": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
     "tiny-qwen2_moe": {
         *PLAIN_NORMS, *QKV_BIASES, "mlp.shared_expert_gate.weight", "mlp.gate.weight",

@@ -397,6 +397,14 @@ def _gemma3(sizes: Sizes) -> dict[str, Any]:
     return _qwen3(sizes) | _attention_within(sizes) | {"head_dim": sizes.even(4, 20)}
 
 
+def _gemma2(sizes: Sizes) -> dict[str, Any]:
+    caps = {
+        "attn_logit_softcapping": sizes.among(None, 0.05, 1.0),
+        "final_logit_softcapping": sizes.among(None, 0.5, 30.0),
+    }
+    return _gemma3(sizes) | caps | {"query_pre_attn_scalar": sizes.random.randint(1, 40)}
+
+
 def _dots1(sizes: Sizes) -> dict[str, Any]:
     return _qwen3(sizes) | _dense_then_experts(sizes)
 
@@ -458,7 +466,7 @@ _FLAGS = {
     "hunyuan_v1_dense": ("attention_bias",),
     "starcoder2": ("use_bias",),
     "glm4": ("attention_bias",),
-    "gemma3_text": ("attention_bias",),
+    **dict.fromkeys(("gemma2", "gemma3_text"), ("attention_bias",)),
     "dots1": ("attention_bias", "norm_topk_prob"),
     "qwen2_moe": ("qkv_bias", "norm_topk_prob"),
     "glm4_moe_lite": ("attention_bias", "rope_interleave", "norm_topk_prob"),
@@ -504,6 +512,7 @@ _OWN = {
     "hunyuan_v1_dense": _llama,
     "starcoder2": _llama,
     "glm4": _glm4,
+    "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _attention_within,
     "dots1": _dots1,

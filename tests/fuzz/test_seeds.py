@@ -56,6 +56,7 @@ SEEDS = {
     146001: "dots1 tp-sp lora 2p",
     148003: "glm4_moe_lite zero1-tp lora 4p",
     147007: "qwen2_moe pp interleaved-1f1b full 3p",
+    150014: "gemma2 ddp-tp full 6p",
 }
 """What each seed draws of a family: where the program draws otherwise, choose others."""
 

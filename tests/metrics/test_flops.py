@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import PreTrainedModel
 
 from shardwise.kernels import gated_delta_rule, kimi_delta_attention, state_space_duality
+from shardwise.kernels.attention import capped
 from shardwise.kernels.grouped_linear import loop
 from shardwise.kernels.grouped_linear.gradients import Needs
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
@@ -57,7 +58,9 @@ def flops_within(function: Callable[..., object]) -> Any:
     return flops
 
 
-EXPERTS_FLOPS = {
+OWN_FLOPS = {
+    torch.ops.shardwise.capped_attention: flops_within(capped.forward._init_fn),
+    torch.ops.shardwise.capped_attention_gradients: flops_within(capped.backward._init_fn),
     torch.ops.shardwise.grouped_linear: flops_within(loop.forward),
     torch.ops.shardwise.grouped_linear_gradients: flops_within(
         lambda *args: loop.backward(*args[:-1], Needs(*args[-1]))
@@ -69,7 +72,7 @@ def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[s
     """FLOPs per token that torch's counter sees in one forward and backward."""
     use_routed_experts(model)
     recompute(model, spec, checkpointing, DropoutState(seed=0))
-    counter = FlopCounterMode(display=False, custom_mapping=EXPERTS_FLOPS)
+    counter = FlopCounterMode(display=False, custom_mapping=OWN_FLOPS)
     ids = torch.randint(0, 64, (ROWS, LENGTH))
     with sdpa_kernel(SDPBackend.MATH), counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -79,6 +82,11 @@ def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[s
 def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
     """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not.
     FLOPs per token."""
+    if isinstance(core, Attention) and core.cap:
+        # The project's own, of five backward products, on all T keys of rows as short as these.
+        nk, nv = core.num_heads * core.key_dim, core.num_heads * core.value_dim
+        num_keys = 0 if core.window else (LENGTH + 1) / 2 - LENGTH
+        return 2 * (forwards * (nk + nv) + backward * (3 * nk + 2 * nv)) * num_keys
     if isinstance(core, Attention) and core.window:
         # Both have all T keys; the scores that a fused backward computes again are ours alone.
         return 0.5 * backward * 4 * core.num_heads * core.key_dim * LENGTH

@@ -63,6 +63,7 @@ CONFIGS = {
         **{"residual_dropout": 0.0, "embedding_dropout": 0.0},
     },
     "glm4": {"num_hidden_layers": 2, "head_dim": 8},
+    "gemma2": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "gemma3_text": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "phi3": {"num_hidden_layers": 2},
     "dots1": {

@@ -33,6 +33,7 @@ def weights_of(unit: Unit) -> dict[str, ProductWeight]:
         ("phi-4", 14_659_507_200),
         ("smollm3-3b", 3_075_098_624),
         ("gemma-3-1b", 999_885_952),
+        ("gemma-2-9b", 9_241_705_984),
         ("mistral-small-24b", 23_572_403_200),
     ],
 )

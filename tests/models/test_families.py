@@ -27,6 +27,7 @@ KINDS = {
     "tiny-hunyuan_v1_dense": ["full_attention"] * 4,
     "tiny-starcoder2": ["full_attention"] * 4,
     "tiny-glm4": ["full_attention"] * 4,
+    "tiny-gemma2": ["sliding_attention", "full_attention"] * 2,
     "tiny-gemma3": ["sliding_attention"] * 3 + ["full_attention"],
     "tiny-phi3": ["full_attention"] * 4,
     "tiny-dots1": ["full_attention"] * 3 + ["sliding_attention"],

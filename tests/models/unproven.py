@@ -18,6 +18,14 @@ _COMMON = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
+_CAPPED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 16,
+    "attn_logit_softcapping": 0.05,
+    "final_logit_softcapping": 3.0,
+}
 UNPROVEN: dict[str, dict[str, Any]] = {
     "ministral3": {"sliding_window": 16},  # in every layer, and no layer_types
     "ministral": {
@@ -39,14 +47,8 @@ UNPROVEN: dict[str, dict[str, Any]] = {
         "block_size": 8,
     },
     # No form of attention for torch's scaled dot product: softcapped scores, and sinks.
-    "gemma2": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 16,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 3.0,
-    },
+    "gemma2": _CAPPED,
+    "vaultgemma": _CAPPED,
     "gpt_oss": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "head_dim": 16,

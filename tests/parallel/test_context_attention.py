@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 from shardwise.base.interfaces import Mesh
 from shardwise.base.schedule.context import AttentionShape, TokenSplit, Way, sent_by_attention
 from shardwise.config import UserError
-from shardwise.kernels.attention import Merged, Sight, naive
+from shardwise.kernels.attention import Merged, Sight
+from shardwise.kernels.attention.places import Places, Scores
 from shardwise.kernels.recurrence import Tokens
 from shardwise.lab.planner.collectives import Collectives
 from shardwise.lab.planner.communication import Total, add_up
 from shardwise.models.families import spec_of
 from shardwise.models.load import fill, weights
 from shardwise.models.patches.cores import use_attention
-from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
+from shardwise.parallel.context_attention import ContextAttention, _AllToAll
 from shardwise.parallel.context_exchange import Ring
 from tests.distributed import run_ranks
 from tests.left_out import some_now
@@ -46,6 +47,8 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     window: int | None = None
     documents: bool = False
+    cap: float | None = None
+    sinks: bool = False
     sizes: tuple[int, int] = (8, 8)
     dtype: torch.dtype = torch.float64
     num_tokens: int = NUM_TOKENS
@@ -60,6 +63,13 @@ CASES = [
         for way in WAYS
         for window in (None, 1, 5, 13, 30, 60)
         for documents in (False, True)
+    ),
+    *(
+        Case(*way, window=window, documents=documents, cap=cap, sinks=sinks)
+        for way in WAYS
+        for window in (None, 13)
+        for documents in (False, True)
+        for cap, sinks in ((0.8, False), (None, True), (0.8, True))
     ),
     *(Case(*way, heads=heads) for way in WAYS for heads in HEADS),
     *(Case(*way, heads=(4, 4), sizes=sizes) for way in WAYS for sizes in ((6, 4), (4, 6))),
@@ -86,6 +96,8 @@ def drawn_cases(num_ranks: int, num_cases: int) -> list[Case]:
                 heads=(num_ranks * num_kv_heads * group, num_kv_heads),
                 window=random.choice((None, random.randint(1, num_tokens + 3))),
                 documents=random.random() < 0.8,
+                cap=random.choice((None, 0.3, 2.0)),
+                sinks=random.random() < 0.5,
                 sizes=(random.randint(2, 6), random.randint(2, 6)),
                 num_tokens=num_tokens,
                 seed=seed,
@@ -96,10 +108,11 @@ def drawn_cases(num_ranks: int, num_cases: int) -> list[Case]:
 
 
 SHORT = [
-    Case(*way, dtype=dtype, documents=documents)
+    Case(*way, dtype=dtype, documents=documents, cap=cap, sinks=sinks)
     for way in WAYS
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
     for documents in (False, True)
+    for cap, sinks in ((None, False), (0.8, True))
 ]
 
 
@@ -121,14 +134,30 @@ def inputs(case: Case) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     return tuple(x.to(case.dtype) for x in tensors), documents
 
 
+def sinks_of(case: Case) -> torch.Tensor | None:
+    """Return a score of each head beside those of keys, some larger than all of them."""
+    return torch.linspace(-2, 4, case.heads[0], dtype=case.dtype) if case.sinks else None
+
+
 def of_one_process(case: Case) -> tuple[torch.Tensor, ...]:
-    """Return output and gradients of complete rows."""
+    """Return output and gradients of complete rows, all scores at once, as transformers has them
+    for Gemma 2 and gpt-oss: a cap, then a column for the sink, whose share is dropped."""
     (q, k, v, grad_out), documents = inputs(case)
-    for x in (q, k, v):
-        x.requires_grad_()
+    sinks = sinks_of(case)
+    trained = [x.requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    wide = torch.promote_types(case.dtype, torch.float32)
+    keys, values = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q.to(wide) @ keys.mT * 0.4
+    if case.cap is not None:
+        scores = torch.tanh(scores / case.cap) * case.cap
     sight = Sight(0.4, 0, case.window, documents, documents)
-    out, _ = naive.attend(q, k, v, sight)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)
+    mask = sight.mask(case.num_tokens, case.num_tokens, q.device)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    out = (scores.softmax(-1)[..., : case.num_tokens] @ values).to(q.dtype)
+    return out.detach(), *torch.autograd.grad(out, trained, grad_out)
 
 
 def differences(cases: list[Case]) -> list[list[float]]:
@@ -147,19 +176,23 @@ def differences(cases: list[Case]) -> list[list[float]]:
 
         tensors, documents = inputs(case)
         q, k, v, grad_out = map(here, tensors)
-        for x in (q, k, v):
-            x.requires_grad_()
+        sinks = sinks_of(case)
+        trained = [x.requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
         attend = ContextAttention(dist.group.WORLD, cut, case.way)
-        out = attend(q, k, v, 0.4, case.window, documents)
-        results = out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)
-        wanted = of_one_process(case)
+        out = attend(q, k, v, Scores(0.4, case.window, case.cap, sinks), documents)
+        results = [out.detach(), *torch.autograd.grad(out, trained, grad_out)]
+        whole = of_one_process(case)
+        assert [x.dtype for x in results] == [case.dtype] * len(whole)
+        wanted = [*map(here, whole[:4]), *whole[4:]]
+        for total in results[4:]:  # every rank has all sinks, so their gradients are added up
+            dist.all_reduce(total)
+        sizes = [x.abs().max().clamp(min=1) for x in whole]
         found.append(
             [
-                float((mine - here(other)).abs().max() / other.abs().max().clamp(min=1))
-                for mine, other in zip(results, wanted, strict=True)
+                float((mine - other).abs().max() / size)
+                for mine, other, size in zip(results, wanted, sizes, strict=True)
             ]
         )
-        assert [x.dtype for x in results] == [case.dtype] * 4
     return found
 
 
@@ -188,12 +221,31 @@ def test_equals_one_process_in_fewer_bits():
     assert {case: error for case, error in found.items() if not error < allowed[case.dtype]} == {}
 
 
-BLOCKS, GIVE_BACK = Places.blocks, Ring.give_back
+BLOCKS, GIVE_BACK, ADD, CHUNK = Places.blocks, Ring.give_back, Merged.add, torch.Tensor.chunk
 
 
 def merge_without_rescaling(self, out, lse):
     self.out.add_(out)
     self.lse.copy_(torch.logaddexp(self.lse, lse))
+
+
+def leave_out_the_sink(self, out, lse):
+    if out is not None:
+        ADD(self, out, lse)
+
+
+def count_the_sink_on_every_rank(self, out, lse):
+    ADD(self, out, lse)
+    if out is None:
+        ADD(self, out, lse)
+
+
+def without_cap(self, keys):
+    return BLOCKS(self._replace(scores=self.scores._replace(cap=None)), keys)
+
+
+def sinks_of_the_first_heads(x, *args):
+    return [CHUNK(x, *args)[0]] * args[0]
 
 
 def places_of_the_front(self, keys):
@@ -223,6 +275,10 @@ def keep_gradients(_, gradient):
         (Places, "blocks", places_of_the_front, Case("ring", True)),
         (Places, "blocks", places_of_the_front, Case("gather", True)),
         (Places, "blocks", without_documents, Case("ulysses", False, documents=True)),
+        (Merged, "add", leave_out_the_sink, Case("ring", False, sinks=True)),
+        (Merged, "add", count_the_sink_on_every_rank, Case("ring", True, sinks=True)),
+        (Places, "blocks", without_cap, Case("ring", False, cap=0.8)),
+        (torch.Tensor, "chunk", sinks_of_the_first_heads, Case("ulysses", False, sinks=True)),
         (Ring, "give_back", lose_gradients, Case("ring", False)),
         (_AllToAll, "backward", staticmethod(keep_gradients), Case("ulysses", False)),
     ],
@@ -249,7 +305,8 @@ def sent_and_predicted(cases: list[Case]) -> list[tuple[list[Total], list[Total]
         q.requires_grad_()
         k.requires_grad_()
         with Collectives(mesh) as forward:
-            out = ContextAttention(mesh.group("cp"), cut, case.way)(q, k, v, 0.4, case.window)
+            scores = Scores(0.4, case.window)
+            out = ContextAttention(mesh.group("cp"), cut, case.way)(q, k, v, scores)
         with Collectives(mesh) as backward:
             out.backward(grad_out)
         shape = AttentionShape(2 * q.shape[2], *case.heads, *case.sizes, q.element_size())
@@ -287,7 +344,8 @@ class CompleteRows:
 WINDOWS = {
     f"tiny-{name}": {None, 16}
     for name in (
-        *("qwen2", "qwen2_moe", "qwen3", "olmo3", "exaone4", "gemma3", "dots1", "jet_nemotron"),
+        *("qwen2", "qwen2_moe", "qwen3", "olmo3", "exaone4", "gemma2", "gemma3", "dots1"),
+        "jet_nemotron",
     )
 }
 """Windows of the attention layers of tiny models."""
@@ -326,6 +384,21 @@ def test_takes_what_the_attention_of_every_family_gives(name):
         torch.testing.assert_close(result, other, rtol=1e-4, atol=1e-5)
 
 
+def test_compiled_layers_of_one_class_have_the_windows_of_their_kinds():
+    model = tiny("tiny-olmo3")
+    hf = on_meta(model)
+    fill(hf, weights(hf, model, 0))
+    ids = torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(0))
+    spec = spec_of(hf.config, hf)
+    use_attention(hf, spec, Tokens, ContextAttention(None, TokenSplit(1), "ring").for_mixer)
+    expected = output_and_gradients(hf, ids)
+    torch._dynamo.reset()
+    for layer in spec.layers:
+        hf.get_submodule(layer.name).compile(backend="eager")
+    for result, other in zip(output_and_gradients(hf, ids), expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-4, atol=1e-5)
+
+
 def of_mixer_on_a_rank() -> torch.Tensor:
     """Return this rank's output of a mixer under autocast, with the documents of complete rows."""
     case = Case("ring", False, documents=True, dtype=torch.float32)
@@ -347,14 +420,13 @@ def test_a_mixer_has_the_documents_of_complete_rows():
     torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=0, atol=3e-2)
 
 
-@pytest.mark.parametrize(
-    "given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(4)}]
-)
-def test_changed_scores_are_refused(given):
+def test_a_bias_by_place_is_refused():
     (q, k, v, _), _ = inputs(Case("ring", False))
     context = ContextAttention(None, TokenSplit(1), "ring")
     with pytest.raises(UserError, match=r"parallel\.cp"):
-        context.for_mixer(Tokens(), torch.nn.Identity(), q, k, v, None, **given)
+        context.for_mixer(
+            Tokens(), torch.nn.Identity(), q, k, v, None, position_bias=torch.zeros(4)
+        )
 
 
 def kept_bytes() -> dict[str, int]:
@@ -370,7 +442,7 @@ def kept_bytes() -> dict[str, int]:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            ContextAttention(dist.group.WORLD, TokenSplit(n, zigzag), way)(q, k, v, 0.4)
+            ContextAttention(dist.group.WORLD, TokenSplit(n, zigzag), way)(q, k, v, Scores(0.4))
         kept[f"{way} {zigzag}"] = sum(sizes.values()) - sum(x.nbytes for x in (q, k, v))
     return kept
 

@@ -21,7 +21,7 @@ CELLS = (
     Cell("gemma3_text", "fsdp2", "full", 2),
     Cell("olmoe", "ddp", "full", 2),
     Cell("minimax", "fsdp2", "full", 2),
-    Cell("gemma2", "zero1", "full", 2),
+    Cell("vaultgemma", "zero1", "full", 2),
     Cell("gpt_oss", "ddp", "full", 2),
     Cell("gpt_oss", "fsdp2", "lora", 2),
 )

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from shardwise.base.schedule.context import reach_of, way_taken
 from shardwise.base.schedules import HALVING
 from shardwise.config import RunConfig, way_of
-from shardwise.kernels.attention.blocks import queries_computed
+from shardwise.kernels.attention.blocks import computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
@@ -246,25 +246,30 @@ class _Unit:
             hidden=self.hidden,
             cast=cast.itemsize if cast else None,
             on_cpu=device_of(cfg) == "cpu",
-            shares_rows=None if cfg.parallel.cp == 1 else self._shared_rows(is_windowed(layer)),
+            shares_rows=self._shared_rows(layer),
             spreads_experts=cfg.parallel.ep > 1,
             is_windowed=is_windowed(layer),
         )
 
-    def _shared_rows(self, has_window: bool) -> SharedRows:
-        parallel = self.cfg.parallel
+    def _shared_rows(self, layer: LayerSpec | None) -> SharedRows | None:
+        parallel, kinds = self.cfg.parallel, [b.kind for b in layer.attention] if layer else []
+        is_alone = parallel.cp == 1
+        if is_alone and not any(kind.functions for kind in kinds):
+            return None
+        cores = [core for kind in kinds for core in kind.cores(self.hf.config)]
+        cap = next((getattr(core, "cap", None) for core in cores), None)
+        window = getattr(self.hf.config, "sliding_window", None) if is_windowed(layer) else None
         way, cut = context_facts(self.hf, self.spec).way_and_cut(parallel)
-        window = getattr(self.hf.config, "sliding_window", None) if has_window else None
         chunk = self.length // cut.chunks_per_rank
-        way = way_taken(way, cut, reach_of(window, chunk))
+        way = "gather" if is_alone else way_taken(way, cut, reach_of(window, chunk))
         row = range(self.length * parallel.cp)
-        if way == "ulysses":  # all queries of some heads
-            return SharedRows(way, parallel.cp, queries_computed(row, row, window) / len(row))
+        if way == "ulysses" or is_alone:  # all queries, of some heads
+            return SharedRows(way, parallel.cp, (*computed(row, row, window, cap),), bool(cap))
         places = [range(chunk * i, chunk * (i + 1)) for i in range(len(row) // chunk)]
         own = [places[i] for i in cut.chunks(parallel.cp - 1)]
         keys = [row] if way == "gather" else places
-        computed = sum(queries_computed(q, k, window) for q in own for k in keys)
-        return SharedRows(way, parallel.cp, computed / self.length)
+        pieces = (piece for q in own for k in keys for piece in computed(q, k, window, cap))
+        return SharedRows(way, parallel.cp, tuple(pieces), bool(cap))
 
     def _cuts_of_tp(self, path: str, layer: LayerSpec | None) -> Iterator[tuple[str, int, int]]:
         """Yield each parameter that `tp` cuts, the dim, and the size that is left."""

@@ -19,15 +19,16 @@ from shardwise.models.tape import Tape, Tensor
 
 
 class SharedRows(NamedTuple):
-    """How rows lie on several ranks, by `cp`."""
+    """How rows lie on several ranks, by `cp`, or on one whose attention the project computes."""
 
     way: Way
     """Way in which attention gets the keys of other ranks."""
     num_ranks: int
     """The number of ranks of `cp`."""
-    repeats: float
-    """Operators that compute a query's output, each on some of its keys: on average, on the rank
-    with the most."""
+    pieces: tuple[tuple[int, int], ...]
+    """The queries and keys of a row that each operator takes, on the rank with the most."""
+    is_capped: bool = False
+    """Whether a cap changes scores, so that an operator has them in memory."""
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Elementwise:
     is_rotated: bool = True
     """False where a layer of a model with rotary positions says that it has none (`use_rope`)."""
     shares_rows: SharedRows | None = None
-    """None: no other rank has tokens of the rows."""
+    """None: no other rank has tokens of the rows, and fused attention computes them."""
     spreads_experts: bool = False
     """Tokens go to the ranks of their experts, by `ep`."""
 

@@ -7,6 +7,8 @@ or a channel count as launched, with 0 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwise.models.tape import Moves
 
 WIDE = 4
@@ -161,4 +163,47 @@ def loss_in_chunks(
     ):
         if is_needed:
             backward += [2 * numel * WIDE, *cast(numel, narrow)]
+    return forward, backward
+
+
+def attention_in_pieces(
+    pieces: Sequence[tuple[int, int]],
+    is_capped: bool,
+    heads: int,
+    row: int,
+    value_size: int,
+    numels: tuple[int, int, int],
+    itemsize: int,
+) -> tuple[list[int], list[int]]:
+    """Return the moves of kernels/attention/places.py, and those of its backward.
+
+    `pieces`: queries and keys of an operator; `heads`: of all rows; `row`: queries of a head;
+    `numels`: of queries, keys and values. Scores that a cap changes are read and written one by
+    one.
+    """
+    size = heads * row * value_size
+    forward, backward = [size * WIDE, SMALL], [numel * WIDE for numel in (*numels, *numels[1:])]
+    for num_queries, num_keys in pieces:
+        scores, share = heads * num_queries * num_keys * WIDE, num_queries / row
+        out, narrow = int(size * share) * WIDE, int(size * share) * itemsize
+        forward += [SMALL] * 4
+        shares = share, num_keys / row, num_keys / row
+        q, k, v = (int(numel * part) for numel, part in zip(numels, shares, strict=True))
+        forward += [SMALL] * 4
+        if is_capped:
+            forward += [*[2 * scores] * 6, *[scores] * 2, 2 * out, *[SMALL] * 5, 2 * narrow]
+            backward += [*[2 * scores] * 10, *[3 * scores] * 2, *[SMALL] * 3, 2 * out + narrow]
+            # Queries are copied to lie in the order of keys' heads, and 16 bits for a CPU.
+            forward.append(2 * q * itemsize)
+            backward += [*[2 * q * itemsize] * 2, *[2 * narrow] * 2]
+            if itemsize < WIDE:
+                forward += [*(n * (WIDE + itemsize) for n in (q, k, v)), out + narrow]
+                backward += [n * (WIDE + itemsize) for n in (q, q, k, k, v)]
+                backward += [out + narrow] * 3
+        forward += [*[SMALL] * 8, 2 * out, out + narrow, 3 * out]
+        backward += [*[SMALL] * 6, *(3 * numel * WIDE for numel in (q, k, v))]
+    backward += [3 * numel * WIDE for numel in numels[1:]]
+    if itemsize < WIDE:
+        forward.append(size * (WIDE + itemsize))
+        backward += [numel * (WIDE + itemsize) for numel in (*numels, *numels[1:])]
     return forward, backward

@@ -1,7 +1,7 @@
 """How a rank gets the keys and values of other ranks, and how those ranks get the gradients.
 
-Both ways implement `Exchange`; context_attention.py describes them, and schedule/context.py counts
-their bytes. Keys are [B, K, T, H] in the order of their places.
+Both ways implement `Exchange` of kernels/attention/places.py; context_attention.py describes them,
+and schedule/context.py counts their bytes. Keys are [B, K, T, H] in the order of their places.
 """
 
 from __future__ import annotations
@@ -9,72 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise.base.schedule.context import TokenSplit
+from shardwise.kernels.attention.places import Keys, Message, Pair
 from shardwise.parallel.reduce import all_gather, reduce_scatter
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Keys [B, K, T, H] and values, or their gradients."""
 
 
 def ranges_of(chunks: tuple[int, ...], length: int) -> tuple[range, ...]:
     """Return the places of the tokens of chunks."""
     return tuple(range(chunk * length, (chunk + 1) * length) for chunk in chunks)
-
-
-class Keys(NamedTuple):
-    """Keys and values of some stretches of a row."""
-
-    places: tuple[range, ...]
-    k: torch.Tensor
-    v: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Message:
-    """Keys and values, or gradients, that are on their way to this rank."""
-
-    pair: Pair
-    """Buffers that they will be in."""
-    columns: slice
-    """Gradients: the tokens of this rank that they are of."""
-    works: tuple[dist.Work, ...] = ()
-    sent: torch.Tensor | None = None
-    """Tensors that leave this rank at the same time, kept until it has left."""
-
-    def wait(self) -> Pair:
-        """Return them once they are here."""
-        for work in self.works:
-            work.wait()
-        return self.pair
-
-
-class Exchange(Protocol):
-    """How a rank gets the keys of others, in rounds, and their owners the gradients."""
-
-    def rounds(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Keys]:
-        """Yield keys to compute with, given this rank's own; ranks have equally many rounds."""
-        ...
-
-    def give_back(self, number: int, grad_k: torch.Tensor, grad_v: torch.Tensor) -> Message:
-        """Send the gradients of a round's keys home; return those of this rank's own keys."""
-        ...
-
-
-class Alone:
-    """No other rank has keys."""
-
-    def rounds(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Keys]:
-        """See Exchange: one round."""
-        yield Keys((range(k.shape[2]),), k, v)
-
-    def give_back(self, number: int, grad_k: torch.Tensor, grad_v: torch.Tensor) -> Message:
-        """See Exchange."""
-        return Message((grad_k, grad_v), slice(None))
 
 
 @dataclass(frozen=True)

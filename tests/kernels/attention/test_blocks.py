@@ -82,9 +82,10 @@ def check(q, k, v, grad_out, sight, within: float) -> None:
     apart=st.booleans(),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     sizes=st.sampled_from([(8, 8), (5, 3), (3, 5)]),
+    cap=st.sampled_from([None, 0.4, 3.0]),
 )
-def test_equals_all_scores_at_once(num_queries, num_keys, offset, window, apart, heads, sizes):
-    sight = Sight(0.3, offset, window)
+def test_equals_all_scores_at_once(num_queries, num_keys, offset, window, apart, heads, sizes, cap):
+    sight = Sight(0.3, offset, window, cap=cap)
     if apart:
         sight = with_documents(sight, num_queries, num_keys)
     check(*inputs(num_queries, num_keys, heads, sizes), sight, within=1e-12)
@@ -103,10 +104,11 @@ def test_more_queries_than_are_computed_together(window, apart):
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("offset", [-20, 0, 40])
 @pytest.mark.parametrize("apart", [False, True])
-def test_more_keys_than_are_computed_together(monkeypatch, window, offset, apart):
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_more_keys_than_are_computed_together(monkeypatch, window, offset, apart, cap):
     monkeypatch.setattr(blocks, "QUERIES", 16)
     monkeypatch.setattr(blocks, "KEYS", 24)
-    sight = Sight(0.3, offset, window)
+    sight = Sight(0.3, offset, window, cap=cap)
     if apart:
         sight = with_documents(sight, 100, 110)
     check(*inputs(100, 110, (2, 1)), sight, within=1e-12)
@@ -127,9 +129,10 @@ def test_documents_take_no_memory_that_grows_with_the_keys():
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
 @pytest.mark.parametrize("window", [None, 5])
-def test_inputs_of_16_bits(dtype, within, window):
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_inputs_of_16_bits(dtype, within, window, cap):
     q, k, v, grad_out = inputs(9, 12, dtype=dtype)
-    sight = Sight(0.3, 3, window)
+    sight = Sight(0.3, 3, window, cap=cap)
     check(q, k, v, grad_out, sight, within)
     out, lse = output(q, k, v, sight)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
@@ -144,6 +147,18 @@ def test_the_reference_has_the_gradients_of_autograd():
     mask = sight.mask(5, 7, q.device)
     other = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(out, other)
+    wanted = torch.autograd.grad(out, (q, k, v), grad_out)
+    gradients = naive.attend_backward(grad_out, q, k, v, out, lse, sight)
+    torch.testing.assert_close(gradients, wanted, rtol=0, atol=1e-12)
+
+
+def test_the_reference_has_the_gradients_of_autograd_with_a_cap():
+    q, k, v, grad_out = (x.requires_grad_() for x in inputs(5, 7))
+    sight = with_documents(Sight(0.3, 2, 4, cap=0.5), 5, 7)
+    out, lse = naive.attend(q, k, v, sight)
+    scores = torch.tanh(q @ k.repeat_interleave(2, 1).mT * 0.3 / 0.5) * 0.5
+    scores = scores.masked_fill(~sight.mask(5, 7, q.device), -torch.inf)
+    torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1))
     wanted = torch.autograd.grad(out, (q, k, v), grad_out)
     gradients = naive.attend_backward(grad_out, q, k, v, out, lse, sight)
     torch.testing.assert_close(gradients, wanted, rtol=0, atol=1e-12)

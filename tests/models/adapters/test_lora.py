@@ -51,6 +51,7 @@ EXPECTED = {
     "tiny-hunyuan_v1_dense": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-starcoder2": {"full_attention": (4 * 6, 24, 24, 16)},
     "tiny-glm4": {"full_attention": (4 * 6, 24, 24, 16)},
+    "tiny-gemma2": {"sliding_attention": (2 * 7, 14, 14, 8), "full_attention": (2 * 7, 14, 14, 8)},
     "tiny-gemma3": {"full_attention": (7, 7, 7, 4), "sliding_attention": (3 * 7, 21, 21, 12)},
     "tiny-phi3": {"full_attention": (4 * 4, 16, 16, 8)},
     "tiny-dots1": {

@@ -1,8 +1,8 @@
 """Attention by fused operators, on no more keys and with no larger masks than needed.
 
-Keys that all queries see need no mask, nor does a square block on the diagonal. Windows and
-documents do: their queries are computed some at a time, on some of the keys that lie in their
-window. So no mask grows with the row.
+Keys that all queries see need no mask, nor does a square block on the diagonal. Windows, documents
+and capped scores do: their queries are computed some at a time, on some of the keys that lie in
+their window. So no mask grows with the row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.kernels.attention import operators
+from shardwise.kernels.attention import capped, operators
 from shardwise.kernels.attention.naive import Sight
 from shardwise.kernels.attention.operators import Tensors
 
@@ -46,12 +46,13 @@ class Merged(NamedTuple):
         """Return the part of some queries, in the same memory."""
         return Merged(self.out[:, :, queries], self.lse[:, :, queries])
 
-    def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Add the output on one more block of keys, in place."""
+    def add(self, out: torch.Tensor | None, lse: torch.Tensor) -> None:
+        """Add the output on one more block of keys, in place; None: of keys without a value."""
         total = torch.logaddexp(self.lse, lse)
         anchor = finite(total)
         self.out.mul_(torch.exp(self.lse - anchor)[..., None])
-        self.out.add_(out * torch.exp(lse - anchor)[..., None])
+        if out is not None:
+            self.out.add_(out * torch.exp(lse - anchor)[..., None])
         self.lse.copy_(total)
 
 
@@ -63,7 +64,11 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, merg
     for piece in _pieces(q.shape[2], k.shape[2], sight):
         mask = piece.mask(q.device)
         some_q, some_k, some_v = piece.of(q, k, v)
-        out, lse = operators.forward(some_q, some_k, some_v, mask, piece.is_causal, sight.scale)
+        if sight.cap is not None:
+            assert mask is not None
+            out, lse = capped.forward(some_q, some_k, some_v, mask, sight.scale, sight.cap)
+        else:
+            out, lse = operators.forward(some_q, some_k, some_v, mask, piece.is_causal, sight.scale)
         if mask is not None:
             sees_none = ~mask.any(-1)
             out = out.masked_fill(sees_none[..., None], 0.0)
@@ -88,27 +93,30 @@ def attend_backward(
     """
     lse = finite(lse)
     for piece in _pieces(q.shape[2], k.shape[2], sight):
-        queries, keys = piece.queries, piece.keys
-        parts = operators.backward(
+        queries, keys, mask = piece.queries, piece.keys, piece.mask(q.device)
+        inputs = (
             grad_out[:, :, queries],
             *piece.of(q, k, v),
-            out[:, :, queries],
-            lse[:, :, queries],
-            piece.mask(q.device),
-            piece.is_causal,
-            sight.scale,
+            *(out[:, :, queries], lse[:, :, queries]),
         )
+        if sight.cap is not None:
+            assert mask is not None
+            parts = capped.backward(*inputs, mask, sight.scale, sight.cap)
+        else:
+            parts = operators.backward(*inputs, mask, piece.is_causal, sight.scale)
         for gradient, where, part in zip(gradients, (queries, keys, keys), parts):
-            gradient[:, :, where] += part
+            gradient[:, :, where].add_(part)
 
 
-def queries_computed(queries: range, keys: range, window: int | None) -> int:
-    """Return the queries at these places of a row, once for each operator that computes them."""
-    sight = Sight(1.0, queries.start - keys.start, window)
+def computed(
+    queries: range, keys: range, window: int | None, cap: float | None = None
+) -> list[tuple[int, int]]:
+    """Return how many of the queries and keys at these places of a row each operator takes."""
+    sight = Sight(1.0, queries.start - keys.start, window, cap=cap)
     if sight.sees_none(len(queries), len(keys)):
-        return 0
+        return []
     pieces = _pieces(len(queries), len(keys), sight)
-    return sum(piece.queries.stop - piece.queries.start for piece in pieces)
+    return [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in pieces]
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
@@ -140,7 +148,8 @@ class _Piece(NamedTuple):
 def _pieces(num_queries: int, num_keys: int, sight: Sight) -> Iterator[_Piece]:
     """Yield the pieces of all queries and keys; what no query sees is in none of them."""
     window, offset = sight.window, sight.offset
-    if sight.query_documents is None and (window is None or offset + num_queries <= window):
+    is_plain = sight.query_documents is None and sight.cap is None
+    if is_plain and (window is None or offset + num_queries <= window):
         everything = slice(0, num_queries)
         if offset >= num_keys - 1:
             yield _Piece(everything, slice(0, num_keys))

@@ -21,6 +21,8 @@ class Sight(NamedTuple):
     """[B, T] int64: a query sees the keys whose document is its own; None: all are of one."""
     key_documents: torch.Tensor | None = None
     """[B, T'] int64, with `query_documents`."""
+    cap: float | None = None
+    """The cap c of scores: c tanh(s / c) of a score s; None: they are not capped."""
 
     def sees_none(self, num_queries: int, num_keys: int) -> bool:
         """Return whether no query sees any key, whatever their documents are."""
@@ -69,9 +71,12 @@ def attend_backward(
     `out`, `lse` and the gradient `grad_out` are those of attention on all keys, these among them.
     """
     wide_k, wide_v, grad_out = _alike(k, q), _alike(v, q), _wide(grad_out)
-    shares = torch.exp(_scores(q, k, sight) - _finite(lse)[..., None])
+    scores = _scores(q, k, sight)
+    shares = torch.exp(scores - _finite(lse)[..., None])
     grad_scores = grad_out @ wide_v.mT - (grad_out * out).sum(-1, keepdim=True)
     grad_scores = grad_scores * shares * sight.scale
+    if sight.cap is not None:
+        grad_scores = grad_scores * (1 - (_finite(scores) / sight.cap) ** 2)
     heads = k.shape[1], -1
     grad_k = (grad_scores.mT @ _wide(q)).unflatten(1, heads).sum(2)
     grad_v = (shares.mT @ grad_out).unflatten(1, heads).sum(2)
@@ -80,6 +85,8 @@ def attend_backward(
 
 def _scores(q: torch.Tensor, k: torch.Tensor, sight: Sight) -> torch.Tensor:
     scores = (_wide(q) @ _alike(k, q).mT) * sight.scale
+    if sight.cap is not None:
+        scores = sight.cap * torch.tanh(scores / sight.cap)
     return scores.masked_fill(~sight.mask(q.shape[2], k.shape[2], q.device), -torch.inf)
 
 

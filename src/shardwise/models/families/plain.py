@@ -21,6 +21,15 @@ GEMMA3_TEXT = Family(
     norms=Norms(behind="post_attention_layernorm", between="pre_feedforward_layernorm"),
     logits_capped_by="final_logit_softcapping",
 )
+GEMMA2 = Family(
+    "gemma2",
+    mixers={
+        "full_attention": mixer("self_attn", attention.CAPPED),
+        "sliding_attention": mixer("self_attn", attention.SLIDING_CAPPED),
+    },
+    norms=Norms(behind="post_attention_layernorm", between="pre_feedforward_layernorm"),
+    logits_capped_by="final_logit_softcapping",
+)
 PHI3 = Family(
     "phi3",
     mixers={

@@ -6,6 +6,7 @@ Tensor parallelism shards the heads.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
@@ -13,9 +14,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from shardwise.kernels.attention.places import for_mixer
 from shardwise.models.elementwise import SharedRows
 from shardwise.models.kinds.base import Core, Kind
-from shardwise.models.moves import WIDE
+from shardwise.models.moves import WIDE, attention_in_pieces
 from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
@@ -54,6 +56,8 @@ class Attention(Core):
     key_dim: int
     value_dim: int
     window: int | None = None
+    cap: float | None = None
+    """The cap of scores, which makes no products."""
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
@@ -71,6 +75,13 @@ def full_cores(config: PretrainedConfig) -> tuple[Attention]:
 def sliding_cores(config: PretrainedConfig) -> tuple[Attention]:
     """Return the core of attention over a window."""
     return (replace(full_cores(config)[0], window=config.sliding_window),)
+
+
+def _capped(
+    cores: Callable[[PretrainedConfig], tuple[Attention]],
+) -> Callable[[PretrainedConfig], tuple[Attention]]:
+    """Return what gives the same core with the cap of a config."""
+    return lambda config: (replace(cores(config)[0], cap=config.attn_logit_softcapping),)
 
 
 def _head_dim(config: PretrainedConfig) -> int:
@@ -160,7 +171,7 @@ def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
 def over_ranks(
     block: TapedBlock, shared: SharedRows, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int]
 ) -> Tensor:
-    """Return the output of parallel/context_attention.py; `sizes`: of a head of keys and of values.
+    """Return the output of kernels/attention/places.py; `sizes`: of a head of keys and of values.
 
     An operator computes some queries on some keys, with heads of one size. Its output is scaled, in
     a new tensor, and added to what is merged. That is kept; selective checkpointing keeps each
@@ -188,8 +199,26 @@ def over_ranks(
         for x, size in ((q, key_size), (k, key_size), (v, value_size))
         if size < padded
     )
+    row = block.length * (shared.num_ranks if shared.way == "ulysses" else 1)
+    repeats = sum(num_queries for num_queries, _ in shared.pieces) / row
+    # Scores that a cap changes are there whole; in the backward with gradients and what was capped.
+    most = max(num_queries * num_keys for num_queries, num_keys in shared.pieces)
+    scores = queries // row * most * WIDE * shared.is_capped
+    rounded = scores // 2 * (not block.on_cpu and itemsize < WIDE)
+    inside = 0
+    if shared.is_capped:
+        # Queries in the order of keys' heads, or outputs; 32 bits of all on a CPU; and the mask.
+        widened = WIDE * (itemsize < WIDE and block.on_cpu)
+        first = q.num_bytes + widened * (q.numel + k.numel)
+        last = queries * (value_size + 3) * WIDE + widened * v.numel
+        inside = merged + scores + rounded + most + max(first, last)
+        inside -= queries * (value_size * itemsize + WIDE)  # there is no result yet
     forward = block.tape.products_within(
-        int(each * shared.repeats), merged, 2 * merged + each + padding, each
+        int(each * repeats), merged, max(2 * merged + each, inside) + padding, each
+    )
+    numels = q.numel, k.numel, v.numel
+    moves, moves_back = attention_in_pieces(
+        *(shared.pieces, shared.is_capped, queries // row, row, value_size, numels, itemsize)
     )
     lse = block.tape.tensor(queries, WIDE)
     # The gradients of other ranks' keys and values, and what an operator gives to be added.
@@ -201,7 +230,9 @@ def over_ranks(
         keeps=[q, k, v, lse],
         keeps_outputs=True,
         forward=forward,
-        backward=others + padding + output_bytes,
+        forward_moves=moves,
+        backward=others + padding + output_bytes + 3 * scores + rounded,
+        backward_moves=moves_back,
         flops=block.attention_flops(q, queries * value_size),
     )
     del received
@@ -319,6 +350,10 @@ ROTATED_WIDE_PAIRS = replace(
 GROUPED = replace(FULL, split=split_grouped, shares_input=())
 """Phi's, with one projection for queries and grouped keys and values."""
 SLIDING_GROUPED = replace(GROUPED, name="sliding_attention", cores=sliding_cores)
+_OWN = {"ALL_ATTENTION_FUNCTIONS": for_mixer}
+CAPPED = replace(FULL, cores=_capped(full_cores), functions=_OWN)
+"""Gemma 2's, whose scores are capped, which no operator of torch does."""
+SLIDING_CAPPED = replace(SLIDING, cores=_capped(sliding_cores), functions=_OWN)
 JOINED = replace(
     FULL,
     split=split_joined,

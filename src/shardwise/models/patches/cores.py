@@ -20,6 +20,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.rotary import rotate, rotate_neighbours, rotate_pairs
 from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
 from shardwise.models.patches.elementwise import code_of, reference
 from shardwise.models.spec import ModelSpec
@@ -41,6 +42,8 @@ ROTATED = {
 ROTATIONS = {code_of(reference(path)): ours for path, ours in ROTATED.items()}
 """The project's functions by that code."""
 
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+"""The name under which a mixer finds transformers' functions of attention."""
 Attention = Callable[..., tuple[torch.Tensor, None]]
 """attention(tokens, module, q, k, v, mask, *, scaling, ...), as in transformers' registry."""
 
@@ -60,8 +63,16 @@ def use_cores(hf: nn.Module, spec: ModelSpec, tokens: Callable[[], Tokens]) -> N
             forward = _forward_of(mixer)
             key = forward, block.kind.name
             if key not in forwards:
-                cores = {n: _with_tokens(c, tokens) for n, c in block.kind.functions.items()}
-                forwards[key] = _with_names(forward, cores)
+                names: dict[str, Any] = {
+                    n: _with_tokens(c, tokens) for n, c in block.kind.functions.items()
+                }
+                if core := names.pop(REGISTRY, None):
+                    # Context parallelism has put its own there before.
+                    registry = forward.__globals__[REGISTRY]
+                    if not isinstance(registry, _Registry):
+                        registry = _Registry(_with_window(core, block.kind, hf))
+                    names[REGISTRY] = registry
+                forwards[key] = _with_names(forward, names)
             mixer.forward = MethodType(forwards[key], mixer)
 
 
@@ -70,22 +81,19 @@ def use_attention(
 ) -> None:
     """Let every attention of `hf` be computed by a function of the tokens of the micro-batch.
 
-    No masks are made for it. The window is that of the layer's kind: some classes, Qwen2-MoE's
-    among them, give it to their mask alone.
+    The window is that of the layer's kind: some classes, Qwen2-MoE's among them, give it to their
+    mask alone.
     """
-    # transformers makes masks for the implementations that it knows.
-    hf.config._attn_implementation = "shardwise"
     # Compiled code of a class is kept in the globals of one forward, so its layers share that.
-    forwards: dict[tuple[object, int | None], Callable[..., Any]] = {}
+    forwards: dict[tuple[object, Kind], Callable[..., Any]] = {}
     for layer in spec.layers:
         for block in layer.attention:
             mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
             forward = _forward_of(mixer)
-            (core,) = block.kind.cores(hf.config)
-            key = forward, getattr(core, "window", None)
+            key = forward, block.kind
             if key not in forwards:
-                registry = _Registry(_with_window(_with_tokens(attention, tokens), key[1]))
-                forwards[key] = _with_names(forward, {"ALL_ATTENTION_FUNCTIONS": registry})
+                core = _with_window(_with_tokens(attention, tokens), block.kind, hf)
+                forwards[key] = _with_names(forward, {REGISTRY: _Registry(core)})
             mixer.forward = MethodType(forwards[key], mixer)
 
 
@@ -147,12 +155,17 @@ def _with_names(forward: Any, new: Mapping[str, Any]) -> Callable[..., Any]:
     # torch.compile would look the functions up in the module of this name.
     names.pop("__name__", None)
     assert forward.__kwdefaults__ is None
-    return FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    # It knows a function by its code: one of other names must not be taken for this one.
+    code = forward.__code__.replace()
+    return FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
 
 
-def _with_window(core: Callable[..., Any], window: int | None) -> Callable[..., Any]:
+def _with_window(core: Callable[..., Any], kind: Kind, hf: Any) -> Callable[..., Any]:
+    """Return a function of attention that has its kind's window; no masks are made for it."""
+    # transformers makes masks for the implementations that it knows.
+    hf.config._attn_implementation = "shardwise"
+    window = getattr(kind.cores(hf.config)[0], "window", None)
+
     def with_window(*args: Any, **kwargs: Any) -> Any:
         return core(*args, **{**kwargs, "sliding_window": window})
 
