@@ -129,6 +129,21 @@ def mxfp4(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
     return {f"{name}_blocks": codes, f"{name}_scales": (exponents + 127).to(torch.uint8)}
 
 
+def nvfp4(is_divided: bool) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
+    def quantise(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
+        factor = value.abs().amax() / (448 * 6)
+        blocks = value.unflatten(-1, (-1, 16))
+        scales = (blocks.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+        codes = nibbles(blocks / (scales.float() * factor)[..., None]).flatten(-2)
+        owner = key.removesuffix(".weight")
+        tensors = {f"{owner}.weight_scale": scales, f"{owner}.input_scale": torch.ones(())}
+        if is_divided:
+            return tensors | {f"{key}_packed": codes, f"{key}_global_scale": 1 / factor.view(1)}
+        return tensors | {key: codes, f"{key}_scale_2": factor}
+
+    return quantise
+
+
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 ROWS = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
 METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata], Tensors]]] = {
@@ -146,6 +161,27 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata],
         },
         in_rows,
     ),
+    "nvfp4": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {
+                        **{"num_bits": 4, "type": "float", "strategy": "tensor_group"},
+                        **{"group_size": 16, "symmetric": True},
+                    },
+                }
+            },
+            "ignore": ["lm_head", "re:.*visual.*"],
+        },
+        nvfp4(is_divided=True),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*router*"]},
+        nvfp4(is_divided=False),
+    ),
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
     **{
         f"torchao {name}": (
@@ -162,5 +198,6 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata],
 BASE_OF = {
     **{"nf4": "nf4", "nf4 nested": "nf4", "fp8": "fp8", "compressed-tensors": "fp8"},
     **{"torchao int8": "int8", "torchao fp8": "fp8", "mxfp4": "mxfp4"},
+    **dict.fromkeys(("nvfp4", "modelopt"), "nvfp4"),
 }
 """The `model.base` that stores the same codes."""

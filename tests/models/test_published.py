@@ -94,7 +94,9 @@ def test_values_are_near_those_that_were_quantised(method, plain, tmp_path):
     assert before.keys() == after.keys()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(changed) > 20
-    most = {"nf4": 0.17, "mxfp4": 0.2}.get(BASE_OF[method], 0.07)  # half of the widest gap
+    most = {"nf4": 0.17, "mxfp4": 0.2, "nvfp4": 0.18}.get(
+        BASE_OF[method], 0.07
+    )  # half of the widest gap
     for name in changed:
         error = (before[name] - after[name]).abs().max() / before[name].abs().max()
         assert error < most, name
@@ -108,6 +110,8 @@ STORED = (
     ("torchao int8", "bfloat16", "plain"),
     ("torchao fp8", "float32", "experts"),
     ("mxfp4", "bfloat16", "experts"),
+    ("nvfp4", "bfloat16", "experts"),
+    ("modelopt", "float32", "plain"),
 )
 """What `make test` stores: each method once, in one dtype and of one model."""
 
@@ -150,7 +154,7 @@ LAYOUTS = (("fsdp2", 2), ("tp", 2))
         *(("nf4 nested", source) for source in ("plain", "experts")),
         *(("fp8", source) for source in ("plain", "experts")),
         *(("torchao int8", source) for source in ("plain", "experts")),
-        *(("mxfp4", source) for source in ("plain", "experts")),
+        *((method, s) for method in ("mxfp4", "nvfp4") for s in ("plain", "experts")),
     ],
 )
 def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
@@ -395,6 +399,9 @@ def test_a_note_says_where_a_folder_is_not_stored_as_it_is(base, fragment, plain
     [
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "quark"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        METHODS["nvfp4"][0] | {"config_groups": {"a": {"weights": {"num_bits": 4}}}},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -497,9 +504,17 @@ OWNER = Q.removesuffix("weight") + "_weight"
         ("mxfp4", without(f"{Q}_scales"), f"{Q}_scales: not in the files", True),
         ("mxfp4", without(f"{Q}_blocks"), f"{Q}_scales: U8, but no scales", True),
         ("mxfp4", cut(f"{Q}_scales"), f"{Q}_scales: shape", True),
-        ("mxfp4", to(f"{Q}_blocks", lambda t: t.view(*t.shape[:-2], -1, 8)), "16 bytes", True),
+        ("mxfp4", to(f"{Q}_blocks", lambda t: t.view(*t.shape[:-2], -1, 8)), "whole blocks", True),
         ("mxfp4", to(f"{Q}_blocks", torch.Tensor.int), "_blocks: I32, not U8", True),
         ("mxfp4", to(f"{Q}_scales", lambda t: t.fill_(255)), "not all finite", False),
+        ("nvfp4", without(f"{Q}_global_scale"), f"{Q}_global_scale: not in the files", True),
+        ("nvfp4", without(f"{Q}_packed"), f"{Q}: not in the files", True),
+        ("nvfp4", cut(f"{Q}_scale"), f"{Q}_scale: shape", True),
+        ("nvfp4", to(f"{Q}_global_scale", lambda t: t * 0), "not all finite", False),
+        ("nvfp4", to(f"{Q}_global_scale", lambda t: t.repeat(2)), "not one number", True),
+        ("modelopt", nan_code(f"{Q}_scale"), "not all finite", False),
+        ("modelopt", without(f"{Q}_scale_2"), f"{Q}: U8, but no scales of modelopt", True),
+        ("modelopt", to(f"{Q}_scale_2", lambda t: t * torch.nan), "not all finite", False),
     ],
 )
 def test_a_damaged_folder_is_refused(method, damage, fragment, is_early, plain, tmp_path):

@@ -119,7 +119,7 @@ RECOMPUTED: dict[str, Any] = {
 """Variants: `training.checkpointing`; `mixed` is as a budget of memory chooses."""
 DISK = ("offload-disk", "checkpointing-offload-disk", "operators-offload-disk")
 """Variants: `parallel.offload` is disk, also where layers are recomputed."""
-BASES = ("nf4", "int8", "fp8", "mxfp4")
+BASES = ("nf4", "int8", "fp8", "mxfp4", "nvfp4")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
 RECIPES = ("tensorwise", "rowwise")
 """Variants: `training.matmul` in 8 bits, on the models that BASES have."""

@@ -16,7 +16,7 @@ from shardwise.models.tensor_cuts import DimCut, even
 from tests.parity.features.bases import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-CUT, SPREAD, SHARDED, STAGES, POWERS, POWERS_OF_EXPERTS = FIXED
+CUT, SPREAD, SHARDED, STAGES, POWERS, POWERS_OF_EXPERTS, *_ = FIXED
 
 
 def scales_of_another_rank():

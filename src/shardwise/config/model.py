@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 DType = Literal["float32", "bfloat16"]
-Base = Literal["none", "nf4", "int8", "fp8", "mxfp4"]
+Base = Literal["none", "nf4", "int8", "fp8", "mxfp4", "nvfp4"]
 CALLERS = "given by the caller"
 """`model.path` and `data.train` of a loop of the caller with a module or rows of its own."""
 

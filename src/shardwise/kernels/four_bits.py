@@ -9,8 +9,11 @@ a power of two, 2^(code - 127), and 255 is no number (section 5.4.1).
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal
 
 import torch
+
+Levels = Literal["nf4", "e2m1"]
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -31,38 +34,41 @@ def nf4_levels(device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _pairs(is_nf4: bool, device: torch.device) -> torch.Tensor:
+def _pairs(levels: Levels, device: torch.device) -> torch.Tensor:
     """Return the two values of each byte, in their order, float32 [256, 2]."""
-    if is_nf4:
-        levels = nf4_levels(device)
-        return torch.cartesian_prod(levels, levels)
-    levels = torch.tensor([*FP4_LEVELS, *(-level for level in FP4_LEVELS)], device=device)
-    return torch.cartesian_prod(levels, levels).flip(-1)
+    if levels == "nf4":
+        return torch.cartesian_prod(nf4_levels(device), nf4_levels(device))
+    values = torch.tensor([*FP4_LEVELS, *(-level for level in FP4_LEVELS)], device=device)
+    return torch.cartesian_prod(values, values).flip(-1)
 
 
-def values_of(codes: torch.Tensor, is_nf4: bool) -> torch.Tensor:
+def values_of(codes: torch.Tensor, levels: Levels) -> torch.Tensor:
     """Return the values at scale 1, float32 [..., in], of bytes [..., in / 2]."""
-    pairs = _pairs(is_nf4, codes.device)
+    pairs = _pairs(levels, codes.device)
     values = pairs.index_select(0, codes.flatten().int())
     return values.view(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
-def codes_of(scaled: torch.Tensor, is_nf4: bool) -> torch.Tensor:
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return bytes [..., in / 2] of codes [..., in], the first of two in the lower half."""
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def codes_of(scaled: torch.Tensor, levels: Levels) -> torch.Tensor:
     """Return the bytes [..., in / 2] of the levels that are nearest to values [..., in].
 
     Between two levels of e2m1 the one with an even code is taken, as IEEE 754 rounds; what is
     beyond the last one has the last one.
     """
-    if is_nf4:
-        levels = nf4_levels(scaled.device)
+    if levels == "nf4":
+        values = nf4_levels(scaled.device)
         # The nearest level: the number of midpoints that lie below.
-        codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
+        codes = torch.bucketize(scaled, (values[1:] + values[:-1]) / 2)
         return (codes[..., ::2] << 4 | codes[..., 1::2]).to(torch.uint8)
-    levels = torch.tensor(FP4_LEVELS, device=scaled.device)
-    midpoints = (levels[1:] + levels[:-1]) / 2
-    midpoints[1::2] = midpoints[1::2].nextafter(levels[0])  # a midpoint itself goes up there
-    codes = torch.bucketize(scaled.abs(), midpoints) + 8 * scaled.signbit()
-    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    values = torch.tensor(FP4_LEVELS, device=scaled.device)
+    midpoints = (values[1:] + values[:-1]) / 2
+    midpoints[1::2] = midpoints[1::2].nextafter(values[0])  # a midpoint itself goes up there
+    return packed(torch.bucketize(scaled.abs(), midpoints) + 8 * scaled.signbit())
 
 
 @cache

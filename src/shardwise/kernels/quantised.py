@@ -10,11 +10,14 @@ fp8      uint8 [..., out, in]         float32 [..., out, 1]
 nf4      uint8 [..., out, in / 2]     in 8 bits [..., out, in / 64], with the least and the step of
                                       a row's scales beside them, float32 [..., out, 2]
 mxfp4    uint8 [..., out, in / 2]     e8m0, powers of two in 8 bits [..., out, in / 32]
+nvfp4    uint8 [..., out, in / 2]     e4m3 in 8 bits [..., out, in / 16], with a factor of the
+                                      matrix beside them, float32 [..., out, 1]
 
-Two more forms keep the scales of a folder that is quantised already, to the bit:
+More forms keep the scales of a folder that is quantised already, to the bit:
 
-nf4_float32   as nf4                  float32 [..., out, in / 64]
-fp8_blocks    as fp8                  float32 [..., out, in / block], block = gcd(in, 128)
+nf4_float32      as nf4               float32 [..., out, in / 64]
+fp8_blocks       as fp8               float32 [..., out, in / block], block = gcd(in, 128)
+nvfp4_divided    as nvfp4             as nvfp4, but what stands beside them divides
 
 fp8 is e4m3, whose bits are kept as uint8, since gloo sends no float8. nf4 has the 16 levels of a
 normal distribution that QLoRA defines, blocks of 64 and doubly quantised scales: Dettmers et al.,
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,8 +37,8 @@ from torch.nn import functional as F
 
 from shardwise.kernels import four_bits
 
-Format = Literal["nf4", "int8", "fp8", "mxfp4", "nf4_float32", "fp8_blocks"]
-"""How codes and scales are read."""
+Format = str
+"""How codes and scales are read: a name of the table above."""
 BLOCK = 64
 """Consecutive inputs of a row that share a scale in nf4."""
 NF4 = ("nf4", "nf4_float32")
@@ -45,10 +48,12 @@ CHUNK_ELEMENTS = 2**22
 """Elements of a matrix that are stored or read at once, in whole rows: beside what is stored and
 what is read, no more than some copies of so many are in memory."""
 _LARGEST_FP8 = 448.0
-_BLOCKS = {"nf4": BLOCK, "nf4_float32": BLOCK, "mxfp4": 32}
+_BLOCKS = {"nf4": BLOCK, "nf4_float32": BLOCK, "mxfp4": 32, "nvfp4": 16, "nvfp4_divided": 16}
 """Consecutive inputs of a row that share a scale, of forms in which two share a byte."""
-_SCALES = {"nf4": torch.uint8, "mxfp4": torch.uint8}
+_SCALES = dict.fromkeys(("nf4", "mxfp4", "nvfp4", "nvfp4_divided"), torch.uint8)
 """Dtypes of scales that are not float32."""
+_STEPS = {"nf4": 2, "nvfp4": 1, "nvfp4_divided": 1}
+"""Numbers beside the scales of a row."""
 
 
 class StoredLayout(NamedTuple):
@@ -156,7 +161,7 @@ def shapes_of(fmt: Format, shape: torch.Size) -> dict[str, tuple[torch.Size, tor
     codes = width // _per_byte(fmt), torch.int8 if fmt == "int8" else torch.uint8
     num_scales = 1 if per_row else width // block_of(fmt, width)
     sizes = {"codes": codes, "scales": (num_scales, _SCALES.get(fmt, torch.float32))}
-    sizes |= {"steps": (2, torch.float32)} if fmt == "nf4" else {}
+    sizes |= {"steps": (_STEPS[fmt], torch.float32)} if fmt in _STEPS else {}
     return {name: (torch.Size([*rows, size]), dtype) for name, (size, dtype) in sizes.items()}
 
 
@@ -171,26 +176,42 @@ def quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     Arithmetic is in float32. Every value must be finite, and `in` whole blocks of `block_of`. A
     block's largest value has the outermost code.
     """
+    given = {"matrix": matrix}
+    if fmt == "nvfp4":
+        given["steps"] = _factor_of(matrix)
     at_once = _rows_at_once(matrix.shape)
     if at_once is None:
-        return _quantise(matrix, fmt)
+        return _quantise(given, fmt)
     stored = {
         name: torch.empty(size, dtype=dtype, device=matrix.device)
         for name, (size, dtype) in shapes_of(fmt, matrix.shape).items()
     }
-    rows = matrix.flatten(0, -2).split(at_once)
-    for part, into in zip(rows, _in_rows(stored, at_once), strict=True):
+    for part, into in zip(_in_rows(given, at_once), _in_rows(stored, at_once), strict=True):
         for name, tensor in _quantise(part, fmt).items():
             into[name].copy_(tensor)
     return stored
 
 
-def _quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
+def _factor_of(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the factor of nvfp4's scales [..., out, 1] that gives the largest value of a matrix
+    the outermost scale and code, as NVIDIA's ModelOpt chooses it.
+    """
+    largest = torch.linalg.vector_norm(matrix, torch.inf, dim=(-2, -1), keepdim=True).float()
+    factor = largest / (_LARGEST_FP8 * four_bits.FP4_LEVELS[-1])
+    return factor.where(largest > 0, 1.0).expand(*matrix.shape[:-1], 1)
+
+
+def _quantise(given: Mapping[str, torch.Tensor], fmt: Format) -> dict[str, torch.Tensor]:
+    matrix = given["matrix"]
     size, _ = shapes_of(fmt, matrix.shape)["scales"]
     blocks = matrix.float().unflatten(-1, (size[-1], -1))
     largest = blocks.abs().amax(-1)
     if fmt == "mxfp4":
         stored = {"scales": four_bits.e8m0_of(largest)}
+    elif fmt == "nvfp4":
+        scales = largest / (four_bits.FP4_LEVELS[-1] * given["steps"])
+        scales = scales.where(largest > 0, 1.0).clamp(2**-9, _LARGEST_FP8).to(torch.float8_e4m3fn)
+        stored = {"scales": scales.view(torch.uint8), "steps": given["steps"]}
     elif fmt == "nf4":
         stored = _quantised_scales(largest)
     else:
@@ -202,7 +223,7 @@ def _quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     if fmt == "int8":
         codes = scaled.round().to(torch.int8)
     elif fmt in _BLOCKS:
-        codes = four_bits.codes_of(scaled.contiguous(), fmt in NF4)
+        codes = four_bits.codes_of(scaled.contiguous(), _levels(fmt))
     else:
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     return {"codes": codes, **stored}
@@ -268,7 +289,7 @@ def _dequantise(
 ) -> torch.Tensor:
     codes, scales = tensors["codes"], _scales_of(tensors, fmt)
     if fmt in _BLOCKS:
-        values = four_bits.values_of(codes, fmt in NF4)
+        values = four_bits.values_of(codes, _levels(fmt))
     elif fmt != "int8":
         values = codes.view(torch.float8_e4m3fn).float()
     else:
@@ -276,6 +297,10 @@ def _dequantise(
     # In place: a matrix in float32 and, where `dtype` is another one, in that.
     values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
     return values.to(dtype)
+
+
+def _levels(fmt: Format) -> four_bits.Levels:
+    return "nf4" if fmt in NF4 else "e2m1"
 
 
 def _per_byte(fmt: Format) -> int:
@@ -300,6 +325,9 @@ def _scales_of(tensors: Mapping[str, torch.Tensor], fmt: Format) -> torch.Tensor
     scales = tensors["scales"]
     if fmt == "mxfp4":
         return four_bits.power_of(scales)
+    if fmt.startswith("nvfp4"):
+        scales = scales.view(torch.float8_e4m3fn).float()
+        return scales * tensors["steps"] if fmt == "nvfp4" else scales / tensors["steps"]
     if fmt == "nf4":
         least, step = tensors["steps"].split(1, dim=-1)
         return least + scales * step

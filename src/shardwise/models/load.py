@@ -113,7 +113,7 @@ def _check_quantised(model: Model, config: PretrainedConfig) -> None:
             holder.__dict__.pop("quantization_config", None)
     method = method_of(text)
     if method is not None and any(folder.glob("*.safetensors")):
-        check_quantised(folder, method)
+        check_quantised(folder, text.quantization_config)
 
 
 def _config_by_transformers(model: Model) -> PretrainedConfig:

@@ -8,6 +8,8 @@ bitsandbytes         X [n, 1] uint8, two of nf4 each     X.absmax, one for each 
                                                          matrix, in float32 or in 8 bits
 fp8                  X e4m3                              X_scale_inv, one for each [128, 128]
 compressed-tensors   X e4m3                              X_scale, one a row
+                     X_packed, e2m1                      X_scale, e4m3 or e8m0; X_global_scale
+modelopt             X uint8, e2m1                       X_scale, e4m3; X_scale_2
 torchao              module._X_qdata, int8 or e4m3       module._X_scale, one a row
 mxfp4                X_blocks [.., out, in / 32, 16]     X_scales [.., out, in / 32], e8m0
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,14 @@ _TORCHAO = {"Int8WeightOnlyConfig": "I8", "Float8WeightOnlyConfig": "F8_E4M3"}
 _KEPT: Mapping[tuple[str, str], Format] = {
     ("bitsandbytes", "nf4"): "nf4_float32",
     ("fp8", "fp8"): "fp8_blocks",
+    ("compressed-tensors", "nvfp4"): "nvfp4_divided",
 }
+_COMPRESSED = {
+    (8, "float", "channel", None): "fp8",
+    (4, "float", "tensor_group", 16): "nvfp4",
+    (4, "float", "group", 32): "mxfp4",
+}
+"""The `model.base` of what compressed-tensors says of weights: bits, type, strategy, group."""
 
 
 def method_of(config: PretrainedConfig) -> str | None:
@@ -52,16 +62,32 @@ def base_of(config: PretrainedConfig) -> str | None:
     if method == "torchao":
         kind = config.quantization_config["quant_type"]["default"]["_type"]
         return "int8" if _TORCHAO[kind] == "I8" else "fp8"
-    if method in (None, "mxfp4"):
-        return method
-    return "nf4" if method == "bitsandbytes" else "fp8"
+    if method == "compressed-tensors":
+        return next(iter(_compressed(config.quantization_config)))
+    return (
+        None if method is None else {"bitsandbytes": "nf4", "modelopt": "nvfp4"}.get(method, method)
+    )
+
+
+def _compressed(section: Mapping[str, Any]) -> set[str]:
+    """Return each `model.base` that groups of compressed-tensors have."""
+    bases = set()
+    for group in section["config_groups"].values():
+        bits, kind, strategy = (group["weights"][key] for key in ("num_bits", "type", "strategy"))
+        size = group["weights"].get("group_size") if bits == 4 else None
+        bases.add(_COMPRESSED[bits, kind, strategy, size])
+    return bases
 
 
 def is_kept_plain(config: PretrainedConfig, path: str) -> bool:
     """Return whether a folder quantises its matrices, but by its config not that of a module."""
     section = getattr(config, "quantization_config", None) or {}
-    patterns = section.get("modules_to_not_convert")
-    return not should_convert_module(path, patterns)
+    names = [*(section.get("ignore") or ()), *(section.get("exclude_modules") or ())]
+    is_named = any(
+        re.match(name[3:], path) if name.startswith("re:") else fnmatchcase(path, name)
+        for name in names
+    )
+    return is_named or not should_convert_module(path, section.get("modules_to_not_convert"))
 
 
 def check_config(path: str, section: Any) -> None:
@@ -80,11 +106,10 @@ def check_config(path: str, section: Any) -> None:
         "compressed-tensors": lambda: (
             not section.get("transform_config")  # rotates activations, too
             and (section.get("sparsity_config") or {}).get("format", "dense") == "dense"
-            and all(
-                [group["weights"][key] for key in ("num_bits", "type", "strategy")]
-                == [8, "float", "channel"]
-                for group in section["config_groups"].values()
-            )
+            and len(_compressed(section)) == 1
+        ),
+        "modelopt": lambda: (
+            section["quant_algo"] == "NVFP4" and section.get("group_size", 16) == 16
         ),
     }.get(str(method))
     try:
@@ -95,8 +120,8 @@ def check_config(path: str, section: Any) -> None:
     detail = " in a form that is not read" if is_read else ", which is not read"
     raise UserError(
         f"{path}: the weights are quantised by {str(method)[:40]}{detail}; give a folder with "
-        "plain weights, nf4 of bitsandbytes, int8 or float8 weights of torchao, mxfp4, fp8 in "
-        f"blocks of {FP8_BLOCK}, or fp8 of compressed-tensors with a scale a row"
+        "plain weights, nf4 of bitsandbytes, int8 or float8 weights of torchao, mxfp4, NVFP4, fp8 "
+        f"in blocks of {FP8_BLOCK}, or fp8 of compressed-tensors with a scale a row"
     )
 
 
@@ -107,7 +132,7 @@ def plain_keys(
     method = method_of(skeleton.config)
     if method is None:
         return {**files}, {}
-    entries = entries_in(files, method)
+    entries = entries_in(files, skeleton.config.quantization_config)
     if method == "bitsandbytes" and any(isinstance(m, Conv1D) for m in skeleton.modules()):
         raise UserError(
             f"{path}: bitsandbytes stores the weights of this class transposed, which is not read; "
@@ -118,13 +143,14 @@ def plain_keys(
     return plain | {key: files[entry.codes] for key, entry in entries.items()}, entries
 
 
-def entries_in(files: Mapping[str, Path], method: str) -> dict[str, QuantisedEntry]:
+def entries_in(files: Mapping[str, Path], section: Mapping[str, Any]) -> dict[str, QuantisedEntry]:
     """Return the quantised matrices in files by key; UserError where a tensor is missing.
 
     UserError, too, where a tensor's shape or dtype is another one, and where an entry is in few
     bits without scales. Only the headers of the files are read.
     """
     header: dict[str, tuple[str, list[int]]] = {}
+    method = section["quant_method"]
     for file in sorted(set(files.values())):
         try:
             with safe_open(file, framework="pt") as opened:
@@ -160,8 +186,11 @@ def _entry(key: str, header: Header, method: str) -> QuantisedEntry | None:
     if method == "mxfp4" and key.endswith("_blocks"):
         name = key.removesuffix("_blocks")
         return QuantisedEntry(name, "mxfp4", key, f"{name}_scales")
+    if key.endswith(".weight_packed" if method == "compressed-tensors" else ".weight_scale_2"):
+        return _in_e2m1(key, header, method)
     ending = {"fp8": "_scale_inv", "compressed-tensors": ".weight_scale"}.get(method)
-    if ending is not None and key.endswith(ending):
+    is_packed = f"{key.removesuffix('_scale')}_packed" in header
+    if ending is not None and key.endswith(ending) and not is_packed:
         name = key.removesuffix("_scale_inv").removesuffix("_scale")
         return QuantisedEntry(name, "fp8_blocks" if method == "fp8" else "fp8", name, key)
     found = re.fullmatch(r"(.*\.)_(\w+)_qdata", key) if method == "torchao" else None
@@ -171,3 +200,19 @@ def _entry(key: str, header: Header, method: str) -> QuantisedEntry | None:
     fmt: Format = "int8" if header[key][0] == "I8" else "fp8"
     others = (zero,) if zero in header else ()
     return QuantisedEntry("".join(found.groups()), fmt, key, f"{found[1]}_{found[2]}_scale", others)
+
+
+def _in_e2m1(key: str, header: Header, method: str) -> QuantisedEntry:
+    """Return a linear of compressed-tensors or of ModelOpt. Scales of activations and of caches
+    stand beside some, and are not read.
+    """
+    owner, _, leaf = key.rpartition(".")
+    weight, scales = f"{owner}.weight", f"{owner}.weight_scale"
+    beside = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+    unread = tuple(name for end in beside if (name := f"{owner}.{end}") in header)
+    if leaf == "weight_scale_2":
+        return QuantisedEntry(weight, "nvfp4", weight, scales, (key, *unread))
+    if header.get(scales, ("U8",))[0] == "U8" and f"{weight}_global_scale" not in header:
+        return QuantisedEntry(weight, "mxfp4", key, scales, unread)
+    others = (f"{weight}_global_scale", *unread)
+    return QuantisedEntry(weight, "nvfp4_divided", key, scales, others)

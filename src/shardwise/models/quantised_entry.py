@@ -19,7 +19,9 @@ Read = Callable[[str], torch.Tensor]
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes of scales, as safetensors writes them."""
 STATE = ".quant_state.bitsandbytes__nf4"
-_CODES = {"nf4_float32": "U8", "int8": "I8", "mxfp4": "U8"}
+_FP4 = {"mxfp4": ("U8", "F8_E8M0"), "nvfp4": ("F8_E4M3",), "nvfp4_divided": ("F8_E4M3",)}
+"""Dtypes of scales of forms in e2m1, as safetensors writes them."""
+_CODES = {"nf4_float32": "U8", "int8": "I8", **dict.fromkeys(_FP4, "U8")}
 """Dtypes of codes that are not e4m3, as safetensors writes them."""
 
 
@@ -78,8 +80,13 @@ class QuantisedEntry:
         codes, scales = read(self.codes), read(self.scales)
         if self.form == "nf4_float32":
             return self._nf4_tensors(read)
-        if self.form == "mxfp4":
-            return {"codes": codes.flatten(-2), "scales": scales.view(torch.uint8)}
+        if self.form in _FP4:
+            codes = codes.flatten(-2) if codes.dim() > scales.dim() else codes
+            tensors = {"codes": codes, "scales": scales.view(torch.uint8)}
+            if self.form != "mxfp4":
+                factor = read(self.others[0]).float().reshape(())
+                tensors["steps"] = factor.expand(*codes.shape[:-1], 1)
+            return tensors
         for key in self.others:
             if read(key).any():
                 raise UserError(f"{key}: not zero, which is not read; give symmetric codes")
@@ -168,20 +175,32 @@ class QuantisedEntry:
                 f"{self.codes}: {dtype}, not {wanted}; give a folder of plain weights (bfloat16)"
             )
         for key in (self.scales, *self.others):
-            is_code = key.endswith((STATE, "_zero_point", ".absmax")) or self.form == "mxfp4"
-            if header[key][0] not in (*SCALES, *(("U8", "I8") if is_code else ())):
+            wanted = SCALES
+            if key.endswith((STATE, "_zero_point", ".absmax")):
+                wanted = (*SCALES, "U8", "I8")
+            elif key == self.scales:
+                wanted = _FP4.get(self.form, SCALES)
+            if header[key][0] not in wanted:
                 raise UserError(f"{key}: {header[key][0]} holds no scales; fetch the model again")
         if self.form == "nf4_float32":  # its sizes are in a tensor, which is read with the matrix
             return
         scales = header[self.scales][1]
         if self.form == "fp8_blocks":
             needed = [[*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:])]]
-        elif self.form == "mxfp4":
+        elif self.codes.endswith("_blocks"):
             needed = [shape[:-1]] if shape[-1] == 16 else []
+        elif self.form in _FP4:
+            num_bytes = block_of(self.form, 0) // 2
+            needed = [[*shape[:-1], shape[-1] // num_bytes]] if shape[-1] % num_bytes == 0 else []
+            if self.form != "mxfp4" and header[self.others[0]][1] not in ([], [1]):
+                factor = self.others[0]
+                raise UserError(
+                    f"{factor}: shape {header[factor][1]}, not one number; fetch the model again"
+                )
         else:
             needed = [[*shape[:-1], 1], shape[:-1]]
         if scales not in needed or len(shape) < 2:
             raise UserError(
                 f"{self.scales}: shape {scales}, but {self.codes} {shape} needs "
-                f"{next(iter(needed), 'blocks of 16 bytes')}; fetch the model again"
+                f"{next(iter(needed), 'whole blocks of bytes')}; fetch the model again"
             )

@@ -68,9 +68,9 @@ class OwnCodes:
         return self.tensors
 
 
-def check_quantised(folder: Path, method: str) -> None:
+def check_quantised(folder: Path, section: Mapping[str, Any]) -> None:
     """Raise UserError unless each quantised weight in the files has its scales; reads headers."""
-    entries_in(files_by_key(folder), method)
+    entries_in(files_by_key(folder), section)
 
 
 def weights_from_files(

@@ -37,5 +37,7 @@ FIXED = (
     Cell("jamba", "pp", "lora", 2, "fp8", "1f1b"),
     Cell("qwen3_5_text", "tp", "lora", 2, "mxfp4"),
     Cell("granitemoehybrid", "fsdp2-ep", "lora", 4, "mxfp4"),
+    Cell("qwen3_5_text", "pp-tp", "lora", 4, "nvfp4", "1f1b"),
+    Cell("granitemoehybrid", "fsdp2-ep", "lora", 4, "nvfp4"),
 )
 """Of these `make test` runs."""

@@ -1,0 +1,95 @@
+"""Matrices of 4 bits have the values that the packages read which publish them.
+
+The records were made by `tools/four_bit_records.py`; their metadata names packages and versions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.kernels.quantised import quantise
+from shardwise.models.published import entries_in
+from shardwise.models.quantised_entry import QuantisedEntry
+from tests.models.quantised_folders import METHODS
+
+RECORDS = load_file(Path(__file__).with_name("four_bits.safetensors"))
+Tensors = dict[str, torch.Tensor]
+Record = tuple[str, dict[str, Any], str]
+CASES: dict[str, Record] = {
+    "mxfp4": ("mxfp4", METHODS["nvfp4"][0], "mxfp4.compressed"),
+    "nvfp4": ("nvfp4", METHODS["nvfp4"][0], "nvfp4.values"),
+    "modelopt": ("modelopt", METHODS["modelopt"][0], "modelopt.values"),
+}
+"""Of each case the records of its tensors, the section of config.json and the record of values."""
+
+
+def assert_read(case: str, folder: Path) -> None:
+    """Compare a record with what is read of its tensors, in the dtype of the package."""
+    prefix, section, name = CASES[case]
+    tensors = {
+        f"a.{key.removeprefix(f'{prefix}.')}": tensor
+        for key, tensor in RECORDS.items()
+        if key.startswith(f"{prefix}.") and key.rpartition(".")[2] not in _RESULTS
+    }
+    file = folder / "model.safetensors"
+    save_file(tensors, file)
+    (entry,) = entries_in(dict.fromkeys(tensors, file), section).values()
+    assert entry.key == "a.weight"
+    values = entry.values(tensors.__getitem__)
+    expected = RECORDS[name]
+    assert torch.equal(values.to(expected.dtype), expected)
+
+
+_RESULTS = ("values", "compressed", "transformers")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_are_those_of_the_package(case, tmp_path):
+    assert_read(case, tmp_path)
+    assert RECORDS[CASES[case][2]].unique().numel() > 50
+
+
+@pytest.mark.parametrize(
+    ("base", "codes", "scales"),
+    [
+        ("mxfp4", "mxfp4.weight_packed", "mxfp4.weight_scale"),
+        ("nvfp4", "modelopt.weight", "modelopt.weight_scale"),
+    ],
+)
+def test_plain_weights_get_the_codes_of_torchao(base, codes, scales):
+    stored = quantise(RECORDS["plain"], base)
+    assert torch.equal(stored["codes"], RECORDS[codes])
+    assert torch.equal(stored["scales"], RECORDS[scales].view(torch.uint8))
+
+
+def scales_of_the_block_before(tensors: Tensors) -> Tensors:
+    return {**tensors, "scales": tensors["scales"].roll(1, -1)}
+
+
+def nibbles_exchanged(tensors: Tensors) -> Tensors:
+    codes = tensors["codes"]
+    return {**tensors, "codes": codes >> 4 | codes << 4}
+
+
+def factor_taken_the_other_way(tensors: Tensors) -> Tensors:
+    return {**tensors, "steps": 1 / tensors["steps"]}
+
+
+@pytest.mark.parametrize(
+    ("bug", "case"),
+    [
+        *((scales_of_the_block_before, case) for case in CASES),
+        *((nibbles_exchanged, case) for case in CASES),
+        *((factor_taken_the_other_way, case) for case in ("nvfp4", "modelopt")),
+    ],
+)
+def test_a_planted_bug_gives_other_values(bug, case, tmp_path, monkeypatch):
+    read = QuantisedEntry._tensors
+    monkeypatch.setattr(QuantisedEntry, "_tensors", lambda self, files: bug(read(self, files)))
+    with pytest.raises(AssertionError):
+        assert_read(case, tmp_path)
