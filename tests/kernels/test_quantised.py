@@ -19,8 +19,8 @@ from shardwise.kernels.quantised import (
 )
 from shardwise.metrics.memory import PeakMemory
 
-FORMATS = ("nf4", "int8", "fp8", "mxfp4", "nvfp4")
-EVERY = (*FORMATS, "nf4_float32", "fp8_blocks")
+FORMATS = ("nf4", "int8", "fp8", "mxfp4", "nvfp4", "int4")
+EVERY = (*FORMATS, "nf4_float32", "fp8_blocks", "int4_32", "int4_row", "int4_64_ordered")
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -46,7 +46,14 @@ def test_the_stored_tensors_have_the_sizes_that_are_said(fmt):
 
 @pytest.mark.parametrize(
     ("fmt", "most"),
-    [("nf4", 0.154), ("int8", 0.005), ("fp8", 0.04), ("mxfp4", 0.3), ("nvfp4", 0.3)],
+    [
+        ("nf4", 0.154),
+        ("int8", 0.005),
+        ("fp8", 0.04),
+        ("mxfp4", 0.3),
+        ("nvfp4", 0.3),
+        ("int4", 0.07),
+    ],
 )
 def test_values_are_near(fmt, most):
     """Within half of what separates codes: of a row, a block of a row, or a value."""
@@ -85,7 +92,7 @@ def test_a_share_of_the_columns_has_the_same_codes(fmt):
 def test_zeros_and_equal_values_stay(fmt):
     matrix = torch.stack([torch.zeros(128), torch.full((128,), 0.25), torch.full((128,), -3.0)])
     values = stored(matrix, fmt).to(torch.float32)
-    assert torch.allclose(values, matrix, rtol=0.07 if fmt == "nvfp4" else 1e-6)  # e4m3's scales
+    assert torch.allclose(values, matrix, rtol={"nvfp4": 0.07, "int4": 1e-3}.get(fmt, 1e-6))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -164,7 +171,7 @@ def test_reading_takes_the_memory_that_is_said(fmt, chunk, dtype, monkeypatch):
 
 @pytest.mark.parametrize(
     ("fmt", "smaller"),
-    [("nf4", 3.86), ("int8", 2.0), ("fp8", 2.0), ("mxfp4", 3.76), ("nvfp4", 3.55)],
+    [("nf4", 3.86), ("int8", 2.0), ("fp8", 2.0), ("mxfp4", 3.76), ("nvfp4", 3.55), ("int4", 3.66)],
 )
 def test_a_matrix_is_so_many_times_smaller_than_in_16_bits(fmt, smaller):
     """What docs/guides/quantised-bases.md says of 4,096 columns: it is what fsdp2 gathers, too."""

@@ -144,6 +144,38 @@ def nvfp4(is_divided: bool) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
     return quantise
 
 
+def in_words(
+    packing: str, size: int, is_ordered: bool = False
+) -> Callable[[str, torch.Tensor, Metadata], Tensors]:
+    """GPTQ's or AWQ's words of eight codes, in groups of `size`; zeros differ by group."""
+
+    def words(codes: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        eights = codes.unflatten(-1, (-1, 8))[..., order].long()
+        return (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+    def quantise(key: str, value: torch.Tensor, metadata: Metadata) -> Tensors:
+        groups = torch.arange(value.shape[1]) // size
+        if is_ordered:
+            groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(1))]
+        order = groups.argsort(stable=True)
+        blocks = value[:, order].unflatten(-1, (-1, size))
+        least, most = blocks.amin(-1), blocks.amax(-1)
+        scales = ((most - least) / 14).half()
+        zeros = (-least / scales.float()).round().clamp(1, 15)
+        codes = (value / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15)
+        owner = key.removesuffix(".weight")
+        tensors = {f"{owner}.scales": scales.T.contiguous()}
+        if packing == "awq":
+            tensors[f"{owner}.qweight"] = words(codes.T, (0, 2, 4, 6, 1, 3, 5, 7))
+            return tensors | {f"{owner}.qzeros": words(zeros.T, (0, 2, 4, 6, 1, 3, 5, 7))}
+        tensors[f"{owner}.qweight"] = words(codes, tuple(range(8))).T.contiguous()
+        tensors[f"{owner}.qzeros"] = words(zeros.T - 1, tuple(range(8)))
+        return tensors | {f"{owner}.g_idx": groups.int()}
+
+    return quantise
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 ROWS = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
 METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata], Tensors]]] = {
@@ -182,6 +214,12 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor, Metadata],
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*router*"]},
         nvfp4(is_divided=False),
     ),
+    "gptq": (GPTQ, in_words("gptq", 32)),
+    "gptq desc_act": (GPTQ | {"desc_act": True}, in_words("gptq", 32, is_ordered=True)),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
+        in_words("awq", 64),
+    ),
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
     **{
         f"torchao {name}": (
@@ -199,5 +237,6 @@ BASE_OF = {
     **{"nf4": "nf4", "nf4 nested": "nf4", "fp8": "fp8", "compressed-tensors": "fp8"},
     **{"torchao int8": "int8", "torchao fp8": "fp8", "mxfp4": "mxfp4"},
     **dict.fromkeys(("nvfp4", "modelopt"), "nvfp4"),
+    **dict.fromkeys(("gptq", "gptq desc_act", "awq"), "int4"),
 }
 """The `model.base` that stores the same codes."""

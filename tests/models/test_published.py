@@ -27,7 +27,7 @@ from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.left_out import some_now
-from tests.models.quantised_folders import BASE_OF, METHODS, bitsandbytes, mxfp4, write
+from tests.models.quantised_folders import BASE_OF, GPTQ, METHODS, bitsandbytes, mxfp4, write
 from tests.models.tiny import (
     CONFIGS,
     loaded_by_transformers,
@@ -94,9 +94,8 @@ def test_values_are_near_those_that_were_quantised(method, plain, tmp_path):
     assert before.keys() == after.keys()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(changed) > 20
-    most = {"nf4": 0.17, "mxfp4": 0.2, "nvfp4": 0.18}.get(
-        BASE_OF[method], 0.07
-    )  # half of the widest gap
+    # Half of the widest gap.
+    most = {"nf4": 0.17, "mxfp4": 0.2, "nvfp4": 0.18, "int4": 0.1}.get(BASE_OF[method], 0.07)
     for name in changed:
         error = (before[name] - after[name]).abs().max() / before[name].abs().max()
         assert error < most, name
@@ -112,6 +111,9 @@ STORED = (
     ("mxfp4", "bfloat16", "experts"),
     ("nvfp4", "bfloat16", "experts"),
     ("modelopt", "float32", "plain"),
+    ("gptq", "float32", "experts"),
+    ("gptq desc_act", "bfloat16", "plain"),
+    ("awq", "bfloat16", "experts"),
 )
 """What `make test` stores: each method once, in one dtype and of one model."""
 
@@ -154,7 +156,7 @@ LAYOUTS = (("fsdp2", 2), ("tp", 2))
         *(("nf4 nested", source) for source in ("plain", "experts")),
         *(("fp8", source) for source in ("plain", "experts")),
         *(("torchao int8", source) for source in ("plain", "experts")),
-        *((method, s) for method in ("mxfp4", "nvfp4") for s in ("plain", "experts")),
+        *((method, s) for method in ("mxfp4", "nvfp4", "gptq") for s in ("plain", "experts")),
     ],
 )
 def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
@@ -398,6 +400,10 @@ def test_a_note_says_where_a_folder_is_not_stored_as_it_is(base, fragment, plain
     "section",
     [
         {"quant_method": "gptq", "bits": 4},
+        GPTQ | {"bits": 8},
+        GPTQ | {"group_size": 48},
+        GPTQ | {"dynamic": {"+:a": {"bits": 8}}},
+        METHODS["awq"][0] | {"version": "gemv"},
         {"quant_method": "quark"},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
@@ -464,6 +470,7 @@ def state(**changed: object) -> Callable[[Tensors], object]:
     return to(Q + STATE, change)
 
 
+OF_Q = Q.removesuffix(".weight")
 OWNER = Q.removesuffix("weight") + "_weight"
 
 
@@ -512,6 +519,16 @@ OWNER = Q.removesuffix("weight") + "_weight"
         ("nvfp4", cut(f"{Q}_scale"), f"{Q}_scale: shape", True),
         ("nvfp4", to(f"{Q}_global_scale", lambda t: t * 0), "not all finite", False),
         ("nvfp4", to(f"{Q}_global_scale", lambda t: t.repeat(2)), "not one number", True),
+        ("gptq", without(f"{OF_Q}.qzeros"), f"{OF_Q}.qzeros: not in the files", True),
+        ("gptq", without(f"{OF_Q}.scales"), f"{OF_Q}.scales: not in the files", True),
+        ("gptq", cut(f"{OF_Q}.scales"), "scales: F16 .* in whole groups", True),
+        ("gptq", to(f"{OF_Q}.scales", torch.Tensor.float), "scales: F32 .* needs F16", True),
+        ("gptq", to(f"{OF_Q}.scales", lambda t: t * torch.nan), "not all finite", False),
+        ("gptq", to(f"{OF_Q}.g_idx", lambda t: t.flip(0)), "set desc_act to true", False),
+        ("gptq desc_act", to(f"{OF_Q}.g_idx", lambda t: t + 9), "no groups as quant", False),
+        ("gptq desc_act", without(f"{OF_Q}.g_idx"), "g_idx: not in the files", True),
+        ("awq", cut(f"{OF_Q}.qweight"), "in whole groups", True),
+        ("awq", to(f"{OF_Q}.scales", lambda t: t / 0), "not all finite", False),
         ("modelopt", nan_code(f"{Q}_scale"), "not all finite", False),
         ("modelopt", without(f"{Q}_scale_2"), f"{Q}: U8, but no scales of modelopt", True),
         ("modelopt", to(f"{Q}_scale_2", lambda t: t * torch.nan), "not all finite", False),

@@ -8,15 +8,14 @@ import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 from shardwise.base.process.ending import RunError, system_error
 from shardwise.commands.command import Command
 from shardwise.config import Model, UserError, require
-from shardwise.config.model import Base
 
 READERS = ("peft", "hf", "vllm", "sglang")
-BASES = get_args(Base)
+BASES = get_args(get_type_hints(Model)["base"])
 
 
 def run(args: Namespace) -> int:

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 DType = Literal["float32", "bfloat16"]
-Base = Literal["none", "nf4", "int8", "fp8", "mxfp4", "nvfp4"]
 CALLERS = "given by the caller"
 """`model.path` and `data.train` of a loop of the caller with a module or rows of its own."""
 
@@ -26,7 +25,7 @@ class Model(Section):
     """`random`: each weight is a function of `training.seed` and its name, under every layout."""
     dtype: DType = with_facts("float32", timed=False, decides=None, rounds=True, reported=True)
     """Dtype of the weights; those that a family keeps in float32, such as `A_log`, stay so."""
-    base: Base = "none"
+    base: Literal["none", "nf4", "int8", "fp8", "mxfp4", "nvfp4", "int4"] = "none"
     """How LoRA's frozen matrices of layers are stored: in `dtype`, or in 4 or 8 bits with scales
     (docs/guides/quantised-bases.md)."""
     tokenizer: str | None = with_facts(None, resumable=True, timed=False)

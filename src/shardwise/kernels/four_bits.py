@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-Levels = Literal["nf4", "e2m1"]
+Levels = Literal["nf4", "e2m1", "int4"]
 
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -38,7 +38,8 @@ def _pairs(levels: Levels, device: torch.device) -> torch.Tensor:
     """Return the two values of each byte, in their order, float32 [256, 2]."""
     if levels == "nf4":
         return torch.cartesian_prod(nf4_levels(device), nf4_levels(device))
-    values = torch.tensor([*FP4_LEVELS, *(-level for level in FP4_LEVELS)], device=device)
+    every = range(16) if levels == "int4" else (*FP4_LEVELS, *(-level for level in FP4_LEVELS))
+    values = torch.tensor(every, device=device, dtype=torch.float32)
     return torch.cartesian_prod(values, values).flip(-1)
 
 
@@ -54,12 +55,19 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """Return the codes [..., in] in bytes [..., in / 2] of `packed`."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+
+
 def codes_of(scaled: torch.Tensor, levels: Levels) -> torch.Tensor:
     """Return the bytes [..., in / 2] of the levels that are nearest to values [..., in].
 
     Between two levels of e2m1 the one with an even code is taken, as IEEE 754 rounds; what is
     beyond the last one has the last one.
     """
+    if levels == "int4":
+        return packed(scaled.round().clamp(0, 15).to(torch.uint8))
     if levels == "nf4":
         values = nf4_levels(scaled.device)
         # The nearest level: the number of midpoints that lie below.

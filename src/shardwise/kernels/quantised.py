@@ -12,12 +12,16 @@ nf4      uint8 [..., out, in / 2]     in 8 bits [..., out, in / 64], with the le
 mxfp4    uint8 [..., out, in / 2]     e8m0, powers of two in 8 bits [..., out, in / 32]
 nvfp4    uint8 [..., out, in / 2]     e4m3 in 8 bits [..., out, in / 16], with a factor of the
                                       matrix beside them, float32 [..., out, 1]
+int4     uint8 [..., out, in / 2]     float16 [..., out, in / 64], with zeros beside them, the
+                                      codes of the value 0, uint8 [..., out, in / 64]
 
 More forms keep the scales of a folder that is quantised already, to the bit:
 
 nf4_float32      as nf4               float32 [..., out, in / 64]
 fp8_blocks       as fp8               float32 [..., out, in / block], block = gcd(in, 128)
 nvfp4_divided    as nvfp4             as nvfp4, but what stands beside them divides
+int4_128         as int4              in groups of so many inputs; int4_row: of a row
+int4_128_ordered                      with groups, int32 [in]: the group of each input
 
 fp8 is e4m3, whose bits are kept as uint8, since gloo sends no float8. nf4 has the 16 levels of a
 normal distribution that QLoRA defines, blocks of 64 and doubly quantised scales: Dettmers et al.,
@@ -49,6 +53,7 @@ CHUNK_ELEMENTS = 2**22
 what is read, no more than some copies of so many are in memory."""
 _LARGEST_FP8 = 448.0
 _BLOCKS = {"nf4": BLOCK, "nf4_float32": BLOCK, "mxfp4": 32, "nvfp4": 16, "nvfp4_divided": 16}
+_BLOCKS["int4"] = BLOCK
 """Consecutive inputs of a row that share a scale, of forms in which two share a byte."""
 _SCALES = dict.fromkeys(("nf4", "mxfp4", "nvfp4", "nvfp4_divided"), torch.uint8)
 """Dtypes of scales that are not float32."""
@@ -157,17 +162,33 @@ class _QuantisedLinear(torch.autograd.Function):
 def shapes_of(fmt: Format, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return the shape and dtype of each stored tensor of a matrix of this shape, by its name."""
     rows, width = shape[:-1], shape[-1]
-    per_row = fmt in ("int8", "fp8")
     codes = width // _per_byte(fmt), torch.int8 if fmt == "int8" else torch.uint8
-    num_scales = 1 if per_row else width // block_of(fmt, width)
-    sizes = {"codes": codes, "scales": (num_scales, _SCALES.get(fmt, torch.float32))}
+    num_scales = width // _group_of(fmt, width)
+    is_int4 = fmt.startswith("int4")
+    scale_dtype = torch.float16 if is_int4 else _SCALES.get(fmt, torch.float32)
+    sizes = {"codes": codes, "scales": (num_scales, scale_dtype)}
     sizes |= {"steps": (_STEPS[fmt], torch.float32)} if fmt in _STEPS else {}
-    return {name: (torch.Size([*rows, size]), dtype) for name, (size, dtype) in sizes.items()}
+    sizes |= {"zeros": (num_scales, torch.uint8)} if is_int4 else {}
+    shapes = {name: (torch.Size([*rows, size]), dtype) for name, (size, dtype) in sizes.items()}
+    return shapes | ({"groups": (torch.Size([width]), torch.int32)} if is_ordered(fmt) else {})
 
 
 def block_of(fmt: Format, width: int) -> int:
     """Return how many inputs of a row of so many must stay together."""
-    return gcd(width, FP8_BLOCK) if fmt == "fp8_blocks" else _BLOCKS.get(fmt, 1)
+    return {"int8": 1, "fp8": 1, "int4_row": 2}.get(fmt) or _group_of(fmt, width)
+
+
+def is_ordered(fmt: Format) -> bool:
+    """Return whether inputs of a group lie anywhere in a row, as GPTQ's `desc_act` leaves them."""
+    return fmt.endswith("_ordered")
+
+
+def _group_of(fmt: Format, width: int) -> int:
+    """Return how many inputs of a row of so many share a scale."""
+    if fmt == "fp8_blocks":
+        return gcd(width, FP8_BLOCK)
+    number = fmt.split("_")[1] if fmt.startswith("int4_") else ""
+    return int(number) if number.isdecimal() else _BLOCKS.get(fmt, width)
 
 
 def quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
@@ -214,15 +235,28 @@ def _quantise(given: Mapping[str, torch.Tensor], fmt: Format) -> dict[str, torch
         stored = {"scales": scales.view(torch.uint8), "steps": given["steps"]}
     elif fmt == "nf4":
         stored = _quantised_scales(largest)
+    elif fmt.startswith("int4"):
+        least = blocks.amin(-1).clamp(max=0)
+        scales = ((blocks.amax(-1).clamp(min=0) - least) / 15).half()
+        scales = scales.where(scales > 0, 1.0)
+        zeros = (-least / scales).round().clamp(0, 15).to(torch.uint8)
+        stored = {"scales": scales, "zeros": zeros}
+        if is_ordered(fmt):
+            width = matrix.shape[-1]
+            stored["groups"] = torch.arange(width, dtype=torch.int32, device=matrix.device)
+            stored["groups"] //= _group_of(fmt, width)
     else:
         outermost = {"int8": 127.0, "fp8": _LARGEST_FP8, "fp8_blocks": _LARGEST_FP8}
         stored = {"scales": largest / outermost.get(fmt, 1.0)}
     scales = _scales_of(stored, fmt)
     # Where a scale is 0, so are the values.
-    scaled = (blocks / scales.where(scales != 0, 1e-30).unsqueeze(-1)).flatten(-2)
+    scaled = blocks / scales.where(scales != 0, 1e-30).unsqueeze(-1)
+    if "zeros" in stored:
+        scaled += stored["zeros"].unsqueeze(-1)
+    scaled = scaled.flatten(-2)
     if fmt == "int8":
         codes = scaled.round().to(torch.int8)
-    elif fmt in _BLOCKS:
+    elif _per_byte(fmt) == 2:
         codes = four_bits.codes_of(scaled.contiguous(), _levels(fmt))
     else:
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -247,7 +281,7 @@ def dequantise(
 
 def are_finite(tensors: Mapping[str, torch.Tensor], fmt: Format) -> bool:
     """Return whether all values of stored tensors are finite, whatever the codes of 4 bits."""
-    codes, scales = tensors["codes"], _scales_of(tensors, fmt)
+    codes, scales = tensors["codes"], _scales_of(tensors, fmt).float()
     if fmt in ("fp8", "fp8_blocks") and (codes & 0x7F == 0x7F).any():
         return False
     return bool((scales * _LARGEST_FP8).isfinite().all())  # no code is larger
@@ -261,8 +295,10 @@ def read_bytes(fmt: Format, shape: Sequence[int], itemsize: int) -> int:
     at_once = _rows_at_once(shape)
     whole = 0 if at_once is None else shape.numel() * itemsize
     numel = shape.numel() if at_once is None else at_once * shape[-1]
-    if fmt not in _BLOCKS:
+    if _per_byte(fmt) == 1:
         return whole + numel * (4 if itemsize == 4 else 4 + itemsize)
+    if is_ordered(fmt):
+        return whole + numel * 8  # values, and the scale of each
     scale_bytes = 4 * numel // _BLOCKS[fmt] if fmt in _SCALES else 0
     # Codes as indices of 32 bits, two weights each, and values in float32.
     return whole + numel * 6 + scale_bytes
@@ -279,33 +315,42 @@ def _in_rows(
     tensors: Mapping[str, torch.Tensor], at_once: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield so many rows [rows, ...] of tensors [..., out, ...] at a time, as views."""
-    parts = [tensor.flatten(0, -2).split(at_once) for tensor in tensors.values()]
-    for rows in zip(*parts, strict=True):
-        yield dict(zip(tensors, rows, strict=True))
+    whole = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 1}
+    parts = {n: t.flatten(0, -2).split(at_once) for n, t in tensors.items() if n not in whole}
+    for rows in zip(*parts.values(), strict=True):
+        yield {**dict(zip(parts, rows, strict=True)), **whole}
 
 
 def _dequantise(
     tensors: Mapping[str, torch.Tensor], fmt: Format, dtype: torch.dtype
 ) -> torch.Tensor:
     codes, scales = tensors["codes"], _scales_of(tensors, fmt)
-    if fmt in _BLOCKS:
+    if _per_byte(fmt) == 2:
         values = four_bits.values_of(codes, _levels(fmt))
     elif fmt != "int8":
         values = codes.view(torch.float8_e4m3fn).float()
     else:
         values = codes.float()
     # In place: a matrix in float32 and, where `dtype` is another one, in that.
-    values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.unsqueeze(-1))
+    zeros, groups = tensors.get("zeros"), tensors.get("groups")
+    if groups is not None:
+        assert zeros is not None
+        values.sub_(zeros.float().index_select(-1, groups))
+        return values.mul_(scales.float().index_select(-1, groups)).to(dtype)
+    blocks = values.unflatten(-1, (scales.shape[-1], -1))
+    if zeros is not None:
+        blocks.sub_(zeros.unsqueeze(-1))
+    blocks.mul_(scales.unsqueeze(-1))
     return values.to(dtype)
 
 
 def _levels(fmt: Format) -> four_bits.Levels:
-    return "nf4" if fmt in NF4 else "e2m1"
+    return "nf4" if fmt in NF4 else "int4" if fmt.startswith("int4") else "e2m1"
 
 
 def _per_byte(fmt: Format) -> int:
     """Return how many codes are in a byte."""
-    return 2 if fmt in _BLOCKS else 1
+    return 1 if fmt.startswith(("int8", "fp8")) else 2
 
 
 def _shape_of(codes: torch.Tensor, fmt: Format) -> torch.Size:

@@ -10,6 +10,8 @@ fp8                  X e4m3                              X_scale_inv, one for ea
 compressed-tensors   X e4m3                              X_scale, one a row
                      X_packed, e2m1                      X_scale, e4m3 or e8m0; X_global_scale
 modelopt             X uint8, e2m1                       X_scale, e4m3; X_scale_2
+gptq                 module.qweight, 8 inputs a word     module.scales, qzeros, g_idx
+awq                  module.qweight, 8 outputs a word    module.scales, qzeros
 torchao              module._X_qdata, int8 or e4m3       module._X_scale, one a row
 mxfp4                X_blocks [.., out, in / 32, 16]     X_scales [.., out, in / 32], e8m0
 """
@@ -37,6 +39,9 @@ _KEPT: Mapping[tuple[str, str], Format] = {
     ("fp8", "fp8"): "fp8_blocks",
     ("compressed-tensors", "nvfp4"): "nvfp4_divided",
 }
+_BASES = {"bitsandbytes": "nf4", "modelopt": "nvfp4", "gptq": "int4", "awq": "int4"}
+GROUPS = (-1, 16, 32, 64, 128, 256, 512, 1024)
+"""Sizes of groups of GPTQ and AWQ; -1: a row."""
 _COMPRESSED = {
     (8, "float", "channel", None): "fp8",
     (4, "float", "tensor_group", 16): "nvfp4",
@@ -53,7 +58,17 @@ def method_of(config: PretrainedConfig) -> str | None:
 
 def stored_form(config: PretrainedConfig, base: Format) -> Format:
     """Return the form of `model.base` that keeps a folder's own scales, where there is one."""
+    if base == "int4" and base_of(config) == base:
+        return _int4_form(config.quantization_config)
     return _KEPT.get((method_of(config) or "", base), base)
+
+
+def _int4_form(section: Mapping[str, Any]) -> Format:
+    """Return the form of a folder in GPTQ or AWQ: its group, and whether inputs are in order."""
+    size = section["group_size"]
+    if size == -1:
+        return "int4_row"  # whatever the order, a row has one scale
+    return f"int4_{size}" + "_ordered" * bool(section.get("desc_act"))
 
 
 def base_of(config: PretrainedConfig) -> str | None:
@@ -64,9 +79,7 @@ def base_of(config: PretrainedConfig) -> str | None:
         return "int8" if _TORCHAO[kind] == "I8" else "fp8"
     if method == "compressed-tensors":
         return next(iter(_compressed(config.quantization_config)))
-    return (
-        None if method is None else {"bitsandbytes": "nf4", "modelopt": "nvfp4"}.get(method, method)
-    )
+    return None if method is None else _BASES.get(method, method)
 
 
 def _compressed(section: Mapping[str, Any]) -> set[str]:
@@ -82,6 +95,9 @@ def _compressed(section: Mapping[str, Any]) -> set[str]:
 def is_kept_plain(config: PretrainedConfig, path: str) -> bool:
     """Return whether a folder quantises its matrices, but by its config not that of a module."""
     section = getattr(config, "quantization_config", None) or {}
+    inside = [name for names in section.get("modules_in_block_to_quantize") or () for name in names]
+    if inside and not path.endswith(tuple(inside)):
+        return True
     names = [*(section.get("ignore") or ()), *(section.get("exclude_modules") or ())]
     is_named = any(
         re.match(name[3:], path) if name.startswith("re:") else fnmatchcase(path, name)
@@ -108,6 +124,17 @@ def check_config(path: str, section: Any) -> None:
             and (section.get("sparsity_config") or {}).get("format", "dense") == "dense"
             and len(_compressed(section)) == 1
         ),
+        "gptq": lambda: (
+            section["bits"] == 4
+            and section["group_size"] in GROUPS
+            and not section.get("dynamic")
+            and section.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2")
+        ),
+        "awq": lambda: (
+            section["bits"] == 4
+            and section["group_size"] in GROUPS
+            and str(section.get("version", "gemm")).lower() == "gemm"
+        ),
         "modelopt": lambda: (
             section["quant_algo"] == "NVFP4" and section.get("group_size", 16) == 16
         ),
@@ -118,10 +145,12 @@ def check_config(path: str, section: Any) -> None:
     except (KeyError, TypeError, AttributeError):
         pass
     detail = " in a form that is not read" if is_read else ", which is not read"
+    groups = ", ".join(map(str, GROUPS))
     raise UserError(
         f"{path}: the weights are quantised by {str(method)[:40]}{detail}; give a folder with "
-        "plain weights, nf4 of bitsandbytes, int8 or float8 weights of torchao, mxfp4, NVFP4, fp8 "
-        f"in blocks of {FP8_BLOCK}, or fp8 of compressed-tensors with a scale a row"
+        "plain weights, nf4 of bitsandbytes, int8 or float8 weights of torchao, mxfp4, NVFP4, GPTQ "
+        f"or AWQ (gemm) in 4 bits and groups of {groups}, fp8 in blocks of {FP8_BLOCK}, or fp8 of "
+        "compressed-tensors with a scale a row"
     )
 
 
@@ -133,9 +162,9 @@ def plain_keys(
     if method is None:
         return {**files}, {}
     entries = entries_in(files, skeleton.config.quantization_config)
-    if method == "bitsandbytes" and any(isinstance(m, Conv1D) for m in skeleton.modules()):
+    if method in _BASES and any(isinstance(m, Conv1D) for m in skeleton.modules()):
         raise UserError(
-            f"{path}: bitsandbytes stores the weights of this class transposed, which is not read; "
+            f"{path}: {method} stores the weights of this class transposed, which is not read; "
             "give a folder with plain weights"
         )
     used = {part for entry in entries.values() for part in entry.parts}
@@ -163,7 +192,10 @@ def entries_in(files: Mapping[str, Path], section: Mapping[str, Any]) -> dict[st
             raise UserError(
                 f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
             ) from None
-    entries = [_entry(key, header, method) for key in header]
+    if method in ("gptq", "awq"):
+        entries = [_in_words(key, header, section) for key in header if key.endswith(".qweight")]
+    else:
+        entries = [_entry(key, header, method) for key in header]
     by_key = {entry.key: entry for entry in entries if entry is not None}
     used = {part for entry in by_key.values() for part in entry.parts}
     for entry in by_key.values():
@@ -216,3 +248,15 @@ def _in_e2m1(key: str, header: Header, method: str) -> QuantisedEntry:
         return QuantisedEntry(weight, "mxfp4", key, scales, unread)
     others = (f"{weight}_global_scale", *unread)
     return QuantisedEntry(weight, "nvfp4_divided", key, scales, others)
+
+
+def _in_words(key: str, header: Header, section: Mapping[str, Any]) -> QuantisedEntry:
+    """Return a linear of GPTQ or AWQ."""
+    owner, form = key.removesuffix(".qweight"), _int4_form(section)
+    packing = section["quant_method"]
+    if packing == "gptq":
+        packing = section.get("checkpoint_format", packing)
+    groups = f"{owner}.g_idx"
+    others = (groups,) if groups in header or form.endswith("_ordered") else ()
+    others = (f"{owner}.qzeros", *others)
+    return QuantisedEntry(f"{owner}.weight", form, key, f"{owner}.scales", others, packing)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Model, UserError
-from shardwise.kernels.quantised import Format, block_of, dequantise, quantise
+from shardwise.kernels.quantised import Format, block_of, dequantise, is_ordered, quantise
 from shardwise.models.families import spec_of
 from shardwise.models.load import weights
 from shardwise.models.names import hf_name
@@ -159,6 +159,10 @@ def problem(hf: PreTrainedModel, spec: ModelSpec, base: Format, num_ranks: int) 
         lengths = [width]
         if name in cuts and cuts[name].dim == dims - (2 if _is_turned(hf, name) else 1):
             lengths = [segment.length for segment in cuts[name].rows.segments]
+            if is_ordered(fmt):
+                return f"the inputs of {hf_name(name)} are in an order of their own (desc_act)"
+        if is_ordered(fmt) and dims == 3:
+            return f"the experts of {hf_name(name)} have an order of inputs each (desc_act)"
         block = block_of(fmt, width)
         for length in lengths:
             if length % block:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from shardwise.config import UserError
-from shardwise.kernels.four_bits import nf4_levels
-from shardwise.kernels.quantised import BLOCK, FP8_BLOCK, Format, are_finite, block_of, dequantise
+from shardwise.kernels.four_bits import nf4_levels, packed, unpacked
+from shardwise.kernels.quantised import (
+    BLOCK,
+    FP8_BLOCK,
+    Format,
+    are_finite,
+    block_of,
+    dequantise,
+    is_ordered,
+    shapes_of,
+)
 
 Header = Mapping[str, tuple[str, list[int]]]
 """Dtype, as safetensors writes it, and shape of each key in the files."""
@@ -25,6 +34,10 @@ _CODES = {"nf4_float32": "U8", "int8": "I8", **dict.fromkeys(_FP4, "U8")}
 """Dtypes of codes that are not e4m3, as safetensors writes them."""
 
 
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place among 8 codes of a word of AWQ of each output: it has outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+
+
 @dataclass(frozen=True)
 class QuantisedEntry:
     """A quantised matrix in files."""
@@ -36,6 +49,8 @@ class QuantisedEntry:
     """The key of its codes, and below those of other tensors."""
     scales: str
     others: tuple[str, ...] = ()
+    packing: Literal["", "gptq", "gptq_v2", "awq"] = ""
+    """How integers of 4 bits lie in words of 32 bits."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -80,6 +95,8 @@ class QuantisedEntry:
         codes, scales = read(self.codes), read(self.scales)
         if self.form == "nf4_float32":
             return self._nf4_tensors(read)
+        if self.packing:
+            return self._int4_tensors(read)
         if self.form in _FP4:
             codes = codes.flatten(-2) if codes.dim() > scales.dim() else codes
             tensors = {"codes": codes, "scales": scales.view(torch.uint8)}
@@ -100,6 +117,33 @@ class QuantisedEntry:
             scales = scales.reshape(*rows, 1)
         codes = codes if self.form == "int8" else codes.view(torch.uint8)
         return {"codes": codes, "scales": scales}
+
+    def _int4_tensors(self, read: Read) -> dict[str, torch.Tensor]:
+        """Return the codes of GPTQ and AWQ, whose words have the codes of 8 inputs (GPTQ) or, in an
+        order of their own, of 8 outputs (AWQ). Zeros are of 8 outputs, and GPTQ's are one less.
+        """
+        words, scales, zero_words = read(self.codes), read(self.scales), read(self.others[0])
+        zeros = unpacked(zero_words.contiguous().view(torch.uint8))
+        if self.packing == "awq":
+            zeros = _in_order(zeros)
+            codes = packed(_in_order(unpacked(words.contiguous().view(torch.uint8))).T)
+        else:
+            codes = words.T.contiguous().view(torch.uint8)  # of a word the lowest byte comes first
+            if self.packing == "gptq":
+                zeros = zeros + 1 & 15
+        tensors = {"codes": codes, "scales": scales.T, "zeros": zeros.T}
+        groups = read(self.others[1]) if len(self.others) > 1 else None
+        if groups is None:
+            return tensors
+        in_order = torch.arange(len(groups)) // (len(groups) // len(scales))
+        if is_ordered(self.form) and groups.min() >= 0 and groups.max() < len(scales):
+            tensors["groups"] = groups.int()
+        elif is_ordered(self.form) or not torch.equal(groups.long(), in_order):
+            raise UserError(
+                f"{self.others[1]}: no groups as quantization_config says; fetch the model again, "
+                "or set desc_act to true there if columns are in another order"
+            )
+        return tensors
 
     def _nf4_tensors(self, read: Read) -> dict[str, torch.Tensor] | None:
         state = self._state(read)
@@ -168,6 +212,8 @@ class QuantisedEntry:
                 raise UserError(
                     f"{key}: not in the files, but {self.key} is quantised; fetch the model again"
                 )
+        if self.packing:
+            return self._check_int4(header)
         dtype, shape = header[self.codes]
         wanted = _CODES.get(self.form, "F8_E4M3")
         if dtype != wanted:
@@ -204,3 +250,28 @@ class QuantisedEntry:
                 f"{self.scales}: shape {scales}, but {self.codes} {shape} needs "
                 f"{next(iter(needed), 'whole blocks of bytes')}; fetch the model again"
             )
+
+    def _check_int4(self, header: Header) -> None:
+        shape = header[self.codes][1]
+        num_words, num_rows = shape if len(shape) == 2 else (0, 0)
+        width = 8 * num_words
+        if self.packing == "awq":
+            width, num_rows = num_words, 8 * num_rows
+        num_groups = shapes_of(self.form, torch.Size([num_rows, width]))["scales"][0][1]
+        needed = {
+            self.codes: ("I32", shape),
+            self.scales: ("F16", [num_groups, num_rows]),
+            self.others[0]: ("I32", [num_groups, num_rows // 8]),
+            **{key: ("I32", [width]) for key in self.others[1:]},
+        }
+        for key, (dtype, size) in needed.items():
+            if header[key] != (dtype, size) or not width or width % block_of(self.form, width):
+                raise UserError(
+                    f"{key}: {header[key][0]} {header[key][1]}, but {self.codes} {shape} needs "
+                    f"{dtype} {size}, in whole groups; fetch the model again"
+                )
+
+
+def _in_order(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes [.., out] of AWQ's words in the order of the outputs."""
+    return codes.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2)

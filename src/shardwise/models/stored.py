@@ -54,7 +54,7 @@ class Stored(nn.Module):
 
     def turned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the parameter's dims with those of what is stored, or back."""
-        return tensor.mT if self.is_transposed else tensor
+        return tensor.mT if self.is_transposed and tensor.dim() > 1 else tensor
 
     def cuts(self, cut: DimCut) -> Iterator[tuple[str, DimCut]]:
         """Yield the cut of each tensor, by its name, where the matrix has this one.
@@ -68,7 +68,9 @@ class Stored(nn.Module):
         for name, tensor in self._parameters.items():
             assert tensor is not None
             size = tensor.shape[-1]
-            if dim < len(dims) - 1:
+            if tensor.dim() == 1:
+                assert dim < len(dims) - 1, "a rule refuses to cut inputs in an order of their own"
+            elif dim < len(dims) - 1:
                 yield name, DimCut(dim, cut.rows)
             elif name != "steps" and size > 1:
                 yield name, DimCut(dim, cut.rows.in_blocks(width // size))

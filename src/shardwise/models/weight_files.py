@@ -276,6 +276,14 @@ def _own_codes(
         parts = {key: tensors[part] for key, tensors in stored.items() if tensors is not None}
         if len(parts) < len(stored):
             return {}
+        if part == "groups":
+            if len(parts) > 1:
+                raise UserError(
+                    f"{path}: {name} is made of several matrices, each with an order of its inputs "
+                    "(desc_act), which no run stores; leave model.base out"
+                )
+            codes[name][part] = next(iter(parts.values()))
+            continue
         dtype = next(iter(parts.values())).dtype
         converted = _convert(skeleton, dtype, name, source, lambda key, _, p=parts: p[key], path)
         for target, tensor in converted.items():
