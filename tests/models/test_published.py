@@ -146,7 +146,7 @@ def stored_by_a_run(folder: str, method: str, dtype: str) -> tuple[dict[str, tor
     return values, sum(t.nbytes for part in stored.values() for t in part.parameters())
 
 
-LAYOUTS = (("fsdp2", 2), ("tp", 2))
+LAYOUTS = (("fsdp2", 2, ""), ("tp", 2, ""), ("pp", 2, "1f1b"))
 
 
 @pytest.mark.slow  # cells of parity train on bases that a run stores itself
@@ -157,6 +157,7 @@ LAYOUTS = (("fsdp2", 2), ("tp", 2))
         *(("fp8", source) for source in ("plain", "experts")),
         *(("torchao int8", source) for source in ("plain", "experts")),
         *((method, s) for method in ("mxfp4", "nvfp4", "gptq") for s in ("plain", "experts")),
+        *((method, "plain") for method in ("gptq desc_act", "awq", "modelopt")),
     ],
 )
 def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tmp_path, request):
@@ -166,9 +167,11 @@ def test_layouts_train_on_a_folder_as_one_process_on_its_copy(method, source, tm
     copy_model(Model(str(folder)), BASE_OF[method], copy)
     family = read_config(Model(str(folder))).model_type
     expected = run_ranks(1, train, Cell(family, "single", "lora", 1), copy, "none")[0]
-    layouts = (*LAYOUTS, ("ddp-ep", 2) if source == "experts" else ("fsdp2-tp", 4))
-    for layout, num_ranks in layouts:
-        cell = Cell(family, layout, "lora", num_ranks)
+    layouts = (*LAYOUTS, ("ddp-ep", 2, "") if source == "experts" else ("fsdp2-tp", 4, ""))
+    for layout, num_ranks, schedule in layouts:
+        if "desc_act" in method and "tp" in layout.split("-"):
+            continue
+        cell = Cell(family, layout, "lora", num_ranks, schedule=schedule)
         outcomes = run_ranks(num_ranks, train, cell, folder, BASE_OF[method])
         errors = compare(outcomes, expected)
         assert not verdict(errors, TOLERANCE), (layout, errors)
@@ -178,6 +181,24 @@ def train(cell: Cell, folder: Path, base: str) -> Outcome:
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, path=str(folder), init="weights", base=base))
     return run(cfg, lambda mesh, step: microbatches(cfg, mesh, step))
+
+
+@pytest.mark.parametrize(
+    ("source", "num_ranks", "fragment"),
+    [
+        ("plain", 2, r"inputs of .* in an order of their own \(desc_act\); use int8.* parallel.tp"),
+        ("experts", 1, r"experts of .* have an order of inputs each \(desc_act\); use int8"),
+    ],
+)
+def test_inputs_in_an_order_of_their_own_are_not_cut(
+    source, num_ranks, fragment, tmp_path, request
+):
+    write(tmp_path / "q", request.getfixturevalue(source), "gptq desc_act")
+    family = read_config(Model(str(tmp_path / "q"))).model_type
+    cfg = run_config(Cell(family, "tp" if num_ranks > 1 else "single", "lora", num_ranks))
+    cfg = replace(cfg, model=Model(str(tmp_path / "q"), base="int4"))
+    with pytest.raises(UserError, match=fragment):
+        describe(cfg, num_ranks)
 
 
 def test_fp8_in_blocks_has_the_values_that_transformers_reads(plain, tmp_path):
@@ -368,13 +389,14 @@ def test_a_copy_in_another_format_says_that_it_rounds_once_more(plain, tmp_path)
 
 
 @pytest.mark.parametrize("base", [pytest.param("none", marks=pytest.mark.slow), "nf4"])
-def test_an_adapter_is_merged_into_the_values_of_the_folder(base, plain, tmp_path):
+def test_an_adapter_is_merged_into_the_values_of_the_folder(base, plain, tmp_path, capsys):
     write(tmp_path / "q", plain, "nf4")
     model = Model(str(tmp_path / "q"))
     adapted, _ = with_adapters(model, Lora(r=4))
     save_adapter(adapted, Lora(r=4), trained(adapted), tmp_path / "adapter", model.path)
     arguments = ["export", model.path, str(tmp_path / "adapter"), str(tmp_path / "out")]
     assert cli.main([*arguments, "--merge", "--base", base]) == 0
+    assert "quantised (bitsandbytes); the merged model is in float32" in capsys.readouterr().out
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
     merged = logits(loaded_by_transformers(tmp_path / "out"))
     torch.testing.assert_close(merged, logits(adapted), rtol=1e-4, atol=1e-5)

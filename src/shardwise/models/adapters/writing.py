@@ -47,6 +47,7 @@ from shardwise.models.load import (
 )
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.names import adapter_layers, hf_name, is_adapter, is_saved_copy, num_sharing
+from shardwise.models.published import method_of
 from shardwise.models.quantise import read_back, rounding_of_merge
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model, write_tensors
 from shardwise.models.weight_files import weights_from_files
@@ -189,6 +190,10 @@ def merge_adapter(
     note = save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
     notes = [note] if note else []
+    if method_of(config) is not None:
+        notes.append(
+            f"{base.path} is quantised ({method_of(config)}); the merged model is in {base.dtype}"
+        )
     if unread := bypassed(reading):
         notes.append(
             "merged adapters act on weights that their layer reads past the adapter, so the merged "
