@@ -135,10 +135,15 @@ QKV_BIASES = {f"self_attn.{name}_proj.bias" for name in "qkv"}
 OTHER_BIASES = {"self_attn.o_proj.bias", *(f"mlp.{x}_proj.bias" for x in ("gate", "up", "down"))}
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
+    "tiny-ministral3": PLAIN_NORMS,
     **dict.fromkeys(("tiny-olmo2", "tiny-olmo3", "tiny-exaone4"), NORMS_BEHIND),
     "tiny-qwen2": {*PLAIN_NORMS, *QKV_BIASES},
     "tiny-seed_oss": {*PLAIN_NORMS, *QKV_BIASES},
     "tiny-ernie4_5": {*PLAIN_NORMS, *QKV_BIASES, *OTHER_BIASES},
+    "tiny-ernie4_5_moe": {
+        *PLAIN_NORMS, *QKV_BIASES, *OTHER_BIASES, "mlp.gate.weight", "lm_head.bias",
+        *(f"mlp.shared_experts.{name}_proj.bias" for name in ("gate", "up", "down")),
+    },
     "tiny-hunyuan_v1_dense": {
         *PLAIN_NORMS, "self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight",
     },
@@ -146,11 +151,16 @@ NOT_DECAYED = {
         *PLAIN_NORMS, *(norm.replace("weight", "bias") for norm in PLAIN_NORMS), *QKV_BIASES,
         "self_attn.o_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias",
     },
+    "tiny-cohere2": {"input_layernorm.weight", "norm.weight"},
     "tiny-glm4": {
         *PLAIN_NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *QKV_BIASES,
     },
     "tiny-gemma2": NORMS_AROUND - QK_NORMS,
     "tiny-gemma3": NORMS_AROUND,
+    "tiny-afmoe": {
+        *PLAIN_NORMS, *QK_NORMS, "pre_mlp_layernorm.weight", "post_mlp_layernorm.weight",
+        "mlp.router.gate.weight",
+    },
     "tiny-dots1": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
     "tiny-qwen2_moe": {
         *PLAIN_NORMS, *QKV_BIASES, "mlp.shared_expert_gate.weight", "mlp.gate.weight",

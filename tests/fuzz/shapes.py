@@ -122,6 +122,14 @@ def _llama(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def _ministral3(sizes: Sizes) -> dict[str, Any]:
+    begins = sizes.random.randint(2, 9)  # Queries are scaled from there on.
+    return _llama(sizes) | {
+        "rope_parameters": _YARN
+        | {"original_max_position_embeddings": begins, "factor": 4096 / begins}
+    }
+
+
 def _qwen3(sizes: Sizes) -> dict[str, Any]:
     return _attention(sizes) | {
         "layer_types": sizes.pattern("full_attention", "sliding_attention"),
@@ -405,8 +413,36 @@ def _gemma2(sizes: Sizes) -> dict[str, Any]:
     return _gemma3(sizes) | caps | {"query_pre_attn_scalar": sizes.random.randint(1, 40)}
 
 
+def _cohere2(sizes: Sizes) -> dict[str, Any]:
+    drawn = _qwen3(sizes) | _attention_within(sizes)
+    return drawn | {"head_dim": drawn["hidden_size"] // drawn["num_attention_heads"]}
+
+
 def _dots1(sizes: Sizes) -> dict[str, Any]:
     return _qwen3(sizes) | _dense_then_experts(sizes)
+
+
+def _ernie4_5_moe(sizes: Sizes) -> dict[str, Any]:
+    experts = sizes.experts()
+    return _attention(sizes) | {
+        "hidden_size": sizes.width(),
+        "moe_num_experts": experts["num_experts"],
+        "moe_k": experts["num_experts_per_tok"],
+        "moe_intermediate_size": sizes.expert_width(),
+        "moe_num_shared_experts": sizes.random.randint(0, 2),
+        "moe_layer_start_index": sizes.random.randint(0, sizes.num_layers),
+        "moe_layer_interval": sizes.random.randint(1, 2),
+    }
+
+
+def _afmoe(sizes: Sizes) -> dict[str, Any]:
+    return _qwen3(sizes) | {
+        **sizes.experts(),
+        "hidden_size": sizes.width(),
+        "moe_intermediate_size": sizes.expert_width(),
+        "num_shared_experts": sizes.random.randint(1, 2),
+        "num_dense_layers": sizes.random.randint(0, sizes.num_layers),
+    }
 
 
 def _qwen2_moe(sizes: Sizes) -> dict[str, Any]:
@@ -456,6 +492,10 @@ def _jet_nemotron(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1000000.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
 _FLAGS = {
     "llama": ("attention_bias", "mlp_bias"),
     "arcee": ("attention_bias", "mlp_bias"),
@@ -463,10 +503,13 @@ _FLAGS = {
     "smollm3": ("attention_bias", "mlp_bias"),
     "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
     "ernie4_5": ("use_bias",),
+    "ernie4_5_moe": ("use_bias",),
     "hunyuan_v1_dense": ("attention_bias",),
     "starcoder2": ("use_bias",),
     "glm4": ("attention_bias",),
     **dict.fromkeys(("gemma2", "gemma3_text"), ("attention_bias",)),
+    "afmoe": ("attention_bias", "mup_enabled"),
+    "cohere2": ("attention_bias",),
     "dots1": ("attention_bias", "norm_topk_prob"),
     "qwen2_moe": ("qkv_bias", "norm_topk_prob"),
     "glm4_moe_lite": ("attention_bias", "rope_interleave", "norm_topk_prob"),
@@ -506,16 +549,20 @@ _OWN = {
     "arcee": _llama,
     "granite": _llama,
     "mistral": _llama,
+    "ministral3": _ministral3,
     "seed_oss": _llama,
     "smollm3": _smollm3,
     "ernie4_5": _llama,
+    "ernie4_5_moe": _ernie4_5_moe,
     "hunyuan_v1_dense": _llama,
     "starcoder2": _llama,
     "glm4": _glm4,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _attention_within,
+    "cohere2": _cohere2,
     "dots1": _dots1,
+    "afmoe": _afmoe,
     "qwen2_moe": _qwen2_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "qwen2": _qwen3,

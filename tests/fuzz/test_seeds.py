@@ -55,6 +55,9 @@ SEEDS = {
     145001: "phi3 tp-sp lora 3p",
     146001: "dots1 tp-sp lora 2p",
     148003: "glm4_moe_lite zero1-tp lora 4p",
+    150001: "ministral3 hsdp full 2p",
+    151007: "ernie4_5_moe tp lora 2p",
+    152002: "afmoe hsdp lora 4p",
     147007: "qwen2_moe pp interleaved-1f1b full 3p",
     150014: "gemma2 ddp-tp full 6p",
 }

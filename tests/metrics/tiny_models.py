@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.families import spec_of
+from shardwise.models.load import hold_frozen
 from shardwise.models.patches.cores import use_cores
 from shardwise.models.spec import ModelSpec
 
@@ -50,6 +51,7 @@ _DENSE_THEN_MIXTURE = {
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
     "mistral": {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
+    "ministral3": {"num_hidden_layers": 2, "head_dim": 8},
     "smollm3": {"num_hidden_layers": 2, "head_dim": 8, "no_rope_layers": [1, 0]},
     "granite": {"num_hidden_layers": 2},
     "arcee": {"num_hidden_layers": 2, "head_dim": 8},
@@ -57,6 +59,10 @@ CONFIGS = {
         **{"num_hidden_layers": 2, "head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0}
     },
     "ernie4_5": {"num_hidden_layers": 2, "head_dim": 8},
+    "ernie4_5_moe": {
+        **{"num_hidden_layers": 2, "head_dim": 8, "moe_num_experts": 4, "moe_k": 2},
+        **{"moe_intermediate_size": 16, "moe_num_shared_experts": 1},
+    },
     "hunyuan_v1_dense": {"num_hidden_layers": 2, "head_dim": 8},
     "starcoder2": {
         **{"num_hidden_layers": 2, "head_dim": 8, "sliding_window": None},
@@ -65,7 +71,12 @@ CONFIGS = {
     "glm4": {"num_hidden_layers": 2, "head_dim": 8},
     "gemma2": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "gemma3_text": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
+    "cohere2": {"num_hidden_layers": 2, **_SLIDING},
     "phi3": {"num_hidden_layers": 2},
+    "afmoe": {
+        **{"num_hidden_layers": 2, "head_dim": 8, "num_dense_layers": 1, **_SLIDING, **_MIXTURE},
+        **{"num_experts": 4, "num_shared_experts": 1, "mup_enabled": True},
+    },
     "dots1": {
         **{"num_hidden_layers": 2, "head_dim": 8, "first_k_dense_replace": 1, **_SLIDING},
         **{"n_routed_experts": 4, "n_shared_experts": 1, **_MIXTURE},
@@ -199,6 +210,7 @@ def build(family: str, device: str = "cpu", **changes: object) -> tuple[PreTrain
     config._experts_implementation = "eager"  # torch's FLOP counter counts a grouped product as 0
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
+    hold_frozen(model)
     spec = spec_of(config, model)
     use_cores(model, spec, Tokens)
     return model.train(), spec
@@ -229,9 +241,10 @@ def add_lora(
 def linears(model: nn.Module, *within: str) -> list[str]:
     """Linears whose name holds one of `within`; all but the head without.
 
-    Some take no adapter: PEFT refuses Mamba2's `out_proj`, and Jamba never calls its `dt_proj`.
+    Some take no adapter: PEFT refuses Mamba2's `out_proj`, and takes Trinity's router for a
+    parameter; Jamba never calls its `dt_proj`.
     """
-    refused = ("lm_head", "mixer.out_proj", "mamba.out_proj", "dt_proj")
+    refused = ("lm_head", "mixer.out_proj", "mamba.out_proj", "dt_proj", "router.gate")
     names = [
         name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
     ]

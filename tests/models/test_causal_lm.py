@@ -109,6 +109,8 @@ def test_router_loss_of_one_row_and_layer_is_the_familys_own(family):
     config.num_hidden_layers = 1
     if family == "jamba":  # which sort a layer is of follows from where the first of that sort lies
         config.expert_layer_offset = 0
+    elif family == "ernie4_5_moe":
+        config.moe_layer_start_index = 0
     elif hasattr(config, "layer_types"):
         config.layer_types = config.layer_types[:1]
     hf = load.load_whole(cfg.model, config)

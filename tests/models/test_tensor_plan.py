@@ -38,6 +38,8 @@ WHOLE = {
     "tiny-mixtral": {"mlp.gate"},
     "tiny-glm4_moe": {"mlp.gate"},
     "tiny-dots1": {"mlp.gate"},
+    "tiny-afmoe": {"mlp.router.gate"},
+    "tiny-ernie4_5_moe": {"mlp.gate"},
     "tiny-qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
     "tiny-glm4_moe_lite": {"mlp.gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"},
     "tiny-deepseek_v3": {"mlp.gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"},

@@ -345,7 +345,7 @@ WINDOWS = {
     f"tiny-{name}": {None, 16}
     for name in (
         *("qwen2", "qwen2_moe", "qwen3", "olmo3", "exaone4", "gemma2", "gemma3", "dots1"),
-        "jet_nemotron",
+        *("afmoe", "cohere2", "jet_nemotron"),
     )
 }
 """Windows of the attention layers of tiny models."""

@@ -17,7 +17,7 @@ from shardwise.parallel.reduce import sum_over_copies
 from tests.parity.features.spread_experts import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-FULL, ADAPTERS, LIMITED, SHARED, BALANCED = FIXED
+FULL, ADAPTERS, LIMITED, SHARED, BALANCED, IN_A_ROW = FIXED
 
 
 def weights_of_the_router_not_multiplied():
@@ -156,6 +156,11 @@ def limit_of_the_micro_batch():
     Capacity._documents_of_tokens = staticmethod(together)
 
 
+def biases_in_a_row_taken_for_one():
+    biases_of = routing.biases_of
+    routing.biases_of = lambda *model: ((path, bias[None]) for path, bias in biases_of(*model))
+
+
 def last_tokens_kept():
     drop = Capacity.drop
 
@@ -191,6 +196,7 @@ BUGS = (
     (shared_factors_of_the_first_expert_alone, SHARED),
     (shared_factors_not_added_up, SHARED),
     (loads_of_one_rank_taken_for_all, BALANCED),
+    (biases_in_a_row_taken_for_one, IN_A_ROW),
     (limit_of_the_micro_batch, LIMITED),
     (last_tokens_kept, LIMITED),
     (dropped_rows_given_to_the_last_expert, LIMITED),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardwise.assembly import build, order
 from shardwise.models import stage
+from shardwise.models.families.base import StageFacts
 from shardwise.models.patches import embedding
 from shardwise.models.slot_dropout import DropoutState
 from shardwise.parallel import activation_checkpoint, clip, ddp, pipeline_parallel, pipeline_stage
@@ -93,7 +94,7 @@ def embedding_multiplier_applied_by_every_stage():
     share = stage._share
 
     def forgetful(hf, spec, own, family, shared):
-        return share(hf, spec, own, replace(family, cut=replace(family.cut, factor=None)), shared)
+        return share(hf, spec, own, replace(family, cut=StageFacts()), shared)
 
     stage._share = forgetful
 
@@ -175,7 +176,10 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (one_buffer_for_all_micro_batches, cell("llama", "gpipe", "full")),
     (tied_gradient_summed_on_one_side_only, TIED),
     (tied_gradient_counted_twice_in_the_norm, TIED),
-    (embedding_multiplier_applied_by_every_stage, cell("granitemoehybrid", "1f1b", "lora")),
+    *(
+        (embedding_multiplier_applied_by_every_stage, cell(name, "1f1b", "lora"))
+        for name in ("granitemoehybrid", "afmoe")
+    ),
     (positions_added_by_every_stage, cell("gpt2", "1f1b", "full")),
     (router_losses_of_lower_stages_lost, ROUTED),
     (router_losses_of_lower_stages_not_scaled, ROUTED),

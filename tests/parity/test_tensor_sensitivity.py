@@ -60,6 +60,11 @@ def blocks_of_rows_taken_for_one():
     tensor_cuts.Rows.in_order = property(lambda self: not self.shared)
 
 
+def gradient_of_a_parallel_block_summed_twice():
+    enter = tensor_axis.TensorAxis.enter
+    tensor_axis.TensorAxis.enter = lambda self, x: enter(self, enter(self, x))
+
+
 def embeddings_not_scaled():
     Gemma3TextScaledWordEmbedding.forward = nn.Embedding.forward
 
@@ -204,11 +209,12 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (mask_of_the_first_features_on_every_rank, cell("llama", "tp", "lora", "dropout")),
     (mask_drawn_for_the_share_alone, cell("llama", "tp", "lora", "dropout")),
     (bias_added_by_each_rank, cell("gpt2", "tp", "full")),
+    (gradient_of_a_parallel_block_summed_twice, cell("cohere2", "tp", "full")),
     (embeddings_not_scaled, cell("gemma3_text", "tp", "full")),
     (blocks_of_rows_taken_for_one, cell("phi3", "tp", "full")),
-    (
-        places_of_the_row_in_isolated_documents,
-        Cell("hunyuan_v1_dense", "cp", "full", 4, "isolated"),
+    *(
+        (places_of_the_row_in_isolated_documents, Cell(name, "cp", "full", 4, "isolated"))
+        for name in ("hunyuan_v1_dense", "ministral3")
     ),
     (window_of_the_class, Cell("qwen2_moe", "cp", "full", 2)),
     (router_loss_of_each_rank, cell("qwen3_moe", "tp", "full")),

@@ -50,7 +50,7 @@ def biases_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, torch.Tenso
         block = hf.get_submodule(path.rpartition(".experts")[0])
         for name, buffer in block.named_buffers():
             if name.rpartition(".")[2] in BIASES:
-                yield path, buffer
+                yield path, buffer.view(-1)  # ERNIE has a row of them
 
 
 def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, DimCut]:

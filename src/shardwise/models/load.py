@@ -176,6 +176,7 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     building = foreign(model.path, config, "build a causal model")
     with building, torch.device("meta"), no_init_weights():
         built = _from_config(model, config, dtype)
+    hold_frozen(built)
     check_parameters(model.path, built)
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
@@ -202,6 +203,17 @@ def _from_config(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> 
         if "scaled_dot_product_attention" not in str(error):
             raise
     return built("eager")
+
+
+def hold_frozen(built: PreTrainedModel) -> None:
+    """Make buffers of the parameters that a class never trains, as most classes have them: biases
+    on the scores of routers.
+    """
+    for module in built.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                del module._parameters[leaf]
+                module.register_buffer(leaf, parameter.detach())
 
 
 def check_computes(model: Model) -> None:

@@ -305,7 +305,8 @@ class TapedBlock(Elementwise):
         # Autocast on a GPU computes it in 32 bits; on a CPU it has no rule for it.
         x = self.as_dtype(x, WIDE if self.cast and not self.on_cpu else x.itemsize)
         moments = self.tape.tensor(2 * x.numel // size, WIDE)
-        weights = [self.weight(f"{name}{part}") for part in ("weight", "bias")]
+        names = (f"{name}weight", f"{name}bias")
+        weights = [self.weight(name) for name in names if name in self.parameters]
         return self.tape.run([x, *weights], [(x.numel, x.itemsize)], keeps=[x, moments])[0]
 
 

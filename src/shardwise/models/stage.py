@@ -151,6 +151,9 @@ def _share(
     copied = copy.deepcopy(hf, memo | shared)
     if not part.first and family.cut.factor:
         setattr(copied.base_model, family.cut.factor, 1.0)
+    if not part.first and family.cut.factor_key:
+        copied.base_model.config = copy.copy(copied.base_model.config)
+        setattr(copied.base_model.config, family.cut.factor_key, False)
     if not part.last:  # transformers would tie weights by their names, which are not all here
         copied._tied_weights_keys, copied.all_tied_weights_keys = {}, {}
     return copied

@@ -107,8 +107,13 @@ def run_layer(block: TapedBlock, layer: LayerSpec, x: Tensor, num_shares: int) -
     del x
     if f"{norms.before}.weight" in block.parameters:
         h = norm_of(block, norms.before, h)
-    h = _side_by_side(block, layer.mixers, h, num_shares)
     is_after = f"{norms.after}.weight" in block.parameters
+    is_between = f"{norms.between}.weight" in block.parameters
+    if layer.feed_forwards and not (is_after or is_between):  # Both take the same, Cohere's.
+        attended = _side_by_side(block, layer.mixers, h, num_shares)
+        h = _side_by_side(block, layer.feed_forwards, h, num_shares)
+        return block.sum(block.sum(residual, attended), h)
+    h = _side_by_side(block, layer.mixers, h, num_shares)
     if is_after:
         h = norm_of(block, norms.behind or norms.between, h)
     h = block.sum(residual, block.multiplied(h, "residual_multiplier"))
@@ -125,10 +130,10 @@ def run_layer(block: TapedBlock, layer: LayerSpec, x: Tensor, num_shares: int) -
 
 
 def norm_of(block: TapedBlock, name: str, x: Tensor) -> Tensor:
-    """Return a layer's or the final norm: a layer norm where it has a bias."""
+    """Return a layer's or the final norm: a layer norm where it has a bias, and Cohere's."""
     prefix = f"{name}." if name else ""
     size = block.parameters[f"{prefix}weight"].shape[0]
-    if f"{prefix}bias" in block.parameters:
+    if f"{prefix}bias" in block.parameters or hasattr(block.config, "layer_norm_eps"):
         return block.layer_norm(prefix, x, size)
     return block.rms_norm(f"{prefix}weight", x, size)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as rotate_cohere
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     apply_rotary_pos_emb_interleave as rotate_interleaved,
 )
@@ -14,7 +15,14 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rot
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_phi3
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as rotate_part
 
-from shardwise.kernels.rotary import fused, naive, rotate, rotate_neighbours, rotate_pairs
+from shardwise.kernels.rotary import (
+    fused,
+    naive,
+    rotate,
+    rotate_neighbours,
+    rotate_pairs,
+    rotate_repeated,
+)
 from tests.kernels.gates import error, kept_elements
 from tests.kernels.recurrences import weighed
 from tests.models.tiny import relative_error
@@ -63,16 +71,21 @@ def test_equals_transformers(theirs, rotated, rows):
         (rotate_neighbours, rotate_glm4, SIZE, torch.float64),
         (rotate_neighbours, rotate_glm4, 4, torch.float64),
         (rotate_neighbours, rotate_ernie, SIZE, torch.float32),  # which it rounds to
+        (rotate_repeated, rotate_cohere, SIZE, torch.float32),
+        (rotate_repeated, rotate_cohere, SIZE, torch.bfloat16),  # and computes in 32 bits
     ],
 )
 def test_pairs_equal_transformers(ours, theirs, rotated, dtype):
     q, k = inputs(dtype)
+    both = angles(rotated, 2, dtype)
+    if ours is rotate_repeated:
+        both = [x[..., : rotated // 2].repeat_interleave(2, -1) for x in both]
     results = []
     for function in (ours, theirs):
-        out = function(q, k, *angles(rotated, 2, dtype))
+        out = function(q, k, *both)
         total = sum(weighed(x) for x in out)
         results.append([*out, *torch.autograd.grad(total, [q, k])])
-    tolerance = 1e-14 if dtype == torch.float64 else 1e-6
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3}[dtype]
     pairs = zip(*results, strict=True)
     assert max(relative_error(mine, other) for mine, other in pairs) < tolerance
 
@@ -93,14 +106,14 @@ def test_equals_the_naive_one_and_has_the_dtype_of_x(dtype, of_angles, rotated):
     assert error(ours, other, inputs(dtype)[:1]) < tolerance[dtype]
 
 
-@pytest.mark.parametrize("function", [rotate, rotate_neighbours])
+@pytest.mark.parametrize("function", [rotate, rotate_neighbours, rotate_repeated])
 def test_nothing_but_angles_is_kept(function):
     cos, sin = angles(SIZE, dtype=torch.float32)
     kept = kept_elements(lambda q, k: function(q, k, cos, sin), inputs(torch.float32))
     assert kept == cos.numel() + sin.numel()
 
 
-@pytest.mark.parametrize("function", [rotate, rotate_pairs, rotate_neighbours])
+@pytest.mark.parametrize("function", [rotate, rotate_pairs, rotate_neighbours, rotate_repeated])
 def test_compiled_code_has_no_breaks(function):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     results = []
@@ -116,7 +129,7 @@ def test_compiled_code_has_no_breaks(function):
 def test_gradients_turned_forwards_show(monkeypatch):
     turned = fused._turned
     monkeypatch.setattr(
-        fused, "_turned", lambda x, cos, sin, sign, paired: turned(x, cos, sin, 1, paired)
+        fused, "_turned", lambda x, cos, sin, sign, *flags: turned(x, cos, sin, 1, *flags)
     )
     q, k = inputs()
     total = sum(weighed(x) for x in rotate(q, k, *angles(SIZE)))

@@ -161,6 +161,7 @@ FIXED = (
     cell("llama", "gpipe", "full"),
     cell("qwen3_5_text", "1f1b", "full", variant="tied"),
     cell("granitemoehybrid", "1f1b", "lora"),
+    cell("afmoe", "1f1b", "lora"),
     cell("gpt2", "1f1b", "full"),
     cell("qwen3_next", "interleaved-1f1b", "full"),
     cell("llama", "zbv", "lora", variant="upper"),

@@ -19,7 +19,9 @@ COMPOSED = {
 """Layouts with the numbers of processes: of 2 ranks along each axis, `ep` of 2."""
 WIDE = (("ddp-ep", 4), ("fsdp2-ep", 8))
 """Layouts whose experts are shared by 4 ranks."""
-WITH_BIASES = ("deepseek_v3", "glm4_moe", "kimi_linear", "lfm2_moe", "nemotron_h")
+WITH_BIASES = (
+    *("afmoe", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "kimi_linear", "lfm2_moe", "nemotron_h"),
+)
 """Families whose routers add a bias to their scores."""
 EVENED = {
     **dict.fromkeys(("ddp", "zero1", "zero2", "fsdp1", "fsdp2", "tp", "tp-sp", "cp", "pp"), 2),
@@ -76,5 +78,6 @@ FIXED = (
     Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity"),
     Cell("qwen3_moe", "fsdp2-ep", "lora", 2, "shared"),
     Cell("deepseek_v3", "ddp-ep", "full", 2, BALANCED),
+    Cell("ernie4_5_moe", "ddp-ep", "full", 2, BALANCED),
 )
 """What `make test` runs."""

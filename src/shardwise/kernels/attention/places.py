@@ -196,7 +196,7 @@ def for_mixer(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -211,7 +211,7 @@ def for_mixer(
     queries, which are the last ones; `over_ranks` computes other rows. Places say what a query
     sees, so a mask is not needed. Raises UserError for a bias by place.
     """
-    assert mask is None, "what a mask hides is not known here"
+    assert attention_mask is None, "what a mask hides is not known here"
     assert dropout == 0.0, "a rule refuses dropout inside attention"
     if flags.get("position_bias") is not None:
         raise UserError(

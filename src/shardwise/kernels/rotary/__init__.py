@@ -1,5 +1,5 @@
 """Rotary positions of queries and keys."""
 
-from shardwise.kernels.rotary.fused import rotate, rotate_neighbours, rotate_pairs
+from shardwise.kernels.rotary.fused import rotate, rotate_neighbours, rotate_pairs, rotate_repeated
 
-__all__ = ["rotate", "rotate_neighbours", "rotate_pairs"]
+__all__ = ["rotate", "rotate_neighbours", "rotate_pairs", "rotate_repeated"]

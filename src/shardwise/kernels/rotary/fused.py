@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels.recurrence import wide
+
 
 def rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
@@ -43,46 +45,67 @@ def rotate_neighbours(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries and keys as `rotate`, feature 2 i with feature 2 i + 1, each in its place."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    half = cos.shape[-1] // 2
+    cos, sin = (x[..., :half].unsqueeze(unsqueeze_dim) for x in (cos, sin))
     return _Rotation.apply(q, cos, sin, True), _Rotation.apply(k, cos, sin, True)
+
+
+def rotate_repeated(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `rotate_neighbours` does of angles that stand twice, one beside the other.
+
+    It computes in float32.
+    """
+    cos, sin = (x[..., ::2].unsqueeze(unsqueeze_dim) for x in (cos, sin))
+    return _Rotation.apply(q, cos, sin, True, True), _Rotation.apply(k, cos, sin, True, True)
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_paired: bool = False
+        ctx: Any,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        is_paired: bool = False,
+        is_wide: bool = False,
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.is_paired = is_paired
-        return _turned(x, cos, sin, 1, is_paired)
+        ctx.flags = is_paired, is_wide
+        return _turned(x, cos, sin, 1, is_paired, is_wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradients[0], cos, sin, -1, ctx.is_paired), None, None, None
+        return _turned(gradients[0], cos, sin, -1, *ctx.flags), None, None, None, None
 
 
 def _turned(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int, is_paired: bool
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int, is_paired: bool, is_wide: bool
 ) -> torch.Tensor:
-    """Return x turned by the angles times `sign`: neighbours if `is_paired`, else halves."""
-    size, half = cos.shape[-1], cos.shape[-1] // 2
-    turned = x[..., :size]
+    """Return x turned by the angles times `sign`: neighbours if `is_paired`, by as many angles as
+    there are pairs, else halves; `is_wide`: in float32.
+    """
+    if is_wide:
+        cos, sin = wide(cos), wide(sin)
+    size = cos.shape[-1] * (1 + is_paired)
+    turned, half = x[..., :size], size // 2
     if is_paired:
         first, second = turned[..., ::2], turned[..., 1::2]
         out = torch.empty_like(turned, dtype=torch.promote_types(x.dtype, cos.dtype))
         both = out[..., ::2], out[..., 1::2]
         for part, of in zip(both, (first, second), strict=True):
             if torch.compiler.is_compiling():  # it takes no `out` with gaps, and fuses these two
-                part.copy_(of * cos[..., :half])
+                part.copy_(of * cos)
             else:
-                torch.mul(of, cos[..., :half], out=part)
+                torch.mul(of, cos, out=part)
     else:
         first, second = turned[..., :half], turned[..., half:]
         out = turned * cos
         both = out[..., :half], out[..., half:]
     both[0].addcmul_(second, sin[..., :half], value=-sign)
-    both[1].addcmul_(first, sin[..., half:], value=sign)
+    both[1].addcmul_(first, sin[..., -half:], value=sign)
     out = out.to(x.dtype)
     return out if size == x.shape[-1] else torch.cat([out, x[..., size:]], -1)

@@ -48,6 +48,8 @@ class StageFacts:
 
     factor: str | None = None
     """Attribute of the base model that multiplies embeddings, also those that it is given."""
+    factor_key: str | None = None
+    """Key of the config that lets the base model do so."""
     dropout: str | None = None
     """The dropout between embedding and first layer."""
     layer_attribute: str | None = None

@@ -40,6 +40,7 @@ PHI3 = Family(
     seeded=("resid_pdrop", "embd_pdrop"),
 )
 MISTRAL = Family("mistral", options={"sliding_window": None})  # as published since 0.2
+MINISTRAL3 = Family("ministral3")
 QWEN2 = Family("qwen2")
 QWEN3 = Family("qwen3")
 SMOLLM3 = Family("smollm3")
@@ -59,6 +60,14 @@ EXAONE4 = Family(
         "full_attention": mixer("self_attn", attention.BESIDE_WINDOWS),
         "sliding_attention": mixer("self_attn", attention.SLIDING),
     },
+)
+COHERE2 = Family(
+    "cohere2",
+    mixers={
+        "full_attention": mixer("self_attn", attention.PAIRS_BESIDE_WINDOWS),
+        "sliding_attention": mixer("self_attn", attention.SLIDING_PAIRS),
+    },
+    logits_multiplied_by="logit_scale",
 )
 GRANITE = Family(
     "granite", cut=StageFacts(factor="embedding_multiplier"), logits_divided_by="logits_scaling"

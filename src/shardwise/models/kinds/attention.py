@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from shardwise.kernels.attention.places import for_mixer
 from shardwise.models.elementwise import SharedRows
 from shardwise.models.kinds.base import Core, Kind
-from shardwise.models.moves import WIDE, attention_in_pieces
+from shardwise.models.moves import SMALL, WIDE, attention_in_pieces
 from shardwise.models.operations import TapedBlock
 from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
@@ -104,8 +104,8 @@ def activations(
     """
     size = _head_dim(block.config)
     output = "o_proj" if "o_proj.weight" in block.parameters else "out_proj"
-    q, k, v = _projected(block, x, output)
-    gate = None
+    q, k, v, *gates = _projected(block, x, output)
+    gate = gates[0] if gates else None
     if block.num_in(output) < q.numel // block.tokens:
         q, gate = block.split(q, (1, 1))
         gate = block.copied(gate)
@@ -134,6 +134,8 @@ def activations(
         q, k = (block.rotated(y, size, share, rotates_wide, rotates_pairs) for y in (q, k))
     q = _normed(block, ("query_layernorm",), q, size)  # HunYuan's, after the rotation
     k = _normed(block, ("key_layernorm",), k, size)
+    if "llama_4_scaling_beta" in (getattr(block.config, "rope_parameters", None) or {}):
+        q = block.product(q, _scales_by_position(block, q.itemsize))
     if block.shares_rows:
         out = over_ranks(block, block.shares_rows, q, k, v, (size, size))
     else:
@@ -145,15 +147,16 @@ def activations(
 
 
 def _projected(block: TapedBlock, x: Tensor, output: str) -> list[Tensor]:
-    """Return queries, keys and values."""
+    """Return queries, keys, values and, where a projection gives it, the gate of the output."""
     if "qkv_proj.weight" in block.parameters:
         joined = block.linear("qkv_proj", x)
         queries = block.num_in(output)
         keys = (block.num_out("qkv_proj") - queries) // 2
         return [block.slice(joined, n * block.tokens) for n in (queries, keys, keys)]
-    names = ("q_proj", "k_proj", "v_proj")
-    q, k, v = block.linears(names, block.multiplied(x, "attention_in_multiplier"))
-    return [q, block.multiplied(k, "key_multiplier"), v]
+    names = ["q_proj", "k_proj", "v_proj"]
+    names += ["gate_proj"] * ("gate_proj.weight" in block.parameters)
+    q, k, v, *gate = block.linears(names, block.multiplied(x, "attention_in_multiplier"))
+    return [q, block.multiplied(k, "key_multiplier"), v, *gate]
 
 
 def activations_of_joined(block: TapedBlock, x: Tensor) -> Tensor:
@@ -247,6 +250,12 @@ def _normed(block: TapedBlock, names: tuple[str, ...], x: Tensor, size: int) -> 
     return x
 
 
+def _scales_by_position(block: TapedBlock, itemsize: int) -> Tensor:
+    """Return Ministral's factor of the queries of each position."""
+    moves = (SMALL,) * (5 + (itemsize < WIDE))
+    return block.tape.run([], [(block.length, itemsize)], forward_moves=moves)[0]
+
+
 def rotary_size(config: PretrainedConfig, size: int) -> int:
     """Return how many features of a head are rotated; 0 in a model without rotary positions."""
     parameters = getattr(config, "rope_parameters", None)
@@ -275,7 +284,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         **linear(block, "q_proj", "out", queries),
         **linear(block, "k_proj", "out", keys),
         **linear(block, "v_proj", "out", keys),
-        **evenly(block, num_ranks, "attention heads", into=[output]),
+        **evenly(block, num_ranks, "attention heads", out=["gate_proj"], into=[output]),
     }
     norms = {}
     for name, rows in (("q_norm", queries), ("k_norm", keys)):
@@ -333,7 +342,7 @@ FULL = Kind(
     keeps_documents_apart=True,
     is_attention=True,
     activations=activations,
-    shares_input=("q_proj", "k_proj", "v_proj"),
+    shares_input=("q_proj", "k_proj", "v_proj", "gate_proj"),
 )
 SLIDING = replace(FULL, name="sliding_attention", cores=sliding_cores)
 ROTATED_WIDE = replace(FULL, activations=partial(activations, rotates_wide=True))
@@ -347,6 +356,12 @@ ROTATED_WIDE_PAIRS = replace(
     FULL, activations=partial(activations, rotates_pairs=True, rotates_wide=True)
 )
 """ERNIE's, which does so in 32 bits."""
+PAIRS_BESIDE_WINDOWS = replace(
+    FULL,
+    activations=partial(activations, rotates_windows=True, rotates_pairs=True, rotates_wide=True),
+)
+"""Cohere's, whose layers with a window rotate neighbouring features in 32 bits."""
+SLIDING_PAIRS = replace(PAIRS_BESIDE_WINDOWS, name="sliding_attention", cores=sliding_cores)
 GROUPED = replace(FULL, split=split_grouped, shares_input=())
 """Phi's, with one projection for queries and grouped keys and values."""
 SLIDING_GROUPED = replace(GROUPED, name="sliding_attention", cores=sliding_cores)

@@ -52,16 +52,19 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights | evenly(block, num_ranks, feed_forward.FEATURES, out=up, into=down))
 
 
-def activations(block: TapedBlock, x: Tensor, rounds_weights: bool = True) -> Tensor:
+def activations(
+    block: TapedBlock, x: Tensor, rounds_weights: bool = True, shared_first: bool = False
+) -> Tensor:
     """Keep the input, the router's scores, and for each token and expert of it what an MLP keeps.
 
     Those are the rows sorted by expert, gate and product, their product, and the outputs.
-    `rounds_weights`: what outputs count is rounded to the dtype of hidden states.
+    `rounds_weights`: what outputs count is rounded to the dtype of hidden states. `shared_first`:
+    shared experts come before the routed ones, as a single one does in all families.
     """
     shared = [p for p in ("shared_expert", "shared_experts") if _has(block, p)]
     added = []
     for path in shared:
-        if path == "shared_expert":
+        if shared_first or path == "shared_expert":
             added.append(feed_forward.activations(block.within(path), x))
     weights, _logits = _routed(block, x, rounds_weights)  # named until the block returns
     hidden = x
@@ -72,7 +75,7 @@ def activations(block: TapedBlock, x: Tensor, rounds_weights: bool = True) -> Te
     if _has(block, "fc2_latent_proj"):
         out = block.linear("fc2_latent_proj", out)
     for path in shared:
-        if path == "shared_experts":
+        if not (shared_first or path == "shared_expert"):
             added.append(feed_forward.activations(block.within(path), x))
     for term in added:
         if _has(block, "shared_expert_gate"):
@@ -88,23 +91,28 @@ def _has(block: TapedBlock, path: str) -> bool:
 
 def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor, Tensor]:
     """Return what the outputs of a token's experts count, [B*T, top_k], and the router's logits."""
-    name = next(n for n in ("gate.weight", "router.weight") if n in block.parameters)
+    names = ("gate.weight", "router.weight", "router.gate.weight")
+    name = next(name for name in names if name in block.parameters)
     num_experts = block.parameters[name].shape[0]
-    is_wide = "gate.e_score_correction_bias" in block.buffers
-    weight = block.weight(name)
+    is_ernie = "gate.moe_statics.e_score_correction_bias" in block.buffers
+    is_wide = is_ernie or "gate.e_score_correction_bias" in block.buffers
+    weight, hidden = block.weight(name), block.cast or x.itemsize
     if is_wide:
         x, weight = block.as_dtype(x, WIDE), block.as_dtype(weight, WIDE)
-    itemsize = block.cast or x.itemsize
+    itemsize = (not is_ernie and block.cast) or x.itemsize  # ERNIE's is outside of autocast
     x, weight = block.as_dtype(x, itemsize), block.as_dtype(weight, itemsize)
     keeps = [x] if weight.slot is not None else []
     if x.slot is not None:
         keeps.append(weight)
     numel = block.tokens * num_experts
-    logits = block.tape.run([x, weight], [(numel, x.itemsize)], keeps=keeps, product=True)[0]
+    if (router := name.removesuffix(".weight")) in block.adapters:
+        logits = block.linear(router, x)
+    else:
+        (logits,) = block.tape.run([x, weight], [(numel, x.itemsize)], keeps=keeps, product=True)
     is_late = hasattr(block.config, "logits_scaling")  # Granite's softmax is over the chosen ones
     # LFM2's sigmoids are in the dtype of the logits.
-    is_sigmoid = is_wide or "expert_bias" in block.buffers
-    scores = logits if is_sigmoid else block.as_dtype(logits, WIDE)
+    is_narrow = is_wide or ("expert_bias" in block.buffers and name == "gate.weight")
+    scores = logits if is_narrow else block.as_dtype(logits, WIDE)
     named = scores if is_late else logits
     if not is_late:
         scores = block.pointwise(scores, keeps_outputs=True)
@@ -112,6 +120,7 @@ def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor,
     whole = scores.num_bytes
     # A bias is added; groups of experts are chosen, then experts of them.
     moves = [2 * whole, whole, *[SMALL] * 7, 2 * whole, whole, whole] if is_wide else [whole]
+    moves = [2 * whole, whole] if is_ernie else moves
     size = [(block.tokens * block.top_k, scores.itemsize)]
     (top,) = block.tape.run(
         [scores], size, keeps=[chosen], forward_moves=moves, backward_moves=(whole, 2 * whole)
@@ -122,8 +131,9 @@ def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor,
     options = {"forward_moves": moves, "backward_moves": back}
     top = block.pointwise(top, kept, keeps_outputs=is_late, **options)
     # What sigmoids give stays in 32 bits.
-    rounded = block.as_dtype(top, logits.itemsize) if rounds_weights and not is_wide else top
-    return rounded, named
+    if rounds_weights and (is_ernie or not is_wide):
+        top = block.as_dtype(top, hidden)
+    return top, named
 
 
 def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor) -> Tensor:
@@ -221,8 +231,17 @@ Some families balance the load by a bias that is added to the routers' scores to
 by a loss. That bias (`e_score_correction_bias`, `expert_bias`) is a buffer: no gradient reaches it.
 Training keeps it as it is in the base model, in LoRA and in full, and a saved model has it.
 """
+SHARED_FIRST = replace(MIXTURE, activations=partial(activations, shared_first=True))
+"""The same, whose shared experts come first."""
 WIDE_WEIGHTS = replace(MIXTURE, activations=partial(activations, rounds_weights=False))
 """The same, whose router gives what an expert counts in 32 bits: Mixtral's."""
+OF_AFMOE = replace(
+    MIXTURE,
+    activations=partial(activations, shared_first=True, rounds_weights=False),
+    gates=("router.gate",),
+    gating=("router.gate",),
+)
+"""The same, whose router has a linear."""
 ROUTER = replace(MIXTURE, gating=("router",))
 """With routed experts alone, and `router` for a router."""
 WITH_GATED_EXPERT = replace(

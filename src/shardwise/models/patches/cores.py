@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
-from shardwise.kernels.rotary import rotate, rotate_neighbours, rotate_pairs
+from shardwise.kernels.rotary import rotate, rotate_neighbours, rotate_pairs, rotate_repeated
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
@@ -36,6 +36,7 @@ ROTATED = {
     "olmo2.apply_rotary_pos_emb": rotate,  # in float32
     "glm4.apply_rotary_pos_emb": rotate_neighbours,
     "ernie4_5.apply_rotary_pos_emb": rotate_neighbours,  # in float32
+    "cohere2.apply_rotary_pos_emb": rotate_repeated,
     "deepseek_v3.apply_rotary_pos_emb_interleave": rotate_pairs,
 }
 """The project's functions by those of transformers."""

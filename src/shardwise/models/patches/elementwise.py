@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 
 from shardwise.config import RunConfig
 from shardwise.kernels import gated_activation, rms_norm
@@ -120,6 +121,12 @@ def _norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return rms_norm.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+def _layer_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    weight = self.weight
+    normed = F.layer_norm(hidden_states, weight.shape, weight, None, self.variance_epsilon)
+    return normed.to(hidden_states.dtype)
+
+
 def _norm_around_one(self: Any, x: torch.Tensor) -> torch.Tensor:
     return rms_norm.rms_norm(x, self.weight, self.eps, offset=1.0)
 
@@ -138,6 +145,7 @@ REPLACED: dict[str, Callable[..., torch.Tensor]] = {
     "llama.LlamaRMSNorm": _norm,
     "nemotron_h.NemotronHRMSNorm": _norm,
     "olmo2.Olmo2RMSNorm": _norm,
+    "cohere2.Cohere2LayerNorm": _layer_norm,
     "qwen3_next.Qwen3NextRMSNorm": _norm_around_one,
     "qwen3_next.Qwen3NextRMSNormGated": _gated_norm,
     "kimi_linear.KimiLinearRMSNormGated": _gated_norm,
