@@ -415,6 +415,7 @@ def _gemma2(sizes: Sizes) -> dict[str, Any]:
 
 def _cohere2(sizes: Sizes) -> dict[str, Any]:
     drawn = _qwen3(sizes) | _attention_within(sizes)
+    drawn["logit_scale"] = sizes.among(0.25, 2.0)
     return drawn | {"head_dim": drawn["hidden_size"] // drawn["num_attention_heads"]}
 
 
