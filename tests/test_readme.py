@@ -111,7 +111,8 @@ def test_the_index_has_every_page():
 
 
 def test_every_page_opens_with_a_question():
-    folders = [ROOT / "docs" / name for name in ("concepts", "decisions", "guides", "reference")]
+    names = ("concepts", "decisions", "guides", "models", "reference")
+    folders = [ROOT / "docs" / name for name in names]
     pages = [ROOT / "docs" / "study.md", *(page for folder in folders for page in folder.iterdir())]
     question = re.compile(r"# [^\n]+\n\n\*[A-Z][^*\n]{10,100}\?\*\n\n\S")
     pages.remove(ROOT / "docs" / "decisions" / "README.md")

@@ -269,6 +269,26 @@ def test_the_pages_of_the_planner_say_what_it_says(monkeypatch):
     assert all(f"\n{line}\n" in pages["published-layouts.md"] for line in rows)
 
 
+def test_each_family_has_the_page_that_its_code_says():
+    """All but memory, of which the smallest published shape alone is planned; `python -m
+    tools.model_pages --check` plans every one."""
+    tool = runpy.run_path(str(TOOLS / "model_pages.py"))
+    families, folder = tool["FAMILIES"], tool["FOLDER"]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    stale = {tool["INDEX"], *(f"{name}.md" for name in families)} ^ texts.keys()
+    stale |= {tool["INDEX"]} if texts.get(tool["INDEX"]) != tool["index"]() else set()
+    parts = ("special", "run", "serving", "proven")
+    for name, family in families.items():
+        lines = [
+            line for part in parts for line in tool[part](family if part == "special" else name)
+        ]
+        lines += tool["memory"](name) if name == "lfm2" else []
+        lines += tool["layers"](name) if name == "lfm2" or not tool["shapes_of"](name) else []
+        if not all(line in texts.get(f"{name}.md", "") for line in lines):
+            stale.add(f"{name}.md")
+    assert not stale, "run python -m tools.model_pages"
+
+
 def test_the_page_on_planning_says_how_far_times_were_off():
     root = TOOLS.parent
     page = (root / "docs" / "concepts" / "planning.md").read_text(encoding="utf-8")
