@@ -103,7 +103,8 @@ def special(family: Family) -> Iterator[str]:
     start = "shardwise.models.families."
     files = [file for name, file in sorted(sys.modules.items()) if name.startswith(start)]
     files = [file for file in files if family in vars(file).values()]
-    files.sort(key=lambda file: not family.model_type.startswith(file.__name__.split(".")[-1]))
+    own = [f for f in files if family.model_type.startswith(f.__name__.split(".")[-1])]
+    files = own or [file for file in files if file.__name__.endswith(".plain")]
     name, _, what = str(files[0].__doc__).split("\n\n")[0].rstrip(".").partition(": ")
     what = " ".join((what if len(name.split()) < 6 else f"{name}: {what}").split())
     yield what[0].upper() + what[1:] + "."
