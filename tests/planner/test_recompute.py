@@ -168,7 +168,7 @@ def test_a_plan_takes_a_run_with_a_budget(tmp_path):
     assert tight.applied.training.checkpointing != "none"
     assert tight.memory.total <= most < ample.memory.total
     assert tight.cfg.training.checkpointing.budget_gib == most / USABLE / 2**30
-    assert "GiB full: layers" in tight.details
+    assert "GiB full: layers" in tight.details_in_full
 
 
 def test_a_split_knows_the_layers_that_a_budget_chooses(tmp_path, monkeypatch):

@@ -249,11 +249,17 @@ def wanted_layout(text: str) -> dict[str, tuple[int, ...]]:
 def folders_of(sections: Mapping[str, Any], devices: str) -> list[str]:
     """Return the folders that a plan of these sections reads; none where it reads more than these.
 
-    It reads the measures of this machine for the devices `here`, and Python files with
+    It reads the measures of this machine for the devices `here`, figures of a device in a file, and
+    Python files with
     `model.trust_remote_code`.
     """
     model, lora = sections.get("model"), sections.get("lora") or {}
-    if devices == HERE or not isinstance(model, dict) or not isinstance(lora, dict):
+    if (
+        devices == HERE
+        or devices.endswith((".yaml", ".yml"))
+        or not isinstance(model, dict)
+        or not isinstance(lora, dict)
+    ):
         return []
     if model.get("trust_remote_code") or not isinstance(model.get("path"), str):
         return []

@@ -16,7 +16,7 @@ import torch
 from shardwise.base import __version__
 from shardwise.metrics.stopwatch import Stopwatch
 
-# Dense peaks in TFLOP/s, without sparsity, from NVIDIA's datasheets: (bfloat16 = float16 with
+# Dense peaks in TFLOP/s, without sparsity, from datasheets: (bfloat16 = float16 with
 # float32 accumulation, float32 on CUDA cores). Keys are full names as torch returns them. A part of
 # a name would also match slices of a GPU (MIG), other boards with the same chip (NVL, D, laptop)
 # and other chips (L40 for L4, GB200 for B200), whose peaks differ.
@@ -32,7 +32,15 @@ _PUBLISHED = {
     "NVIDIA B200": (2250.0, 75.0),
     "NVIDIA L40S": (362.05, 91.6),
     "NVIDIA L4": (121.0, 30.3),
+    "NVIDIA A10": (125.0, 31.2),
+    "NVIDIA H20": (148.0, 44.0),
+    "NVIDIA GB200": (2500.0, 80.0),
+    "NVIDIA RTX A6000": (154.8, 38.7),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": (503.8, 126.0),
+    "NVIDIA GeForce RTX 3090": (71.0, 35.6),
     "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    "NVIDIA GeForce RTX 5090": (209.5, 104.8),
+    "AMD Instinct MI300X": (1307.4, 163.4),
 }
 
 

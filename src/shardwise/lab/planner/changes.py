@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import floor
 from typing import Literal
 
 import torch
 
-from shardwise.config import Recomputation
 from shardwise.lab.planner.candidates import RECOMPUTATION, SCHEDULES, Candidate, Question, Space
 from shardwise.lab.planner.divisions import Division, moved
 from shardwise.lab.planner.estimate import Estimates
-from shardwise.lab.planner.exact import Choice, Exact, split_by_cost
+from shardwise.lab.planner.exact import Choice, Exact, split_by_cost, within_memory
 from shardwise.lab.planner.prospects import prospect_of
 from shardwise.models.dtypes import product_dtype
 
@@ -129,10 +127,7 @@ def no_more_again(exact: Exact, best: Choice) -> Choice:
     question, candidate = exact.question, best.candidate
     if "training.checkpointing" in question.fixed or candidate.recomputation == "none":
         return best
-    # In tenths, rounded down.
-    budget = floor(question.cluster.device.memory_bytes / 2**30 * 10) / 10
-    within = Recomputation(budget_gib=budget)
-    choice = exact.of(candidate._replace(recomputation=within))
+    choice = exact.of(candidate._replace(recomputation=within_memory(question)))
     return best if choice is None or not choice.fits else min(best, choice, key=Choice.order)
 
 

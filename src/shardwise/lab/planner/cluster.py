@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
 
 from shardwise.config import UserError, require
+from shardwise.config.run_file import read_yaml
 from shardwise.lab.planner import HERE
 from shardwise.lab.planner.calibration import Calibration, calibration_here
 from shardwise.metrics.hardware import published_flops
@@ -109,6 +110,7 @@ class Cluster:
 def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster:
     """Return a cluster of nodes such as `8xH100-80GB`, or of `here`: this machine, as calibrated.
 
+    A device that has no name may be given as a YAML file of its figures, such as `8xcard.yaml`.
     `link`: a network such as `400Gbps` joins nodes, any other link the devices of a node. UserError
     for a name that is not known, or where this machine was not calibrated.
     """
@@ -119,10 +121,9 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
     if devices == HERE:
         require(link is None, f"--link {link}: the links of {HERE} are measured; leave --link out")
         return _here(nodes)
-    match = re.fullmatch(r"(?:(\d{1,5})x)?([\w-]+)", devices)
-    names = {name.lower(): name for name in table["devices"]}
-    device = names.get(match[2].lower()) if match else None
-    if match is None or device is None:
+    match = re.fullmatch(r"(?:(\d{1,5})x)?([\w-]+|.+\.ya?ml)", devices)
+    row = _row(match[2] if match else devices)
+    if match is None or row is None:
         name = (match[2] if match else devices).upper()
         meant = [known for known in table["devices"] if known.upper().startswith(name)]
         meant = meant or get_close_matches(name, table["devices"], 1)
@@ -130,7 +131,7 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
             f"--devices {devices[:80]} is not known"
             + (f" (did you mean {' or '.join(meant)}?)" if meant else "")
             + f"; give {HERE}, or a number and one of {', '.join(table['devices'])}, such as "
-            "8xH100-80GB"
+            "8xH100-80GB, or a YAML file of its figures (docs/concepts/planning.md)"
         )
     number = int(match[1] or 1)
     require(number >= 1, f"--devices {devices}: give at least one device")
@@ -139,7 +140,6 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
         f"--devices {devices} on {nodes:,} nodes are {number * nodes:,} devices; give at most "
         f"{MOST_DEVICES:,}",
     )
-    row = table["devices"][device]
     inside, between = row["inside"], "400Gbps"
     if link is not None and table["links"][link].get("network"):
         require(
@@ -151,7 +151,7 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
     elif link is not None:
         inside = link
     inner, outer, host = map(_link, (inside, between, row["host"]))
-    return Cluster(_device(device, row), number, nodes, inner, outer, host)
+    return Cluster(_device(row), number, nodes, inner, outer, host)
 
 
 def efficiency(part: str) -> float:
@@ -170,10 +170,44 @@ def _table() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
 
 
-def _device(name: str, row: dict[str, Any]) -> Device:
+def _row(name: str) -> dict[str, Any] | None:
+    """Return what the table or the user's file says of a device, None if there is neither."""
+    if name.endswith((".yaml", ".yml")):
+        return {"name": Path(name).stem, "source": name} | _own_figures(name)
+    names = {known.lower(): known for known in _table()["devices"]}
+    known = names.get(name.lower())
+    return None if known is None else {"name": known} | _table()["devices"][known]
+
+
+def _own_figures(path: str) -> dict[str, Any]:
+    import pydantic  # late: names of devices do not need it
+
+    figure = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+    links: Any = Literal.__getitem__(tuple(_table()["links"]))
+    keys: dict[str, Any] = {
+        **dict.fromkeys(("gib", "memory_bandwidth"), (figure, ...)),
+        "flops": (dict[Literal["bfloat16", "float16", "float32"], figure], ...),
+        **dict.fromkeys(("inside", "host"), (links, "PCIe4")),
+        "source": (str, path),
+    }
+    form: Any = pydantic.create_model("Figures", __config__={"extra": "forbid"}, **keys)
+    try:
+        row = form(**read_yaml(path, "give gib, memory_bandwidth and flops of a device"))
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))[:80]
+        raise UserError(
+            f"{path}: {place}: {first['msg'][:200]}; give gib, memory_bandwidth in bytes/s and "
+            "flops by dtype, such as {float32: 3.6e+13, bfloat16: 7.1e+13}"
+        ) from None
+    require("float32" in row.flops, f"{path}: flops has no float32; add its FLOP/s")
+    return row.model_dump()
+
+
+def _device(row: dict[str, Any]) -> Device:
     flops = row.get("flops") or published_flops(row["torch_name"])
     gib = int(row["gib"] * 2**30)
-    return Device(name, gib, flops, row["memory_bandwidth"], row["source"])
+    return Device(row["name"], gib, flops, row["memory_bandwidth"], row["source"])
 
 
 def _link(name: str) -> Link:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
+from math import floor
 from typing import Any
 
 from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.base.layouts import ALONE, Facts, axis_sizes, data_parts, num_microbatches
-from shardwise.base.words import runs
+from shardwise.base.words import counted, runs
 from shardwise.config import Recomputation, RunConfig, UserError, rules
 from shardwise.lab.planner import HERE
 from shardwise.lab.planner.candidates import Candidate, Question, Subject, subject_of
@@ -113,14 +114,22 @@ class Choice:
 
     @property
     def details(self) -> str:
-        """How a rank works, in words."""
+        """How a rank works, in a few words."""
+        return self._in_words(is_short=True)
+
+    @property
+    def details_in_full(self) -> str:
+        """How a rank works, with the number of each layer that is computed again."""
+        return self._in_words(is_short=False)
+
+    def _in_words(self, is_short: bool) -> str:
         candidate, words = self.candidate, []
         if candidate.division.pp > 1:
             stages = f" x{candidate.num_virtual}" if candidate.num_virtual > 1 else ""
             words.append(f"{candidate.schedule}{stages}")
         words.append(f"micro-batch {candidate.micro_batch_size}")
         if candidate.recomputation != "none":
-            words.append(f"recompute {self._recomputation}")
+            words.append(f"recompute {self._recomputation(is_short)}")
         if candidate.split is not None:
             words.append(f"layers {' + '.join(map(str, candidate.split))}")
         if not candidate.is_resharded:
@@ -129,22 +138,31 @@ class Choice:
             words.append(f"offload {candidate.offload}")
         return ", ".join(words)
 
-    @property
-    def _recomputation(self) -> str:
+    def _recomputation(self, is_short: bool) -> str:
         chosen = self.candidate.recomputation
-        if isinstance(chosen, Recomputation):
-            if chosen.budget_gib is None:
-                ways = {"full": chosen.full, "operators": chosen.operators}
-                return ", ".join(
-                    f"{way} in layer{'s' * (len(x) > 1)} {runs(x)}" for way, x in ways.items() if x
-                )
+        if not isinstance(chosen, Recomputation):
+            return chosen if isinstance(chosen, str) else ", ".join(chosen)
+        layers = self.applied.training.checkpointing
+        if is_short and isinstance(layers, Recomputation):
+            ways = {"full": layers.full, "operators": layers.operators}
+            return ", ".join(f"{way} in {counted(len(x), 'layer')}" for way, x in ways.items() if x)
+        if chosen.budget_gib is not None:
             return f"within {chosen.budget_gib:.3g} GiB {self.recomputed}".strip()
-        return chosen if isinstance(chosen, str) else ", ".join(chosen)
+        ways = {"full": chosen.full, "operators": chosen.operators}
+        return ", ".join(
+            f"{way} in layer{'s' * (len(x) > 1)} {runs(x)}" for way, x in ways.items() if x
+        )
 
 
 def usable_bytes(question: Question) -> int:
     """Return the memory of a device that a plan may use."""
     return int(USABLE * question.cluster.device.memory_bytes)
+
+
+def within_memory(question: Question, share: float = 1.0) -> Recomputation:
+    """Return the budget of a share of a device's memory, in tenths of a GiB, rounded down."""
+    gib = share * question.cluster.device.memory_bytes / 2**30
+    return Recomputation(budget_gib=floor(gib * 10) / 10)
 
 
 class Exact:

@@ -20,6 +20,7 @@ from shardwise.lab.planner.exact import Choice, usable_bytes
 from shardwise.lab.planner.memory import PeakBytes
 from shardwise.lab.planner.search import Answer
 from shardwise.lab.planner.step_time import StepTime
+from shardwise.lab.planner.ties import has_room
 from shardwise.metrics.flops import model_flops_per_token
 from shardwise.models.dtypes import product_dtype
 
@@ -100,7 +101,7 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
 
 
 def best_table(answer: Answer) -> TextTable:
-    """Return a table of the best layouts, the fastest first."""
+    """Return a table of the best layouts: the simplest of the fastest, then the fastest."""
     columns = ("layout", "how a rank works", ">memory", ">step", ">tokens/s", ">MFU")
     rows = [
         (
@@ -117,8 +118,20 @@ def best_table(answer: Answer) -> TextTable:
 
 
 def reasons(answer: Answer) -> Iterator[str]:
-    """Yield sentences on the best choice: what limits it."""
-    best = answer.best
+    """Yield sentences on the best choice: why it is first, and what limits it."""
+    best, fastest = answer.best, answer.fastest
+    if (ratio := best.time.total / fastest.time.total) >= 1.005:
+        yield (
+            f"{fastest.title} ({fastest.details}) is {ratio - 1:.1%} faster, which is less than a "
+            f"plan may be wrong by; {best.title} is simpler"
+            + " and leaves room"
+            * (has_room(best, answer.question) and fastest.is_tight)
+        )
+    for base, choice in answer.faster_bases.items():
+        yield (
+            f"with --model.base={base} (other losses) a step takes "
+            f"{seconds_text(choice.time.total)} and {size(choice.memory.total)}: {choice.details}"
+        )
     memory = memory_parts(best.memory)
     largest = max(memory, key=lambda part: memory[part])
     binds = answer.question.is_short_of_memory(best.candidate) or answer.too_large
@@ -273,7 +286,7 @@ def overview(answer: Answer) -> Iterator[str | TextTable]:
 def details(choice: Choice, question: Question, subject: Subject) -> Iterator[str | TextTable]:
     """Yield what is said of one layout: its arithmetic."""
     yield from heading(question, subject)
-    yield f"{choice.title}: {choice.details}"
+    yield f"{choice.title}: {choice.details_in_full}"
     yield memory_table(choice)
     yield time_table(choice)
     yield from arithmetic(choice, question, subject)
@@ -376,7 +389,7 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
     return {
         "layout": layout_name(choice.candidate.division),
         "title": choice.title,
-        "details": choice.details,
+        "details": choice.details_in_full,
         "verdict": verdict(choice, answer),
         "fits": choice.fits,
         "memory": _memory_data(choice.memory),

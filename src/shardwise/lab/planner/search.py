@@ -28,6 +28,7 @@ from shardwise.lab.planner.divisions import Division, layout_name, most_sharded
 from shardwise.lab.planner.estimate import Estimates
 from shardwise.lab.planner.exact import Choice, Exact, usable_bytes
 from shardwise.lab.planner.prospects import PER_DIVISION, Prospect, promising
+from shardwise.lab.planner.ties import TIE, intricacy, simplest
 
 NUM_EXACT = 8
 """Divisions of the devices whose candidates are computed exactly, beside the first of each layout,
@@ -49,7 +50,10 @@ class Answer:
     question: Question
     subject: Subject
     choices: list[Choice] = field(default_factory=list)
-    """The fastest choice of each division that fits, best first."""
+    """The simplest choice of those that are as fast as the fastest, then the fastest of each
+    division that fits."""
+    fastest: Choice = field(init=False)
+    """The fastest choice that fits, where one does."""
     computed: list[Choice] = field(default_factory=list)
     """Every choice that was computed exactly."""
     simpler: dict[str, Choice] = field(default_factory=dict)
@@ -64,7 +68,7 @@ class Answer:
 
     @property
     def best(self) -> Choice:
-        """The fastest choice that fits."""
+        """The simplest of the choices that are as fast as the fastest that fits: see `ties.py`."""
         return self.choices[0]
 
     @property
@@ -73,6 +77,21 @@ class Answer:
         if self.choices:
             return self.best
         return min(self.computed, key=lambda choice: choice.memory.total, default=None)
+
+    @property
+    def faster_bases(self) -> dict[str, Choice]:
+        """Where the best choice leads with a frozen base in fewer bits, by the form of the base, if
+        that is clearly faster: the simplest that is.
+        """
+        best, question = self.best, self.question
+        stored = [
+            choice
+            for choice in self.changes.values()
+            if choice.cfg.model.base != best.cfg.model.base and choice.fits
+            if TIE * choice.time.total < best.time.total
+        ]
+        first = sorted(stored, key=lambda choice: intricacy(choice, question))[:1]
+        return {choice.cfg.model.base: choice for choice in first}
 
     @property
     def too_large(self) -> list[tuple[str, Choice]]:
@@ -128,16 +147,21 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         while True:
             if (fastest := _best_of_each(exact)[0]) is not best:
                 best = climb.from_choice(fastest)
-            if best is shown:
+            plain = simplest(exact, min(best, _best_of_each(exact)[0], key=Choice.order))
+            if plain is shown:
                 break
-            shown = best
-            answer.changes = changes_of(exact, space, best) | split_otherwise(exact, best)
-        answer.changes |= with_other_losses(climb, best)
+            shown = plain
+            answer.changes = changes_of(exact, space, plain) | split_otherwise(exact, plain)
+        answer.changes |= with_other_losses(climb, plain)
+        answer.choices = [plain]
     best_of_each = _best_of_each(exact)
+    if best_of_each:
+        answer.fastest = best_of_each[0]
     for choice in reversed(best_of_each):  # the best of a layout at last
         if (name := layout_name(choice.candidate.division)) in answer.simpler:
             answer.simpler[name] = choice
-    answer.choices = best_of_each[:top]
+    others = [choice for choice in best_of_each if choice not in answer.choices]
+    answer.choices = (answer.choices + others)[:top]
     answer.computed = [choice for choice in exact.choices.values() if choice is not None]
     # Refused choices explain nothing where others of the same layout are computed.
     choices_refused = {} if answer.computed else space.refused_choices
