@@ -364,13 +364,9 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
-    "a family that is not listed, with pp, cp, ep or tp": (
-        "ministral3",
-        {"parallel": {"tp": 2}},
-        2,
-    ),
+    "a family that is not listed, with pp, cp, ep or tp": ("ministral", {"parallel": {"tp": 2}}, 2),
     "a loss on logits of a family that is not listed": (
-        "ministral3",
+        "ministral",
         {"training": {"loss": "chunked"}},
         1,
     ),
@@ -381,7 +377,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),
     "a budget of a model whose layers are not known": (
-        "ministral3",
+        "ministral",
         {"training": {"checkpointing": Recomputation(1.0)}},
         1,
     ),
@@ -395,7 +391,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "tokens that see those after them": ("of-embeddings", {}, 1),
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
     "isolated documents in kinds without proof": (
-        "ministral3",
+        "ministral",
         {"data": {"packing": "isolated"}},
         1,
     ),
@@ -521,7 +517,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         2,
     ),
     "a quantised base of a family that is not listed": (
-        "ministral3",
+        "ministral",
         {"model": {"base": "int8"}, "lora": LORA},
         1,
     ),
@@ -546,7 +542,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"training": {**FP8, "checkpointing": "operators"}},
         1,
     ),
-    "products in 8 bits of a family that is not listed": ("ministral3", {"training": FP8}, 1),
+    "products in 8 bits of a family that is not listed": ("ministral", {"training": FP8}, 1),
     "no linear for products in 8 bits": ("narrow", {"training": FP8}, 1),
     "float32 sums in a pipeline whose stages add up": (
         "llama",
@@ -791,7 +787,7 @@ def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
 
 @pytest.mark.parametrize(
     "model",
-    some_now(("llama", "qwen3_next", "ministral3", "attention-dropout", "gpt2"), ("qwen3_next",)),
+    some_now(("llama", "qwen3_next", "ministral", "attention-dropout", "gpt2"), ("qwen3_next",)),
 )
 def test_models_shows_the_layouts_that_train_takes(model, folder_of):
     caption = model_table(Model(folder_of(model), init="random"))["caption"]
@@ -827,7 +823,7 @@ def choices() -> dict[str, list[Any]]:
         "model.router_aux_loss_coef": [0.0, 0.01],
         "model.expert_capacity": [None, 1.5],
         "lora": [None, "lora"],
-        "family": [*FAMILIES, "ministral3"],
+        "family": [*FAMILIES, "ministral"],
         "copies": [1, 2],
     }
 

@@ -256,16 +256,16 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
 
 
 def test_a_run_of_a_family_that_is_not_listed_says_so(folder, tmp_path, capfd):
-    cfg = config(folder, "ministral3", "ddp", steps=2, eval_every=2, sample="the state")
+    cfg = config(folder, "ministral", "ddp", steps=2, eval_every=2, sample="the state")
     record = run_on(
-        2, replace(cfg, model=replace(cfg.model, path=str(write_config("ministral3", tmp_path))))
+        2, replace(cfg, model=replace(cfg.model, path=str(write_config("ministral", tmp_path))))
     )
     assert len(record.losses) == 2
     assert record.sample.startswith("the state")
     assert (record.mfu, record.hfu, record.flops) == (None, None, None)
     assert record.parameters["trainable"] == record.lora["trainable"]
     (note,) = beside_random_base(record.notes)
-    assert note.startswith("family ministral3 is not proven here")
+    assert note.startswith("family ministral is not proven here")
     assert f"note: {note}" in " ".join(capfd.readouterr().out.split())
 
 

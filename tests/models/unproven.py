@@ -27,18 +27,12 @@ _CAPPED = {
     "final_logit_softcapping": 3.0,
 }
 UNPROVEN: dict[str, dict[str, Any]] = {
-    "ministral3": {"sliding_window": 16},  # in every layer, and no layer_types
     "ministral": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "head_dim": 16,
         "sliding_window": 16,
     },
     "hyperclovax": {"logits_scaling": 0.5, "embedding_multiplier": 2.0},
-    "gemma3_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "head_dim": 16,
-        "sliding_window": 16,
-    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "minimax": {  # linear attention of its own, and experts
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -47,7 +41,6 @@ UNPROVEN: dict[str, dict[str, Any]] = {
         "block_size": 8,
     },
     # No form of attention for torch's scaled dot product: softcapped scores, and sinks.
-    "gemma2": _CAPPED,
     "vaultgemma": _CAPPED,
     "gpt_oss": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -161,7 +161,7 @@ def _answers(cfgs: list[RunConfig]) -> list[str]:
 def answers(tmp_path_factory) -> dict[str, list[str]]:
     """What each rank says: of every config that is refused, of one that is not, and of an unlisted
     family."""
-    path = write_config("ministral3", tmp_path_factory.mktemp("ministral3"))
+    path = write_config("ministral", tmp_path_factory.mktemp("ministral"))
     cfgs = {name: cfg for name, (cfg, _) in REFUSED.items()}
     cfgs |= {"none": config(), "unlisted": config(model={"path": str(path)})}
     cfgs["float32 factors"] = config(
@@ -179,7 +179,7 @@ def test_it_is_refused_in_one_line_with_a_way_out_before_memory_is_taken(name, a
 
 def test_a_family_that_is_not_listed_is_refused(answers):
     said, _ = answers["unlisted"]
-    assert said.startswith("pp is not offered for ministral3")
+    assert said.startswith("pp is not offered for ministral")
 
 
 def test_what_is_not_refused_takes_memory(answers):

@@ -12,13 +12,13 @@ from tests.parity.harness import Cell, Outcome, compare, verdict
 from tests.parity.together import run_together
 
 CELLS = (
-    Cell("ministral3", "ddp", "lora", 2),
-    Cell("ministral3", "fsdp1", "lora", 2),
-    Cell("ministral3", "zero1", "full", 2),
+    Cell("ministral", "ddp", "lora", 2),
+    Cell("ministral", "fsdp1", "lora", 2),
+    Cell("ministral", "zero1", "full", 2),
     Cell("ministral", "zero2", "full", 2),
     Cell("hyperclovax", "hsdp", "lora", 2),
     Cell("hyperclovax", "fsdp2", "lora", 2, "checkpointing"),
-    Cell("gemma3_text", "fsdp2", "full", 2),
+    Cell("vaultgemma", "fsdp2", "full", 2),
     Cell("olmoe", "ddp", "full", 2),
     Cell("minimax", "fsdp2", "full", 2),
     Cell("vaultgemma", "zero1", "full", 2),
