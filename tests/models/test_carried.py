@@ -51,11 +51,11 @@ NUM_LAYERS = 4
 
 
 def write_base(
-    folder: Path, family: str, others: Tensors, dtype=torch.float32, parts=1, mixed=False
+    folder: Path, family: str, others: Tensors, dtype=torch.float32, parts=1, mixed=False, **sizes
 ) -> Tensors:
     """Write a base by transformers in one file or several; return what is in its files."""
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(CONFIGS / TINY_OF[family])
+    config = AutoConfig.from_pretrained(CONFIGS / TINY_OF[family], **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
@@ -333,9 +333,8 @@ def test_of_a_quantised_folder_plain_values_are_carried(method, tmp_path):
     """In the dtype of the copy, whose config says nothing of scales; near what was quantised."""
     key = "mtp.layers.0.mlp.up_proj.weight"
     matrix = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    before = write_base(
-        tmp_path / "base", "llama", {key: matrix, "mtp.norm.weight": matrix[0].clone()}
-    )
+    others = {key: matrix, "mtp.norm.weight": matrix[0].clone()}
+    before = write_base(tmp_path / "base", "llama", others, intermediate_size=128)  # whole blocks
     quantised_folders.write(tmp_path / "q", tmp_path / "base", method)
     copy_model(Model(str(tmp_path / "q")), quantised_folders.BASE_OF[method], tmp_path / "copy")  # ty: ignore[invalid-argument-type]
     after = in_files(tmp_path / "copy")

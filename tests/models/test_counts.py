@@ -105,7 +105,8 @@ def test_cores_of_each_kind():
         "embed": (),
         "full_attention": (attention,),
         "gated_delta_net": (rule,),
-        "sliding_attention": (Attention(num_heads=4, key_dim=8, value_dim=8, window=24),),
+        # The first family by name that has it is gemma2.
+        "sliding_attention": (Attention(num_heads=4, key_dim=8, value_dim=8, window=24, cap=50.0),),
         "short_convolution": (),
         "mamba2": (scan,),
         "attention_and_mamba2": (scan, attention),
