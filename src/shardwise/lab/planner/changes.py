@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
 
 from shardwise.lab.planner.candidates import RECOMPUTATION, SCHEDULES, Candidate, Question, Space
+from shardwise.lab.planner.choices import Recomputed, is_budget
 from shardwise.lab.planner.divisions import Division, moved
 from shardwise.lab.planner.estimate import Estimates
 from shardwise.lab.planner.exact import Choice, Exact, split_by_cost, within_memory
+from shardwise.lab.planner.memory import USABLE
 from shardwise.lab.planner.prospects import prospect_of
 from shardwise.models.dtypes import product_dtype
 
@@ -21,6 +24,8 @@ MOST_CHUNKS = 32
 """To find the split by cost of more takes longer than all else."""
 MOST_ROUNDS = 4
 """Rounds of changes."""
+ROOM = 0.9
+"""The share of a device's memory up to which a choice has room for what a plan does not know."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,25 @@ def changes_of(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
     """Return a choice with each single thing changed, by what it is."""
     options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
     return {change: choice for change, choice in options.items() if choice is not None}
+
+
+def plain_ways(candidate: Candidate, question: Question) -> Iterator[Candidate]:
+    """Yield candidates of the same division without offload, whose layers are computed again alike
+    or leave room, with as many rows at once, or half as many.
+    """
+    ways: list[Recomputed] = [*RECOMPUTATION]
+    if is_budget(candidate.recomputation):
+        ways.append(within_memory(question, ROOM / USABLE))
+    if "training.checkpointing" in question.fixed:
+        ways = [candidate.recomputation]
+    offload = candidate.offload if "parallel.offload" in question.fixed else "none"
+    size, sizes = candidate.micro_batch_size, [candidate.micro_batch_size]
+    if size % 2 == 0 and "training.micro_batch_size" not in question.fixed:
+        sizes.append(size // 2)
+    for recomputation, rows in product(ways, sizes):
+        yield candidate._replace(
+            recomputation=recomputation, micro_batch_size=rows, offload=offload
+        )
 
 
 def no_more_again(exact: Exact, best: Choice) -> Choice:

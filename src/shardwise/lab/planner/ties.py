@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
-
-from shardwise.lab.planner.candidates import RECOMPUTATION, Candidate, Question
-from shardwise.lab.planner.choices import Recomputed, is_budget
+from shardwise.lab.planner.candidates import Candidate, Question
+from shardwise.lab.planner.changes import ROOM, plain_ways
 from shardwise.lab.planner.divisions import layout_name
-from shardwise.lab.planner.exact import Choice, Exact, within_memory
-from shardwise.lab.planner.memory import USABLE
+from shardwise.lab.planner.exact import Choice, Exact
 
 TIE = 1.05
 """Times whose ratio is below this one are equal: a plan's errors are as large, or larger."""
-ROOM = 0.9
-"""The share of a device's memory up to which a choice has room for what a plan does not know."""
 
 
 def simplest(exact: Exact, fastest: Choice) -> Choice:
@@ -22,7 +16,7 @@ def simplest(exact: Exact, fastest: Choice) -> Choice:
     divisions, whose time ties with the fastest one's.
     """
     for choice in _tied(exact, fastest):
-        for candidate in _plain(choice.candidate, exact.question):
+        for candidate in plain_ways(choice.candidate, exact.question):
             exact.of(candidate)
     question, tied = exact.question, _tied(exact, fastest)
     return min(tied, key=lambda choice: (intricacy(choice, question), choice.order()))
@@ -53,25 +47,6 @@ def _tied(exact: Exact, fastest: Choice) -> list[Choice]:
     limit = TIE * fastest.time.total
     fitting = [c for c in exact.choices.values() if c is not None and c.fits]
     return [choice for choice in fitting if choice.time.total <= limit]
-
-
-def _plain(candidate: Candidate, question: Question) -> Iterator[Candidate]:
-    """Yield candidates of the same division without offload, whose layers are computed again alike
-    or leave room, with as many rows at once, or half as many.
-    """
-    ways: list[Recomputed] = [*RECOMPUTATION]
-    if is_budget(candidate.recomputation):
-        ways.append(within_memory(question, ROOM / USABLE))
-    if "training.checkpointing" in question.fixed:
-        ways = [candidate.recomputation]
-    offload = candidate.offload if "parallel.offload" in question.fixed else "none"
-    size, sizes = candidate.micro_batch_size, [candidate.micro_batch_size]
-    if size % 2 == 0 and "training.micro_batch_size" not in question.fixed:
-        sizes.append(size // 2)
-    for recomputation, rows in product(ways, sizes):
-        yield candidate._replace(
-            recomputation=recomputation, micro_batch_size=rows, offload=offload
-        )
 
 
 def _is_one_word(candidate: Candidate) -> bool:
