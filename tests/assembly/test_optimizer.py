@@ -152,6 +152,10 @@ NOT_DECAYED = {
         "self_attn.o_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias",
     },
     "tiny-cohere2": {"input_layernorm.weight", "norm.weight"},
+    "tiny-apertus": {
+        "attention_layernorm.weight", "feedforward_layernorm.weight", "norm.weight", *QK_NORMS,
+        "mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n",
+    },
     "tiny-glm4": {
         *PLAIN_NORMS, "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", *QKV_BIASES,
     },

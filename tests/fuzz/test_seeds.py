@@ -59,6 +59,7 @@ SEEDS = {
     151007: "ernie4_5_moe tp lora 2p",
     152002: "afmoe hsdp lora 4p",
     153000: "cohere2 fsdp2 lora 2p",
+    154000: "apertus pp interleaved-1f1b lora 4p",
     147007: "qwen2_moe pp interleaved-1f1b full 3p",
     150014: "gemma2 ddp-tp full 6p",
 }

@@ -72,6 +72,7 @@ CONFIGS = {
     "gemma2": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "gemma3_text": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "cohere2": {"num_hidden_layers": 2, **_SLIDING},
+    "apertus": {"num_hidden_layers": 2, "head_dim": 8},
     "phi3": {"num_hidden_layers": 2},
     "afmoe": {
         **{"num_hidden_layers": 2, "head_dim": 8, "num_dense_layers": 1, **_SLIDING, **_MIXTURE},

@@ -31,6 +31,7 @@ KINDS = {
     "tiny-gemma2": ["sliding_attention", "full_attention"] * 2,
     "tiny-gemma3": ["sliding_attention"] * 3 + ["full_attention"],
     "tiny-cohere2": ["sliding_attention"] * 3 + ["full_attention"],
+    "tiny-apertus": ["full_attention"] * 4,
     "tiny-phi3": ["full_attention"] * 4,
     "tiny-afmoe": ["sliding_attention"] * 3 + ["full_attention"],
     "tiny-dots1": ["full_attention"] * 3 + ["sliding_attention"],

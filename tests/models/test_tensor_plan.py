@@ -106,8 +106,8 @@ def test_so_is_what_a_config_adds(name, options, also_whole):
 
 
 def held_whole(model: PreTrainedModel) -> set[str]:
-    """The matrices of layers that are not cut; what else is not must be a norm's or the bias of a
-    whole output."""
+    """The matrices of layers that are not cut; what else is not must be a norm's, an activation's
+    or the bias of a whole output."""
     spec = spec_of(model.config, model)
     cut, whole_outputs, found = set(), set(), set()
     for path, block, split in blocks(model, 2):
@@ -120,7 +120,7 @@ def held_whole(model: PreTrainedModel) -> set[str]:
             module = own.removesuffix(".weight").removesuffix(".bias")
             if parameter.ndim > 1:
                 found.add(module)
-            elif "norm" not in own and not own.startswith("ln_"):
+            elif not any(part in own for part in ("norm", "ln_", "act_fn")):
                 assert own.endswith(".bias"), own
                 assert module in found or f"{layer.name}.{module}" in whole_outputs, own
     return found

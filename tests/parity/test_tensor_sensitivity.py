@@ -65,6 +65,10 @@ def gradient_of_a_parallel_block_summed_twice():
     tensor_axis.TensorAxis.enter = lambda self, x: enter(self, enter(self, x))
 
 
+def rates_of_the_activation_not_summed():
+    without_sums("act_fn.alpha_n")
+
+
 def embeddings_not_scaled():
     Gemma3TextScaledWordEmbedding.forward = nn.Embedding.forward
 
@@ -210,6 +214,7 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (mask_drawn_for_the_share_alone, cell("llama", "tp", "lora", "dropout")),
     (bias_added_by_each_rank, cell("gpt2", "tp", "full")),
     (gradient_of_a_parallel_block_summed_twice, cell("cohere2", "tp", "full")),
+    (rates_of_the_activation_not_summed, cell("apertus", "tp", "full")),
     (embeddings_not_scaled, cell("gemma3_text", "tp", "full")),
     (blocks_of_rows_taken_for_one, cell("phi3", "tp", "full")),
     *(

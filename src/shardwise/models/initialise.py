@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import XIELUActivation
 
 from shardwise.config import UserError
 from shardwise.models.foreign import WAY_OUT, foreign
@@ -103,6 +104,10 @@ def _run_rules(skeleton: PreTrainedModel, path: str, seed: int) -> None:
     ):
         for depth in range(len(parts), -1, -1):
             skeleton._init_weights(skeleton.get_submodule(".".join(parts[:depth])))
+        module = skeleton.get_submodule(path)
+        if isinstance(module, XIELUActivation):  # No rule has what it is made with.
+            for name, value in XIELUActivation(dtype=torch.float32).state_dict().items():
+                getattr(module, name).copy_(value)
 
 
 @contextmanager

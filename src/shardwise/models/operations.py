@@ -290,6 +290,8 @@ class TapedBlock(Elementwise):
         if name == "relu2":
             positive = self.pointwise(x, keeps_outputs=True)
             return self.power(positive)
+        if name == "xielu":
+            return self._xielu(x)
         if name == "gelu_new":  # in torch's single operators
             half = self.scaled(x)
             cube = self.power(x)
@@ -299,6 +301,22 @@ class TapedBlock(Elementwise):
             del inner
             return self.product(half, share)
         return self.pointwise(x, [x])
+
+    def _xielu(self, x: Tensor) -> Tensor:
+        """Return Apertus' activation, whose rates are trained: see models/patches/xielu.py."""
+        above, below = (self.weight(f"act_fn.alpha_{sign}") for sign in "pn")
+        above, below = (self.pointwise(weight, [weight]) for weight in (above, below))
+        positive = self.pointwise(x, keeps_outputs=True)
+        upper = self.product(above, self.power(positive))
+        del positive
+        grown, sizes = self.pointwise(x, [x]), [(x.numel, x.itemsize)]
+        (rest,) = self.tape.run([grown, x], sizes, passes=True, backward_moves=(2 * x.num_bytes,))
+        del grown
+        lower = self.product(below, rest)
+        del rest
+        both = self.sum(upper, lower)
+        del upper, lower
+        return self.sum(both, self.scaled(x))
 
     def layer_norm(self, name: str, x: Tensor, size: int) -> Tensor:
         """Return torch's layer norm of x, which keeps x and two numbers a row."""

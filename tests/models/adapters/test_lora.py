@@ -56,6 +56,7 @@ EXPECTED = {
     "tiny-gemma2": {"sliding_attention": (2 * 7, 14, 14, 8), "full_attention": (2 * 7, 14, 14, 8)},
     "tiny-gemma3": {"full_attention": (7, 7, 7, 4), "sliding_attention": (3 * 7, 21, 21, 12)},
     "tiny-cohere2": {"full_attention": (7, 7, 7, 4), "sliding_attention": (3 * 7, 21, 21, 12)},
+    "tiny-apertus": {"full_attention": (4 * 6, 24, 24, 16)},
     "tiny-phi3": {"full_attention": (4 * 4, 16, 16, 8)},
     "tiny-afmoe": {
         "sliding_attention": (8 + 2 * 11, 3 * 8, 8 + 2 * 11, 15),

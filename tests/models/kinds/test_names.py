@@ -23,16 +23,28 @@ HOME = (SOURCE / "models" / "kinds", SOURCE / "models" / "families")
 ALLOWED = {
     # It replaces the forward of one class of transformers, with the names of that class.
     "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"},
+    "models/patches/xielu.py": {"alpha_p", "alpha_n"},
+    # It walks that class, whose activation alone has weights.
+    "models/operations.py": {"alpha_"},
     # It replaces the forwards of some classes of transformers, with the names of those and of
     # their modules.
     "models/patches/elementwise.py": {
         *("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "_norm"),
         *("input_linear", "output_linear", "gate_up_proj", "falcon_h1"),
-        *("kimi_linear", "lfm2", "nemotron_h", "olmo2", "phi3", "qwen3_next", "seed_oss"),
+        *(
+            "cohere2",
+            "kimi_linear",
+            "lfm2",
+            "nemotron_h",
+            "olmo2",
+            "phi3",
+            "qwen3_next",
+            "seed_oss",
+        ),
     },
     # It replaces functions of these modules of transformers.
     "models/patches/cores.py": {
-        *("deepseek_v3", "ernie4_5", "glm4", "olmo2", "phi3", "qwen3_next")
+        *("cohere2", "deepseek_v3", "ernie4_5", "glm4", "olmo2", "phi3", "qwen3_next")
     },
     # It replaces the forward of transformers' classes of stacked experts, with their names.
     "models/routed_experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},

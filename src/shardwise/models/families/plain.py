@@ -69,6 +69,9 @@ COHERE2 = Family(
     },
     logits_multiplied_by="logit_scale",
 )
+APERTUS = Family(
+    "apertus", norms=Norms(before="attention_layernorm", between="feedforward_layernorm")
+)
 GRANITE = Family(
     "granite", cut=StageFacts(factor="embedding_multiplier"), logits_divided_by="logits_scaling"
 )

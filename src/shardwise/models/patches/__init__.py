@@ -27,6 +27,7 @@ from shardwise.models.patches import (
     loss,
     rotary,
     router_loss,
+    xielu,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("attention kernel", attention.apply),
     ("routed experts", experts.apply),
     ("finite forget gates", forget_gate.apply),
+    ("smooth xIELU", xielu.apply),
     ("norms and gated MLPs", elementwise.apply),
     ("rotary positions by document", rotary.apply),
     ("isolated documents", isolation.apply),  # around mixers; gives their dropouts the documents
