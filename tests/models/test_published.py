@@ -22,6 +22,7 @@ from shardwise.kernels.quantised import dequantise
 from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.load import load_whole, read_config, weights
+from shardwise.models.quantise import read_back
 from shardwise.models.quantised_entry import STATE, QuantisedEntry
 from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
@@ -99,6 +100,56 @@ def test_values_are_near_those_that_were_quantised(method, plain, tmp_path):
     for name in changed:
         error = (before[name] - after[name]).abs().max() / before[name].abs().max()
         assert error < most, name
+
+
+def left_in_full(folder: Path, plain: Path, method: str, names: dict[str, list[str]]) -> str:
+    """Write a folder of which one matrix is in full, and whose config names it so; return it."""
+    write(folder, plain, method)
+    before, after = (load_file(x / "model.safetensors") for x in (plain, folder))
+    key = max(k for k in before if re.search(r"layers\.\d+\.\S+\.w2\.weight|down_proj\.weight", k))
+    module = key.removesuffix(".weight")
+    rest = {k: v for k, v in after.items() if not k.startswith(f"{module}.")}
+    save_file(rest | {key: before[key]}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {
+        name: [each.replace("THE_MODULE", module) for each in given]
+        for name, given in names.items()
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return key
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        ("nf4", {"llm_int8_skip_modules": ["THE_MODULE"]}),
+        ("fp8", {"ignored_layers": ["THE_MODULE"]}),
+        ("awq", {"modules_to_not_convert": ["THE_MODULE"]}),
+        ("modelopt", {"ignore": ["model.language_THE_MODULE"]}),
+        ("compressed-tensors", {"ignore": ["re:.*THE_MODULE"]}),
+        ("nvfp4", {"ignore": ["THE_MODULE"]}),
+        *((method, {}) for method in ("nf4", "fp8", "awq", "gptq", "modelopt", "nvfp4")),
+    ],
+)
+def test_what_a_folder_has_in_full_is_never_rounded(method, names, plain, tmp_path):
+    key = left_in_full(tmp_path / "q", plain, method, names)
+    model = Model(str(tmp_path / "q"), dtype="float32")
+    read = read_back(on_meta(model), model, 0, BASE_OF[method])  # ty: ignore[invalid-argument-type]
+    if names:
+        assert torch.equal(dict(read)[key], values_of(plain)[key])
+    else:
+        with pytest.raises(UserError, match="is in full in a folder whose quantization_config"):
+            dict(read)
+
+
+@pytest.mark.parametrize("value", [["re:(("], [3], 5, "lm_head"])
+def test_names_that_are_no_list_of_names_are_refused(value, plain, tmp_path):
+    write(tmp_path / "q", plain, "nvfp4")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    config["quantization_config"]["ignore"] = value
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"ignore of quantization_config is .* give a list of"):
+        read_config(Model(str(tmp_path / "q")))
 
 
 STORED = (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from shardwise.config import UserError
-from shardwise.lab.planner.cluster import BASE_LATENCY, cluster_of
+from shardwise.lab.planner.cluster import BASE_LATENCY, _table, cluster_of
+
+DEVICES = [*_table()["devices"]]
 
 
 def test_a_name_gives_the_datasheet_s_figures():
@@ -48,9 +51,7 @@ def test_a_ring_takes_as_many_steps_as_it_has_links():
     assert many.latency("send", 2, 8192) == pytest.approx(BASE_LATENCY + between)
 
 
-@pytest.mark.parametrize(
-    "name", ["A100-40GB", "A100-80GB", "H100-80GB", "H200", "B200", "L40S", "RTX4090", "CPU-core"]
-)
+@pytest.mark.parametrize("name", DEVICES)
 def test_every_device_has_all_figures(name):
     cluster = cluster_of(name)
     assert cluster.num_devices == 1
@@ -85,6 +86,51 @@ def test_an_unknown_name_is_refused_with_a_way_out(name, nodes, link, way_out):
     with pytest.raises(UserError, match=way_out) as error:
         cluster_of(name, nodes, link)
     assert "\n" not in str(error.value)
+
+
+CARD = """
+gib: 15.5
+memory_bandwidth: 3.2e+11
+flops: {float32: 8.1e+12, float16: 6.5e+13}
+inside: PCIe3
+host: PCIe3
+"""
+
+
+def test_a_device_without_a_name_has_a_file_of_its_figures(tmp_path):
+    (tmp_path / "card.yaml").write_text(CARD)
+    cluster = cluster_of(f"2x{tmp_path}/card.yaml")
+    assert (cluster.device.name, cluster.num_devices) == ("card", 2)
+    assert cluster.device.memory_bytes == 15.5 * 2**30
+    assert cluster.device.rate(torch.bfloat16) == 8.1e12  # it has none of its own
+    assert cluster.inside.bandwidth == cluster.host.bandwidth == pytest.approx(0.8 * 16e9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("gib: 15.5", "gib: true", "gib: Input should be a valid number"),
+        ("gib: 15.5", "gib: 0", "gib: Input should be greater than"),
+        ("8.1e+12", "8.1", "flops.float32: Input should be greater than .* in FLOP/s"),
+        ("float32", "float64", "Input should be 'bfloat16', 'float16' or 'float32'"),
+        ("float32: 8.1e+12, ", "", "flops has no float32"),
+        ("PCIe3", "PCI", "inside: Input should be "),
+        ("gib", "memory", "gib: Field required"),
+        (CARD, "[]", "give gib, memory_bandwidth and flops"),
+    ],
+)
+def test_figures_that_no_device_has_are_refused(old, new, problem, tmp_path):
+    (tmp_path / "card.yaml").write_text(CARD.replace(old, new))
+    with pytest.raises(UserError, match=problem) as error:
+        cluster_of(f"{tmp_path}/card.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_geforce_cards_exchange_messages_by_way_of_the_host():
+    """At half the rate of a card of the same link whose driver lets others read its memory."""
+    geforce, other = cluster_of("2xRTX4090").inside, cluster_of("2xA6000").inside
+    assert geforce.bandwidth == other.bandwidth / 2
+    assert geforce.latency == 2 * other.latency
 
 
 def test_here_asks_for_a_calibration(tmp_path, monkeypatch):

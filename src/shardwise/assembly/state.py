@@ -164,7 +164,9 @@ def _initial_weights(
         own = None
         if cfg.model.base != "none":
             form = published.stored_form(hf.config, cfg.model.base)
-            own = weight_files.OwnCodes(form, {hf_name(name) for name in stored})
+            is_of_all = published.base_of(hf.config) == cfg.model.base
+            wanted = {hf_name(name) for name in stored}
+            own = weight_files.OwnCodes(form, wanted, is_of_all=is_of_all)
         base = load.weights(hf, cfg.model, cfg.training.seed, by_hf_name, own)
         for disk_name, full in base:
             for name in by_hf_name[disk_name]:

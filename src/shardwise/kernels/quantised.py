@@ -198,7 +198,7 @@ def quantise(matrix: torch.Tensor, fmt: Format) -> dict[str, torch.Tensor]:
     block's largest value has the outermost code.
     """
     given = {"matrix": matrix}
-    if fmt == "nvfp4":
+    if fmt.startswith("nvfp4"):
         given["steps"] = _factor_of(matrix)
     at_once = _rows_at_once(matrix.shape)
     if at_once is None:
@@ -229,16 +229,17 @@ def _quantise(given: Mapping[str, torch.Tensor], fmt: Format) -> dict[str, torch
     largest = blocks.abs().amax(-1)
     if fmt == "mxfp4":
         stored = {"scales": four_bits.e8m0_of(largest)}
-    elif fmt == "nvfp4":
+    elif fmt.startswith("nvfp4"):
         scales = largest / (four_bits.FP4_LEVELS[-1] * given["steps"])
         scales = scales.where(largest > 0, 1.0).clamp(2**-9, _LARGEST_FP8).to(torch.float8_e4m3fn)
-        stored = {"scales": scales.view(torch.uint8), "steps": given["steps"]}
+        steps = given["steps"] if fmt == "nvfp4" else 1 / given["steps"]
+        stored = {"scales": scales.view(torch.uint8), "steps": steps}
     elif fmt == "nf4":
         stored = _quantised_scales(largest)
     elif fmt.startswith("int4"):
         least = blocks.amin(-1).clamp(max=0)
-        scales = ((blocks.amax(-1).clamp(min=0) - least) / 15).half()
-        scales = scales.where(scales > 0, 1.0)
+        span = blocks.amax(-1).clamp(min=0) - least
+        scales = (span / 15).clamp(min=2**-24).half().where(span > 0, 1.0)
         zeros = (-least / scales).round().clamp(0, 15).to(torch.uint8)
         stored = {"scales": scales, "zeros": zeros}
         if is_ordered(fmt):

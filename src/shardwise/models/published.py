@@ -19,7 +19,7 @@ mxfp4                X_blocks [.., out, in / 32, 16]     X_scales [.., out, in /
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from shardwise.config import UserError
+from shardwise.config import UserError, require
 from shardwise.kernels.quantised import FP8_BLOCK, Format
 from shardwise.models.quantised_entry import STATE, Header, QuantisedEntry
 
@@ -93,23 +93,66 @@ def _compressed(section: Mapping[str, Any]) -> set[str]:
 
 
 def is_kept_plain(config: PretrainedConfig, path: str) -> bool:
-    """Return whether a folder quantises its matrices, but by its config not that of a module."""
+    """Return whether a folder quantises its matrices, but by its config not that of a module.
+
+    Who reads the files sees whether that is so (`OwnCodes.check`).
+    """
     section = getattr(config, "quantization_config", None) or {}
-    inside = [name for names in section.get("modules_in_block_to_quantize") or () for name in names]
+    paths = [*_paths_in_folders(path)]
+    inside = section.get("modules_in_block_to_quantize") or ()
+    inside = [name for names in inside for name in ([names] if type(names) is str else names)]
     if inside and not path.endswith(tuple(inside)):
         return True
-    names = [*(section.get("ignore") or ()), *(section.get("exclude_modules") or ())]
-    is_named = any(
+    groups = (section.get("config_groups") or {}).values()
+    targets = [target for group in groups for target in group.get("targets") or ("Linear",)]
+    if targets and "Linear" not in targets and not _is_named(paths, targets):
+        return True
+    named = [name for key in ("ignore", "exclude_modules") for name in section.get(key) or ()]
+    skipped = [name for key in _SKIPPED for name in section.get(key) or ()]
+    return _is_named(paths, named) or not all(should_convert_module(x, skipped) for x in paths)
+
+
+_SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
+_NAMES = (*_SKIPPED, "ignore", "exclude_modules", "modules_in_block_to_quantize")
+
+
+def _is_named(paths: Iterable[str], names: Iterable[str]) -> bool:
+    return any(
         re.match(name[3:], path) if name.startswith("re:") else fnmatchcase(path, name)
+        for path in paths
         for name in names
     )
-    return is_named or not should_convert_module(path, section.get("modules_to_not_convert"))
+
+
+def _paths_in_folders(path: str) -> Iterator[str]:
+    """Yield the names that folders have for a module of the text class: also those of multimodal
+    classes, and those of the first of a stack of experts.
+    """
+    owner, stack, leaf = path.partition(".experts.")
+    leaves = {"gate_up_proj": ("gate_proj", "up_proj")}.get(leaf, (leaf,))
+    for name in (path, *(f"{owner}{stack}0.{one}" for one in leaves if stack)):
+        yield from (name, f"language_model.{name}")
+        yield name.replace("model.", "model.language_model.", 1)
 
 
 def check_config(path: str, section: Any) -> None:
     """Raise UserError unless weights with this `quantization_config` can be read."""
     section = section if isinstance(section, dict) else {}
     method = section.get("quant_method")
+    for key in _NAMES:
+        try:
+            names = section.get(key) or []
+            is_nested = key == _NAMES[-1] and all(isinstance(x, list) for x in names)
+            for name in [one for x in names for one in x] if is_nested else [*names]:
+                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            is_list = isinstance(names, list)
+        except (re.error, TypeError, AttributeError):
+            is_list = False
+        require(
+            is_list,
+            f"{path}: {key} of quantization_config is {str(section.get(key))[:80]}; give a list of "
+            "names, or of patterns that begin with re:",
+        )
     is_read = {
         "bitsandbytes": lambda: (
             section.get("load_in_4bit") is True

@@ -90,11 +90,12 @@ def read_back(
     dtype; all others are as they were.
     """
     fmt = stored_form(hf.config, base)
-    own = OwnCodes(fmt)
+    own = OwnCodes(fmt, is_of_all=base_of(hf.config) == base)
     stored = set(stored_paths(hf, spec_of(hf.config, hf), base))
     dtypes = {name: tensor.dtype for name, tensor in hf.state_dict().items()}
     for name, tensor in weights(hf, model, seed, wanted, own):
         if name in stored and not own.is_own:
+            own.check(name)
             check_blocks(hf, name, fmt)
             tensor = _read_back(hf, name, tensor, fmt, dtypes[name])
         elif method_of(hf.config) is not None:  # the folder may have it in few bits

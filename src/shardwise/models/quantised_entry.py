@@ -268,7 +268,8 @@ class QuantisedEntry:
             if header[key] != (dtype, size) or not width or width % block_of(self.form, width):
                 raise UserError(
                     f"{key}: {header[key][0]} {header[key][1]}, but {self.codes} {shape} needs "
-                    f"{dtype} {size}, in whole groups; fetch the model again"
+                    f"{dtype} {size}, in whole groups of {block_of(self.form, width or 1)}; give a "
+                    "folder with these, or with plain weights"
                 )
 
 

@@ -57,9 +57,20 @@ class OwnCodes:
     matrix is not quantised so."""
     is_own: bool = False
     """Whether the matrix is quantised so, in blocks of any size."""
+    is_of_all: bool = False
+    """Whether the folder is quantised so, so that a matrix that is not would be rounded."""
+
+    def check(self, name: str) -> None:
+        """Raise UserError where a matrix that the folder has in full would be rounded."""
+        if self.is_of_all and not self.is_own:
+            raise UserError(
+                f"{name} is in full in a folder whose quantization_config does not say so, and "
+                f"model.base would round it; leave model.base out, or name it there"
+            )
 
     def of(self, name: str) -> Mapping[str, torch.Tensor] | None:
-        """Return the tensors; UserError where the matrix has some that no run keeps."""
+        """Return the tensors; UserError where the matrix has some that no run keeps, or none."""
+        self.check(name)
         if self.is_own and self.tensors is None:
             raise UserError(
                 f"{name} is in blocks that no run stores, and would be rounded once more; leave "

@@ -182,11 +182,15 @@ def _row(name: str) -> dict[str, Any] | None:
 def _own_figures(path: str) -> dict[str, Any]:
     import pydantic  # late: names of devices do not need it
 
-    figure = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+    def figure(least: float) -> Any:
+        return Annotated[float, pydantic.Field(ge=least, allow_inf_nan=False, strict=True)]
+
+    dtypes: Any = Literal["bfloat16", "float16", "float32"]
     links: Any = Literal.__getitem__(tuple(_table()["links"]))
     keys: dict[str, Any] = {
-        **dict.fromkeys(("gib", "memory_bandwidth"), (figure, ...)),
-        "flops": (dict[Literal["bfloat16", "float16", "float32"], figure], ...),
+        "gib": (figure(0.1), ...),
+        "memory_bandwidth": (figure(1e8), ...),
+        "flops": (dict.__class_getitem__((dtypes, figure(1e9))), ...),
         **dict.fromkeys(("inside", "host"), (links, "PCIe4")),
         "source": (str, path),
     }
@@ -198,7 +202,7 @@ def _own_figures(path: str) -> dict[str, Any]:
         place = ".".join(map(str, first["loc"]))[:80]
         raise UserError(
             f"{path}: {place}: {first['msg'][:200]}; give gib, memory_bandwidth in bytes/s and "
-            "flops by dtype, such as {float32: 3.6e+13, bfloat16: 7.1e+13}"
+            "flops in FLOP/s by dtype, such as {float32: 3.6e+13, bfloat16: 7.1e+13}"
         ) from None
     require("float32" in row.flops, f"{path}: flops has no float32; add its FLOP/s")
     return row.model_dump()
