@@ -72,7 +72,7 @@ def test_published_peaks(gpu_name):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA L40", "NVIDIA GB200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some GPU"]
+    "name", ["NVIDIA L40", "NVIDIA GB300", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some GPU"]
 )
 def test_other_gpus_are_measured_and_not_taken_for_known_ones(gpu_name, name):
     gpu_name(name)

@@ -19,7 +19,7 @@ from shardwise.metrics.stopwatch import Stopwatch
 # Dense peaks in TFLOP/s, without sparsity, from datasheets: (bfloat16 = float16 with
 # float32 accumulation, float32 on CUDA cores). Keys are full names as torch returns them. A part of
 # a name would also match slices of a GPU (MIG), other boards with the same chip (NVL, D, laptop)
-# and other chips (L40 for L4, GB200 for B200), whose peaks differ.
+# and other chips (L40 for L4, GB300 for B300), whose peaks differ.
 _PUBLISHED = {
     "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
     "NVIDIA A100-SXM4-80GB": (312.0, 19.5),

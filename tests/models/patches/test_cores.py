@@ -57,6 +57,16 @@ def test_a_model_computes_what_it_computes_with_transformers_functions(family):
             assert relative_error(parameter.grad, others[name].grad) < 1e-3, name
 
 
+def test_attention_that_makes_no_mask_refuses_one_that_hides_tokens():
+    ours, _ = build("gemma2")
+    ids, mask = torch.ones(2, 12, dtype=torch.long), torch.ones(2, 12, dtype=torch.long)
+    whole = ours(input_ids=ids, attention_mask=mask).logits
+    assert torch.equal(whole, ours(input_ids=ids).logits)
+    mask[0, :5] = 0
+    with pytest.raises(UserError, match=r"attention_mask hides tokens.* give rows without padding"):
+        ours(input_ids=ids, attention_mask=mask)
+
+
 def test_a_function_that_a_mixer_does_not_call_is_an_error(monkeypatch):
     model, spec = build("lfm2")
     conv = model.get_submodule("model.layers.0.conv")

@@ -161,10 +161,22 @@ def _with_names(forward: Any, new: Mapping[str, Any]) -> Callable[..., Any]:
     return FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
 
 
+def _refuse_padding(hf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UserError where a caller's mask hides tokens, which places alone do not."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not bool(mask.all()):
+        raise UserError(
+            f"{type(hf).__name__}: attention_mask hides tokens, and attention here sees all up to "
+            "its own; give rows without padding, or load the model by transformers"
+        )
+
+
 def _with_window(core: Callable[..., Any], kind: Kind, hf: Any) -> Callable[..., Any]:
     """Return a function of attention that has its kind's window; no masks are made for it."""
     # transformers makes masks for the implementations that it knows.
-    hf.config._attn_implementation = "shardwise"
+    if hf.config._attn_implementation != "shardwise":
+        hf.config._attn_implementation = "shardwise"
+        hf.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     window = getattr(kind.cores(hf.config)[0], "window", None)
 
     def with_window(*args: Any, **kwargs: Any) -> Any:
