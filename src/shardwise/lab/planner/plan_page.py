@@ -20,7 +20,7 @@ from shardwise.lab.planner.exact import Choice, usable_bytes
 from shardwise.lab.planner.memory import PeakBytes
 from shardwise.lab.planner.search import Answer
 from shardwise.lab.planner.step_time import StepTime
-from shardwise.lab.planner.ties import has_room
+from shardwise.lab.planner.ties import why_first
 from shardwise.metrics.flops import model_flops_per_token
 from shardwise.models.dtypes import product_dtype
 
@@ -87,13 +87,12 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
     if cluster.calibration is not None:
         mode = "lora" if cfg.lora else "full"
         keys = {f"{x.kind}, {x.feed_forward}, {mode}" for x in subject.run.spec.layers}
-        unknown = keys - cluster.calibration.for_busy(cluster.num_devices).units.keys()
-        if unknown:
-            names = "; ".join(sorted(unknown))
+        known = cluster.calibration.for_busy(cluster.num_devices).units.keys()
+        if names := "; ".join(sorted(keys - known)):
             yield f"not calibrated, priced as the mean of layers that were: {names}"
         if products not in cluster.device.flops:
-            measured = cluster.calibration.dtype
-            yield f"not calibrated: products in {products} are priced as those in {measured}"
+            as_measured = f"those in {cluster.calibration.dtype}"
+            yield f"not calibrated: products in {products} are priced as {as_measured}"
         if cfg.training.matmul != "default":
             yield f"not calibrated: training.matmul {cfg.training.matmul} is priced as {products}"
         if cfg.training.is_compiled and question.device_type == "cuda":
@@ -119,21 +118,14 @@ def best_table(answer: Answer) -> TextTable:
 
 def reasons(answer: Answer) -> Iterator[str]:
     """Yield sentences on the best choice: why it is first, and what limits it."""
-    best, fastest = answer.best, answer.fastest
-    if (ratio := best.time.total / fastest.time.total) >= 1.005:
-        yield (
-            f"{fastest.title} ({fastest.details}) is {ratio - 1:.1%} faster, which is less than a "
-            f"plan may be wrong by; {best.title} is simpler"
-            + " and leaves room"
-            * (has_room(best, answer.question) and fastest.is_tight)
-        )
+    yield from why_first(best := answer.best, answer.fastest, answer.question)
     for base, choice in answer.faster_bases.items():
         yield (
             f"with --model.base={base} (other losses) a step takes "
             f"{seconds_text(choice.time.total)} and {size(choice.memory.total)}: {choice.details}"
         )
     memory = memory_parts(best.memory)
-    largest = max(memory, key=lambda part: memory[part])
+    largest = max(memory, key=memory.__getitem__)
     binds = answer.question.is_short_of_memory(best.candidate) or answer.too_large
     yield (
         f"memory {'binds' if binds else 'does not bind'}: {size(best.memory.total)} of "
@@ -144,8 +136,7 @@ def reasons(answer: Answer) -> Iterator[str]:
         yield f"{change} would be faster, but needs {size(choice.memory.total)}"
     seconds = time_parts(best.time)
     lost = max(OVERHEADS, key=lambda part: seconds[part])
-    share_lost = seconds[lost] / best.time.total
-    if share_lost < 0.05:
+    if (share_lost := seconds[lost] / best.time.total) < 0.05:
         yield "computation takes nearly all of a step: no other part takes 5 % of it"
     else:
         yield f"{lost} is the largest loss: {share_lost:.0%} of a step"
@@ -194,8 +185,7 @@ def verdict(choice: Choice, answer: Answer) -> str:
     if not answer.choices:
         return "fits"
     best = answer.best
-    ratio = choice.time.total / best.time.total
-    if ratio < 0.995:
+    if (ratio := choice.time.total / best.time.total) < 0.995:
         others = ", with other losses" * (choice.loss_settings != best.loss_settings)
         return f"{ratio:.2f} times as long{others}"
     if ratio < 1.005:
@@ -299,8 +289,8 @@ def memory_table(choice: Choice) -> TextTable:
         (part, size(num_bytes), percent(num_bytes / total), MEMORY_PARTS[part])
         for part, num_bytes in memory_parts(choice.memory).items()
     ]
-    rows.append(("all", size(total), "", f"at the {choice.memory.moment}"))
-    return TextTable(("memory of the fullest rank", ">", ">share", ""), rows)
+    whole = ("all", size(total), "", f"at the {choice.memory.moment}")
+    return TextTable(("memory of the fullest rank", ">", ">share", ""), [*rows, whole])
 
 
 def time_table(choice: Choice) -> TextTable:
@@ -344,9 +334,9 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
         f"{number(choice.tokens_per_second / cluster.num_devices)} a device"
     )
     yield from on_the_host(choice, question)
-    limit = usable_bytes(question)
-    left = f"fits: {size(limit - choice.memory.total)} left of {size(limit)}"
-    yield left if choice.fits else why_not_fitting(choice, question)
+    left = (limit := usable_bytes(question)) - choice.memory.total
+    fits = f"fits: {size(left)} left of {size(limit)}"
+    yield fits if choice.fits else why_not_fitting(choice, question)
 
 
 def as_data(answer: Answer) -> dict[str, Any]:
@@ -378,8 +368,8 @@ def as_data(answer: Answer) -> dict[str, Any]:
 
 def page_data(answer: Answer) -> dict[str, Any]:
     """Return what the page shows: the data, the tables, and the parts that its bars are made of."""
-    tables = {"best": best_table, "changes": changes_table, "simpler": simpler_table}
-    shown = {name: table(answer) for name, table in tables.items()}
+    tables = (("best", best_table), ("changes", changes_table), ("simpler", simpler_table))
+    shown = {name: table(answer) for name, table in tables}
     parts = {"memory": [*MEMORY_PARTS], "time": [*TIME_PARTS]}
     return as_data(answer) | {"tables": shown, "parts": parts}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardwise.lab.planner.candidates import Candidate, Question
 from shardwise.lab.planner.changes import ROOM, plain_ways
 from shardwise.lab.planner.divisions import layout_name
@@ -41,6 +43,17 @@ def intricacy(choice: Choice, question: Question) -> tuple[bool | int, ...]:
 def has_room(choice: Choice, question: Question) -> bool:
     """Return whether a tenth of a device's memory is left."""
     return choice.memory.total <= ROOM * question.cluster.device.memory_bytes
+
+
+def why_first(best: Choice, fastest: Choice, question: Question) -> Iterator[str]:
+    """Yield the sentence on why the best choice is not the fastest, where it is not."""
+    if (ratio := best.time.total / fastest.time.total) >= 1.005:
+        yield (
+            f"{fastest.title} ({fastest.details}) is {ratio - 1:.1%} faster, which is less than a "
+            f"plan may be wrong by; {best.title} is simpler"
+            + " and leaves room"
+            * (has_room(best, question) and fastest.is_tight)
+        )
 
 
 def _tied(exact: Exact, fastest: Choice) -> list[Choice]:
