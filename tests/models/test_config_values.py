@@ -103,6 +103,13 @@ def test_plain_transformers_computes_by_the_presets_own_config() -> None:
         load.check_computes(Model(str(CONFIGS / name), init="random"))
 
 
+def test_the_place_of_a_layer_is_no_number_of_layers():
+    sizes.check_written("m", {"vision_feature_layer": -2, "num_hidden_layers": 1})
+    for key in ("num_hidden_layers", "n_layer", "encoder_layers"):
+        with pytest.raises(UserError, match=f"{key} is -2 in config.json"):
+            sizes.check_written("m", {key: -2})
+
+
 def test_a_config_of_many_megabytes_is_not_read(tmp_path):
     content = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
     content["notes"] = ["x" * 1000] * (sizes.MOST_BYTES // 1000)

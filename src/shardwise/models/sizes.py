@@ -30,7 +30,9 @@ DEPTH = 32
 """Levels of a config.json; transformers goes down them by recursion."""
 
 _SIZE = re.compile(r"^(num|n)_|_(size|dim|heads|rank)$")
-_LAYERS = re.compile(r"(^|_)layers?$")
+_LAYERS = re.compile(
+    r"(^|_)layers$|^n_layer$"
+)  # `vision_feature_layer` is one of them, by its place
 _NOT_EMPTY = re.compile(r"_heads$|conv|state_size$|d_state$|experts_per_tok$")
 _KERNEL = re.compile(r"conv.*(_dim|_size|_kernel|cache)$|d_conv$")
 _LIMIT = re.compile(r"limit|max|cap")
