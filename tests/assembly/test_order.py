@@ -56,6 +56,7 @@ CASES = {
     "hybrid, operators": run_file("qwen3_5", Lora(), {"checkpointing": "operators"}),
     "hybrid, kinds": run_file("nemotron_h", Lora(dropout=0.1), {"checkpointing": ["mamba2"]}),
     "hybrid, gates": run_file("kimi_linear", Lora(kernel="torch")),
+    "dense, xIELU": run_file("apertus"),
     "experts, router loss": run_file(
         "qwen3_moe", None, {"checkpointing": "full"}, router_aux_loss_coef=0.01
     ),
@@ -68,6 +69,7 @@ SHOWN_BY = {
     "cores": "hybrid, operators",
     "attention kernel": "dense, in full",
     "finite forget gates": "hybrid, gates",
+    "smooth xIELU": "dense, xIELU",
     "norms and gated MLPs": "dense, in full",
     "isolated documents": "dense, lora by torch",
     "quantised base": "dense, stored base",
