@@ -99,7 +99,7 @@ def is_kept_plain(config: PretrainedConfig, path: str) -> bool:
     """
     section = getattr(config, "quantization_config", None) or {}
     paths = [*_paths_in_folders(path)]
-    inside = section.get("modules_in_block_to_quantize") or ()
+    inside = section.get(_INSIDE) or ()
     inside = [name for names in inside for name in ([names] if type(names) is str else names)]
     if inside and not path.endswith(tuple(inside)):
         return True
@@ -113,7 +113,9 @@ def is_kept_plain(config: PretrainedConfig, path: str) -> bool:
 
 
 _SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers")
-_NAMES = (*_SKIPPED, "ignore", "exclude_modules", "modules_in_block_to_quantize")
+_INSIDE = "modules_in_block_to_quantize"
+_NAMES = (*_SKIPPED, "ignore", "exclude_modules", _INSIDE)
+"""Keys of names of modules; _INSIDE may have lists of them."""
 
 
 def _is_named(paths: Iterable[str], names: Iterable[str]) -> bool:
@@ -142,7 +144,7 @@ def check_config(path: str, section: Any) -> None:
     for key in _NAMES:
         try:
             names = section.get(key) or []
-            is_nested = key == _NAMES[-1] and all(isinstance(x, list) for x in names)
+            is_nested = key == _INSIDE and all(isinstance(x, list) for x in names)
             for name in [one for x in names for one in x] if is_nested else [*names]:
                 re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
             is_list = isinstance(names, list)

@@ -27,7 +27,7 @@ GEMMA2 = Family(
         "full_attention": mixer("self_attn", attention.CAPPED),
         "sliding_attention": mixer("self_attn", attention.SLIDING_CAPPED),
     },
-    norms=Norms(behind="post_attention_layernorm", between="pre_feedforward_layernorm"),
+    norms=GEMMA3_TEXT.norms,
     logits_capped_by="final_logit_softcapping",
 )
 PHI3 = Family(
