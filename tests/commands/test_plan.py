@@ -66,10 +66,12 @@ def test_what_it_writes_is_what_train_takes(folder, capsys):
     assert cli.main(["train", "run.yaml", "--dry-run", "--devices", "2xRTX4090"]) == 0
     out = capsys.readouterr().out
     assert "fsdp2:2" in out
+    assert "groups of ranks: dp_shard [0,1]\n" in out
     assert re.search(r"weights +[\d.]+ [KM]iB", out)
     assert not (folder / "runs").exists()
     html = (folder / "page.html").read_text(encoding="utf-8")
     assert "fsdp2:2" in html
+    assert re.search(r"dp_shard</th>\s*<td>\[0,1\]</td>", html)
     assert not re.search("https?:", html)
     assert 'th[data-kind="number"]' in html  # the style is not escaped
 

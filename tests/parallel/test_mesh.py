@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import parallel
 from shardwise.base.interfaces import Mesh
-from shardwise.base.layouts import Facts, axis_sizes
+from shardwise.base.layouts import Facts, axis_sizes, rank_groups
+from shardwise.base.words import groups_of_ranks
 from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError, rules
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
@@ -219,3 +221,43 @@ def test_no_strategy_names_the_axes_of_data_and_context():
     assert len(files) > 10
     for path in files:
         assert not re.search(r"dp_replicate|dp_shard|\bcp\b", path.read_text()), path.name
+
+
+def _groups_of_the_mesh(parallel: Parallel) -> dict[str, list[int]]:
+    cfg = replace(config(), parallel=parallel)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    names = rank_groups(cfg, dist.get_world_size())
+    return {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in names}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel("ddp", tp=2),
+        Parallel("fsdp2", dp_replicate=2, cp=2, tp=2),
+        Parallel("fsdp2", cp=2, ep=2, tp=2),
+        Parallel("ddp", pp=2, cp=2, ep=2),
+    ],
+)
+def test_groups_that_a_plan_prints_are_those_that_torch_makes(parallel):
+    cfg = replace(config(), parallel=parallel)
+    groups, ranks = rank_groups(cfg, 8), run_ranks(8, _groups_of_the_mesh, parallel)
+    assert {"tp", "cp", "ep", "pp"} & groups.keys() == {
+        axis for axis in ("tp", "cp", "ep", "pp") if getattr(parallel, axis) > 1
+    }
+    for axis, found in groups.items():
+        assert sorted(rank for group in found for rank in group) == [*range(8)]
+        for rank, made in enumerate(ranks):
+            assert next(group for group in found if rank in group) == made[axis], axis
+
+
+def test_groups_of_ranks_in_words():
+    cfg = config("ddp", tp=2)
+    words = {axis: groups_of_ranks(found) for axis, found in rank_groups(cfg, 4).items()}
+    assert words == {"tp": "[0,1] [2,3]", "dp_replicate": "[0,2] [1,3]"}
+    cfg = config("fsdp2", dp_replicate=4, tp=8)
+    words = {axis: groups_of_ranks(found) for axis, found in rank_groups(cfg, 512).items()}
+    assert words["tp"] == "[0-7] [8-15] ... [504-511] (64 groups)"
+    assert words["dp_shard"].startswith("[0,8,16,...,120] [1,9,17,...,121] ... [391,")
+    assert words["dp_replicate"].endswith("... [127,255,383,511] (128 groups)")
+    assert rank_groups(config(), 1) == {}

@@ -122,3 +122,19 @@ def runs(numbers: Sequence[int]) -> str:
         else:
             spans.append([place, place])
     return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in spans)
+
+
+def groups_of_ranks(groups: Sequence[Sequence[int]]) -> str:
+    """Return groups of ranks: `[0,1] [2,3]`; of many `[0-7] [8-15] ... [504-511] (64 groups)`."""
+    texts = []
+    for group in groups:
+        first, *_, last = group
+        members = [*map(str, group)]
+        if len(group) > 4 and last - first == len(group) - 1:
+            members = [f"{first}-{last}"]
+        elif len(group) > 8:
+            members = [*members[:3], "...", members[-1]]
+        texts.append(f"[{','.join(members)}]")
+    if len(texts) > 8:
+        texts = [*texts[:2], "...", texts[-1], f"({len(groups)} groups)"]
+    return " ".join(texts)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.base.words import counted, number, percent, size
+from shardwise.base.layouts import rank_groups
+from shardwise.base.words import counted, groups_of_ranks, number, percent, size
 from shardwise.base.words import seconds as seconds_text
 from shardwise.lab.drawing.text_table import TextTable
 from shardwise.lab.planner.candidates import Question, Subject
@@ -277,9 +278,17 @@ def details(choice: Choice, question: Question, subject: Subject) -> Iterator[st
     """Yield what is said of one layout: its arithmetic."""
     yield from heading(question, subject)
     yield f"{choice.title}: {choice.details_in_full}"
+    if groups := groups_by_axis(choice, question):
+        yield "groups of ranks: " + "; ".join(f"{axis} {text}" for axis, text in groups.items())
     yield memory_table(choice)
     yield time_table(choice)
     yield from arithmetic(choice, question, subject)
+
+
+def groups_by_axis(choice: Choice, question: Question) -> dict[str, str]:
+    """Return in words which ranks communicate along each axis of several ranks."""
+    groups = rank_groups(choice.cfg, question.num_ranks)
+    return {axis: groups_of_ranks(found) for axis, found in groups.items()}
 
 
 def memory_table(choice: Choice) -> TextTable:
@@ -357,6 +366,7 @@ def as_data(answer: Answer) -> dict[str, Any]:
         },
         "reasons": [*reasons(answer)] if answer.choices else [],
         "choices": [choice_data(choice, answer) for choice in answer.choices],
+        "groups": groups_by_axis(answer.best, question) if answer.choices else {},
         "changes": {name: choice_data(c, answer) for name, c in answer.changes.items()},
         "simpler": [choice_data(choice, answer) for choice in answer.simpler.values()],
         "computed": [choice_data(choice, answer) for choice in answer.computed],

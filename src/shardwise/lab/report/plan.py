@@ -20,8 +20,9 @@ SHARED = {
     "tp": "the computation of each layer: every rank has some heads and features",
     "cp": "the tokens of a row, and under fsdp2 its weights too",
     "ep": "experts: tokens go to the rank that has theirs",
-    "shards": "weights, gradients or states of one replica; each has other rows",
-    "replicas": "nothing: they add up gradients",
+    "dp_expert": "nothing: they add up gradients of the same experts",
+    "dp_shard": "weights, gradients or states of one replica; each has other rows",
+    "dp_replicate": "nothing: they add up gradients",
     "pp": "the layers: each stage has some, and sends hidden states to the next",
 }
 """Parts that the ranks along an axis divide among them."""
@@ -54,7 +55,7 @@ def page(plan: dict[str, Any]) -> str:
         "plane": (WIDTH, HEIGHT, WIDTH / WIDEST),
         "fastest": _fastest(plan),
         "ranks": ranks(best["division"], plan["cluster"]) if best else [],
-        "groups": groups(best["division"]) if best else None,
+        "groups": groups(plan) if best else None,
         "most_ranks": MOST_RANKS,
         "refused": [*dict.fromkeys(plan["refused"].values())],
         "words": {"size": size, "number": number},
@@ -134,28 +135,12 @@ def ranks(division: dict[str, Any], cluster: dict[str, Any]) -> list[list[dict[s
     return nodes
 
 
-def groups(division: dict[str, Any]) -> TextTable:
-    """Return for each axis of several ranks the group of rank 0, and what its ranks share.
-
-    Ranks of `ep` are neighbours among those of the data-parallel axis.
-    """
-    rows, stride = [], 1
-    for axis in ("tp", "cp", "shards", "replicas", "pp"):
-        number_of_ranks = division[axis]
-        if axis == "shards" and division["ep"] > 1:
-            rows.append(_group("ep", division["ep"], division["tp"], SHARED["ep"]))
-        if number_of_ranks > 1:
-            own = strategies()[division["data"]].shares if axis == "replicas" else ""
-            rows.append(_group(axis, number_of_ranks, stride, own or SHARED[axis]))
-        stride *= number_of_ranks
-    return TextTable(("axis", ">ranks", "those of rank 0", "what they divide"), rows)
-
-
-def _group(axis: str, number_of_ranks: int, stride: int, share: str) -> tuple[str, ...]:
-    members = [str(stride * place) for place in range(number_of_ranks)]
-    if number_of_ranks > 8:
-        members = [*members[:4], "...", members[-1]]
-    return axis, str(number_of_ranks), " ".join(members), share
+def groups(plan: dict[str, Any]) -> TextTable:
+    """Return for each axis of several ranks the groups of its ranks, and what these share."""
+    strategy = strategies()[plan["choices"][0]["division"]["data"]]
+    shared = SHARED | ({strategy.axis: strategy.shares} if strategy.shares else {})
+    rows = [(axis, text, shared[axis.removesuffix("_cp")]) for axis, text in plan["groups"].items()]
+    return TextTable(("axis", "groups of ranks", "what the ranks of one divide"), rows)
 
 
 def _nearest(choices: list[dict[str, Any]], most: int = 5) -> dict[str, Any]:
