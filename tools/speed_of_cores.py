@@ -9,6 +9,8 @@ shardwise takes numbers below 1e-38 as zeros, which a CPU computes faster; `trai
 Trainer with that setting of torch too. The sides have the same weights and rows, and take turns.
 A step is forward, backward, clipping, AdamW and zeroing gradients; what Trainer does around it is
 not timed. `speed` is the seconds of a step of Trainer over those of another side, in one round.
+`products` runs nothing but the matrix products of a step of `eager`, with its shapes and strides:
+no step can be faster that computes the same, and `over_products` is what a side takes beside it.
 
 `peak_bytes` are the weights, the optimizer's states and what a step adds at its most: exact, taken
 in a step of its own, that is not timed.
@@ -17,6 +19,7 @@ in a step of its own, that is not timed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -29,6 +32,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from tools.paired import Results, command_line, ratios, spread, take_turns, timed
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
 from shardwise.assembly.build import build
@@ -43,6 +47,10 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 
 ROWS, TOKENS, WARM_UP = 2, 512, 3
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+NAMES = ["mm", "addmm", "addmm_", "bmm", "baddbmm", "linalg_solve_triangular"]
+NAMES += [ATTENTION, f"{ATTENTION}_backward"]
+PRODUCTS = {torch.ops.aten.mm.out} | {getattr(torch.ops.aten, name).default for name in NAMES}
 CPU = torch.device("cpu")
 Step = Callable[[Batch], float]
 StateBytes = Callable[[], int]
@@ -90,6 +98,7 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         sides |= {"compiled": our_step(config(folder, "inductor"))}
 
         sides |= {"trainer_flushing": trainer_step(config(folder, "none"))}
+        sides |= {"products": (products_of(our_step(config(folder, "none"))[0]), lambda: 0)}
 
         def run(side: str, number: int) -> dict[str, float]:
             torch.set_flush_denormal(side != "trainer")  # as launch/rank.py does for a run
@@ -97,18 +106,73 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
             return {"loss": loss, **seconds}
 
         taken = take_turns({side: partial(run, side) for side in sides}, rounds, WARM_UP)
-        peaks = {side: peak_bytes(*sides[side]) for side in sides}
+        peaks = {side: peak_bytes(*sides[side]) for side in sides if side != "products"}
     torch.set_flush_denormal(False)
     theirs, losses = taken["wall"]["trainer"], taken["loss"]
+    products = taken["wall"]["products"]
     return {
         "load_average": load_average,
         "model": sizes,
         "speed": {side: ratios(theirs, seconds) for side, seconds in taken["wall"].items()},
+        "over_products": {s: ratios(taken["wall"][s], products) for s in taken["wall"]},
         "seconds": {side: spread(seconds) for side, seconds in taken["wall"].items()},
         "peak_bytes": peaks,
         "peak_ratio": {side: peak / peaks["trainer"] for side, peak in peaks.items()},
         "loss": {side: spread(values) for side, values in losses.items()},
     }
+
+
+class Products(TorchDispatchMode):
+    """Notes the matrix products that run inside it: functions, shapes and strides of arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in PRODUCTS:
+            self.calls.append((func, [_layout(value) for value in args], kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+def _layout(value: Any) -> Any:
+    """Return what an argument looks like: a tensor on meta in the place of a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def products_of(step: Step) -> Step:
+    """Return a step that runs the matrix products of another one alone, on numbers of their own.
+
+    Arguments of equal shape and strides share their numbers, as far as they are in one product.
+    """
+    with Products() as noted:
+        step(batch_of(0))
+    numbers: dict[Any, torch.Tensor] = {}
+
+    def argument(place: int, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = (place, value.shape, value.stride(), value.dtype)
+        if key not in numbers:
+            size = 1 + sum((n - 1) * stride for n, stride in zip(*key[1:3], strict=True))
+            flat = torch.zeros(size, dtype=value.dtype)
+            filled = flat.normal_(std=0.02) if flat.is_floating_point() else flat
+            numbers[key] = filled.as_strided(*key[1:3])
+        return numbers[key]
+
+    calls = [(f, [argument(i, v) for i, v in enumerate(a)], k) for f, a, k in noted.calls]
+
+    def products(_: Batch) -> float:
+        with torch.no_grad():
+            for function, arguments, options in calls:
+                function(*arguments, **options)
+        return math.nan
+
+    return products
 
 
 def peak_bytes(step: Step, kept: StateBytes) -> int:
