@@ -32,6 +32,7 @@ def test_figures_are_medians_with_their_range():
         *(
             run(
                 rate,
+                samples_per_second=rate / 2,
                 step_seconds={"mean": seconds, "p50": 2 * seconds, "steps": 5},
                 mfu=rate / 100,
                 first_step_seconds=seconds + 5,
@@ -48,6 +49,7 @@ def test_figures_are_medians_with_their_range():
     assert made.state_bytes == [{"weights": 101, "gradients": 1}, {"weights": 3, "gradients": 1}]
     assert made.spread == {
         "tokens_per_second": [10.0, 30.0],
+        "samples_per_second": [5.0, 15.0],
         "mfu": [0.1, 0.3],
         "first_step_seconds": [6.0, 8.0],
         "step_seconds.mean": [1.0, 3.0],

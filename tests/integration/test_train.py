@@ -103,6 +103,12 @@ def test_record_of_a_run(folder, single):
         json.loads(line) for line in (folder / "single" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [row["loss"] for row in rows if "loss" in row] == single.losses
+    steps = [row for row in rows if "loss" in row]
+    num_rows = single.config["training"]["global_batch_size"]
+    for row in steps:
+        assert row["samples_per_second"] == pytest.approx(num_rows / row["seconds"])
+    timed = [row["seconds"] for row in steps[2:]]
+    assert single.samples_per_second == pytest.approx(num_rows * len(timed) / sum(timed))
     assert [row["eval_loss"] for row in rows if "eval_loss" in row] == [
         e["loss"] for e in single.eval
     ]

@@ -65,6 +65,7 @@ def record(plan: CellPlan, **given: Any) -> CellRecord:
     measured = {
         "losses": LOSSES,
         "tokens_per_second": speed,
+        "samples_per_second": speed / 50,
         "step_seconds": {"mean": 1.0, "p10": 0.9, "p50": 1.0, "p90": 1.15, "max": 1.3, "steps": 9},
         "peak_memory_bytes": [peak] * plan.nproc,
         "memory_parts": [{name: round(share * peak) for name, share in parts.items()}] * plan.nproc,

@@ -110,6 +110,7 @@ def test_the_command(tmp_path, capfd):
     lines = [line.split() for line in out.splitlines()]
     speeds = ["tokens/s", "1.000", "1,000", "->", "1,000,", "rounds", "0.913", "–", "1.09"]
     assert speeds in lines
+    assert ["samples/s", "20", "->", "20"] in lines
     assert ["memory", "1.000", "80", "MiB", "->", "80", "MiB"] in lines
 
 

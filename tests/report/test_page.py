@@ -107,18 +107,18 @@ def column(page, table: str, number: int) -> list[str]:
 
 def test_tables_sort_by_click_and_by_key(opened):
     cells = "#all-cells"
-    assert column(opened, cells, 7) == ["100 MiB", "80 MiB", "60 MiB", "–", "–", "–", "–"]
+    assert column(opened, cells, 8) == ["100 MiB", "80 MiB", "60 MiB", "–", "–", "–", "–"]
     button = opened.locator(cells).get_by_role("button", name="Peak memory")
-    header = opened.locator("#all-cells thead th").nth(6)
+    header = opened.locator("#all-cells thead th").nth(7)
     assert header.get_attribute("aria-sort") is None
     button.click()
     assert header.get_attribute("aria-sort") == "ascending"
     # As text, 100 would come first.
-    assert column(opened, cells, 7) == ["60 MiB", "80 MiB", "100 MiB", "–", "–", "–", "–"]
+    assert column(opened, cells, 8) == ["60 MiB", "80 MiB", "100 MiB", "–", "–", "–", "–"]
     button.focus()
     opened.keyboard.press("Enter")
     assert header.get_attribute("aria-sort") == "descending"
-    assert column(opened, cells, 7) == ["100 MiB", "80 MiB", "60 MiB", "–", "–", "–", "–"]
+    assert column(opened, cells, 8) == ["100 MiB", "80 MiB", "60 MiB", "–", "–", "–", "–"]
     opened.locator("#all-cells").get_by_role("button", name="Cell").click()
     assert header.get_attribute("aria-sort") is None
     assert column(opened, cells, 1) == sorted(column(opened, cells, 1))

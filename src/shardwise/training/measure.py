@@ -185,6 +185,7 @@ def _record(
         eval=history.evaluations,
         data={name: read.to_dict() for name, read in reporter.documents.items()},
         tokens_per_second=meter.tokens_per_second(),
+        samples_per_second=cfg.training.global_batch_size / mean_seconds if mean_seconds else None,
         step_seconds=seconds,
         first_step_seconds=meter.first_step_seconds,
         kernels=dict(job.run.kernels),

@@ -36,7 +36,7 @@ from shardwise.training.trackers import Log, open_trackers
 
 COLUMNS = {
     *("step", "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "tokens"),
-    *("skipped_steps", "eval_loss", "eval_perplexity", "eval_tokens"),
+    *("samples_per_second", "skipped_steps", "eval_loss", "eval_perplexity", "eval_tokens"),
     *STATISTICS,
     *("router_share", "resplit"),
 }
@@ -129,6 +129,7 @@ class Reporter:
             "lr": lr,
             "seconds": seconds,
             "tokens_per_second": result.tokens / seconds,
+            "samples_per_second": self.cfg.training.global_batch_size / seconds,
             **result.routing,
         }
         others = self._router_share(step)

@@ -97,6 +97,10 @@ class RunRecord:
     eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
     data: dict[str, Any] | None = None  # train, validation: rows and documents
     tokens_per_second: float | None = None  # all ranks together
+    samples_per_second: float | None = None
+    """Rows of the global batches over the same seconds, rows of padding at the end of epochs too.
+    With `data.packing: none` a row is one document (a conversation or a text), else a packed row of
+    `data.sequence_length` tokens; in a loop of the caller one of its rows."""
     step_seconds: dict[str, float] | None = None
     """mean, p10, p50, p90 and max of the timed steps; `steps` is their number."""
     first_step_seconds: float | None = None

@@ -19,7 +19,7 @@ from shardwise.base.records.record import RunRecord
 from shardwise.lab.benchmark.sweep import Cell
 
 NOT_TIMED = "Ran for losses and bytes alone, and is not timed (timed: false in the sweep)."
-RATES = ("tokens_per_second", "mfu", "hfu")
+RATES = ("tokens_per_second", "samples_per_second", "mfu", "hfu")
 MEDIANS = (*RATES, "first_step_seconds")
 ALONE = (
     "This cell ran in a job of its own on a cluster, not in turns with other cells: a difference "

@@ -102,6 +102,7 @@ def _of_layers(field: str, reduce: Callable[[list[float]], float]) -> Callable[[
 
 PROCESSES = Column("Processes", lambda row: row.plan.nproc, str)
 SPEED = Column("Tokens/s", lambda row: row.tokens_per_second, number)
+SAMPLES = Column("Samples/s", lambda row: row.samples_per_second, number)
 SPEED_RANGE = Column("Min – max", lambda row: row.tokens_range, span)
 STEP = Column("Median step", lambda row: row.step_seconds.get("p50"), seconds)
 PEAK = Column("Peak memory", lambda row: row.peak_memory_bytes, size)
@@ -149,7 +150,7 @@ ROUTING = (BUSIEST, ENTROPY, DROPPED, MOST_DROPPED)
 """How evenly routers gave tokens to experts: the mean or the largest number of all layers."""
 RATIOS = (PROCESSES, SPEEDUP, OVER_SLOWEST, EFFICIENCY, SAVING)
 """How a cell compares with others of its group."""
-FIGURES = (PROCESSES, SPEED, SPEED_RANGE, STEP, PEAK, MFU, SENT_COUNTED, FIRST_STEP)
+FIGURES = (PROCESSES, SPEED, SPEED_RANGE, SAMPLES, STEP, PEAK, MFU, SENT_COUNTED, FIRST_STEP)
 """Columns of what was measured of a cell."""
 MARKDOWN = (
     PROCESSES,

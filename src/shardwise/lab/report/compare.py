@@ -74,6 +74,8 @@ class Change:
             speeds = f"{number(self.a.tokens_per_second)} -> {number(self.b.tokens_per_second)}"
             rounds = f", rounds {span(self.speed_range)}" if self.speed_range else ""
             lines.append(f"tokens/s  {self.speed:.3f}  {speeds}{rounds}")
+            samples = [number(row.samples_per_second) for row in (self.a, self.b)]
+            lines.append(f"samples/s        {' -> '.join(samples)}")
         if self.memory:
             peaks = f"{size(self.a.peak_memory_bytes)} -> {size(self.b.peak_memory_bytes)}"
             lines.append(f"memory    {self.memory:.3f}  {peaks}")
