@@ -290,11 +290,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"tp": 2}, "training": {"compile": "inductor"}},
         2,
     ),
-    "tp with training.precision": (
-        "llama",
-        {"parallel": {"tp": 2}, "training": {"precision": "float16"}},
-        2,
-    ),
     "tp with a memory limit": (
         "llama",
         {"parallel": {"tp": 2, "pp": 2, "memory_limit_gib": 8.0}},

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.assembly.build import build
 from shardwise.assembly.loss_scale import GROWTH_STEPS, INITIAL_SCALE, LossScale
@@ -45,15 +46,18 @@ def test_other_precisions_have_no_scale():
 
 
 def _overflow_on_one_rank(layout: str, rank: int) -> tuple[bool, float, bool, list[bool], float]:
-    cfg = run_config(Cell("llama", layout, "full", 2, "float16"), optimizer="adamw")
+    schedule = "1f1b" if layout.startswith("pp") else ""
+    cell = Cell("llama", layout, "full", dist.get_world_size(), "float16", schedule)
+    cfg = run_config(cell, optimizer="adamw")
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     before = [full_tensor(p.detach()).clone() for p in job.trainable()]
 
-    def overflow() -> None:  # after all reductions, so that nothing has told the other rank
-        gradient = job.trainable()[-1].grad
+    def overflow() -> None:  # after all reductions, so that nothing has told the other ranks
+        names = [name for name, _ in job.pm.named_parameters() if "q_proj" in name]
+        gradient = dict(job.pm.named_parameters())[names[-1]].grad
         assert gradient is not None
-        if mesh.data_rank == rank:
+        if dist.get_rank() == rank:
             local(gradient).view(-1)[0] = torch.inf
 
     pm = replace(job.pm, reduce_grads=(*job.pm.reduce_grads, overflow))
@@ -65,9 +69,13 @@ def _overflow_on_one_rank(layout: str, rank: int) -> tuple[bool, float, bool, li
     return result.skipped, job.loss_scale.scale, kept, [falls, after.skipped], after.loss
 
 
-def test_overflow_in_one_shard_skips_the_step_on_every_rank():
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [("fsdp2", 2), ("tp", 2), ("pp", 2), ("fsdp2-tp", 4), ("pp-tp", 4), ("fsdp2-cp", 4)],
+)
+def test_overflow_in_one_shard_skips_the_step_on_every_rank(layout, num_ranks):
     for skipped, scale, kept, (falls, skipped_again), loss in run_ranks(
-        2, _overflow_on_one_rank, "fsdp2", 1
+        num_ranks, _overflow_on_one_rank, layout, num_ranks - 1
     ):
         assert skipped
         assert kept  # weights; AdamW would move each by lr even where the gradient is finite

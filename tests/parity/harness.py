@@ -351,6 +351,10 @@ def _matmul(cell: Cell) -> Any:
     return f"fp8_{recipe}" if recipe in RECIPES else "default"
 
 
+def _overflows(cell: Cell) -> bool:
+    return (cell.family, cell.mode, _precision(cell)) == ("llama", "full", "float16")
+
+
 def _precision(cell: Cell) -> str:
     name = cell.variant.partition("-")[0]
     return name if name in ("float16", "bfloat16") else "float32"
@@ -381,7 +385,7 @@ def run_cell(cell: Cell) -> Outcome:
         return run(
             cfg,
             lambda mesh, step: microbatches(cfg, mesh, step),
-            OVERFLOWING_SCALE * (cell.variant == "float16"),
+            OVERFLOWING_SCALE * _overflows(cell),
             cell.variant.removesuffix(COPY) if cell.variant.endswith(COPY) else None,
         )
 

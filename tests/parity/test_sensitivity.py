@@ -223,23 +223,23 @@ def schedule_that_stands_still():
 
 def never_clipped():
     clip = step.clip_by_global_norm
-    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(
-        parameters, mesh, facts, None, scale
+    step.clip_by_global_norm = lambda parameters, mesh, facts, most, *others: clip(
+        parameters, mesh, facts, None, *others
     )
 
 
 def loss_scale_not_divided_out():
     clip = step.clip_by_global_norm
-    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(
-        parameters, mesh, facts, most, 1.0
+    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale, *others: clip(
+        parameters, mesh, facts, most, 1.0, *others
     )
 
 
 def overflow_seen_by_one_rank_only():
     overflown = clip.global_norm
 
-    def partly(parameters, mesh, facts):
-        norm = overflown(parameters, mesh, facts)
+    def partly(*args):
+        norm = overflown(*args)
         return norm if dist.get_rank() == 1 else torch.nan_to_num(norm, nan=1.0, posinf=1.0)
 
     clip.global_norm = partly

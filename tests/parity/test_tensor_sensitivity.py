@@ -15,9 +15,9 @@ from shardwise.models.kinds import attention, jet_block
 from shardwise.models.patches import cores, router_loss
 from shardwise.parallel import clip, ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_over, sum_over_copies
-from tests.parity.features.tensors import cell
+from tests.parity.features.tensors import HALF, cell
 from tests.parity.harness import Cell
-from tests.parity.test_sensitivity import check_caught, planted
+from tests.parity.test_sensitivity import check_caught, overflow_seen_by_one_rank_only, planted
 
 
 def without_sums(fragment: str):
@@ -203,6 +203,8 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (whole_factor_not_summed, cell("llama", "tp-sp", "lora")),
     (layer_norms_not_summed, cell("qwen3_5_text", "tp-sp", "full", "tied")),
     (layer_norms_not_summed, cell("llama", "tp-sp", "full", "bfloat16")),
+    (overflow_seen_by_one_rank_only, cell("llama", "tp", "full", HALF)),
+    (overflow_seen_by_one_rank_only, cell("llama", "pp-tp", "full", HALF)),
     (router_not_summed, cell("qwen3_moe", "tp", "full")),
     (blocks_of_rows_taken_for_one, cell("qwen3_5_text", "tp", "full")),
     (kernel_factor_not_summed, cell("jet_nemotron", "tp", "full")),

@@ -209,9 +209,6 @@ RULES = (
         why="torch refuses a flat parameter of two dtypes: tests/parallel/test_fsdp1.py",
     ),
     _without_tensor("training.compile", lambda case: case.training.is_compiled, "set it to none"),
-    _without_tensor(
-        "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
-    ),
     Rule(
         "tp with a memory limit",
         applies=lambda case: case.parallel.tp > 1 and case.parallel.memory_limit_gib is not None,
