@@ -107,5 +107,7 @@ def test_gradients_are_right_however_strong_decays_are(name, tokens, gate, rate,
         # A decay between two tokens is a difference of sums over a chunk, each of them rounded.
         sums = (F.softplus(x["gate"][..., 0]) * x["a_log"].exp()).sum(1).detach()
         bound += torch.finfo(torch.float32).eps * float(sums.max())
+    # A gradient that has all but decayed is a sum of larger terms, which cancel in float32.
+    floor = 1e-12 * max(1.0, *(float(right.abs().max()) for right in expected.values()))
     for key, right in expected.items():
-        assert (ours[key] - right).abs().max() <= bound * right.abs().max() + 1e-12, key
+        assert (ours[key] - right).abs().max() <= bound * right.abs().max() + floor, key

@@ -43,6 +43,8 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("tiny-deepseek_v3", "n_group", 0, "cannot compute with the sizes"),
     ("tiny-deepseek_v3", "topk_group", 99, "cannot compute with the sizes"),
 ]
+OF_DENSE = {"num_local_experts": 0, "num_experts_per_tok": 0}
+"""What a published Granite-4.0-H without experts says, such as its micro and 350m."""
 IGNORED = [("output_hidden_states", "x"), ("output_attentions", True), ("return_dict", False)]
 """What a model would return beside its logits, which nothing here reads."""
 
@@ -69,6 +71,14 @@ def outcome(folder: Path, name: str, key: str, value: Any) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def test_a_mixture_without_experts_is_a_dense_model(tmp_path):
+    content = json.loads((CONFIGS / "tiny-granitemoehybrid" / "config.json").read_text()) | OF_DENSE
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    model = Model(str(tmp_path), init="random")
+    built = load.build_meta(model, load.read_config(model))
+    assert not any("experts" in name for name, _ in built.named_parameters())
 
 
 @pytest.mark.parametrize(("name", "key", "value", "message"), WRONG)

@@ -107,7 +107,7 @@ LLAMA = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
         ({"pad_token_id": 10**6}, "pad_token_id is 1000000 .* beyond vocab_size, 256"),
         (
             {"num_experts": 4, "num_experts_per_tok": 1000},
-            "num_experts_per_tok is 1000 .* more than num_experts, 4",
+            "num_experts_per_tok is 1000 .* no more than all 4",
         ),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ({"ssm_state_size": 0}, "ssm_state_size is 0"),

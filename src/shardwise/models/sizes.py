@@ -33,7 +33,7 @@ _SIZE = re.compile(r"^(num|n)_|_(size|dim|heads|rank)$")
 _LAYERS = re.compile(
     r"(^|_)layers$|^n_layer$"
 )  # `vision_feature_layer` is one of them, by its place
-_NOT_EMPTY = re.compile(r"_heads$|conv|state_size$|d_state$|experts_per_tok$")
+_NOT_EMPTY = re.compile(r"_heads$|conv|state_size$|d_state$")
 _KERNEL = re.compile(r"conv.*(_dim|_size|_kernel|cache)$|d_conv$")
 _LIMIT = re.compile(r"limit|max|cap")
 """Keys whose number may be infinite, where nothing is limited."""
@@ -137,10 +137,10 @@ def check_read(path: str, config: PretrainedConfig) -> None:
     chosen = size("num_experts_per_tok")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = size(key)
-        if chosen is not None and experts is not None and 0 < experts < chosen:
-            raise UserError(
-                f"{path}: num_experts_per_tok is {chosen} in config.json, more than {key}, "
-                f"{experts}"
+        if chosen is not None and experts and not 0 < chosen <= experts:
+            raise UserError(  # without experts, as a dense Granite-4.0-H, it may be 0
+                f"{path}: num_experts_per_tok is {chosen} in config.json; a token goes to at least "
+                f"1 of {key}, and to no more than all {experts}"
             )
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
