@@ -132,31 +132,37 @@ def _largest_loss(choice: Choice) -> str:
 def published(names: Container[str] | None = None) -> Iterator[str]:
     """Yield the table of published layouts, by default of all, then where each comes from."""
     runs = {name: run for name, run in published_runs().items() if names is None or name in names}
-    yield "| run | layout | devices | memory | step | MFU | most time lost |"
-    yield "|---|---|---|---:|---:|---:|---|"
+    yield "| run | layout | devices | memory | step | MFU | most time lost | published |"
+    yield "|---|---|---|---:|---:|---:|---|---|"
     for name, run in runs.items():
         yield from _rows_of(name, run)
     yield ""
     for name, run in runs.items():
         yield f"- **{name}**: {run['why']}."
         for key in ("source", "chosen", "unlike"):
-            yield f"  *{key.capitalize()}:* {run[key]}."
+            if key in run:
+                yield f"  *{key.capitalize()}:* {run[key]}."
 
 
 def _rows_of(name: str, run: dict[str, Any]) -> Iterator[str]:
     """Yield the row of a published run, and where it does not fit that with recomputation."""
-    devices = f"{run['nodes']} x {run['devices']}" if run["nodes"] > 1 else run["devices"]
+    nodes, published = run.get("nodes", 1), run.get("throughput", "")
+    devices = f"{nodes} x {run['devices']}" if nodes > 1 else run["devices"]
+    if "preset" not in run:
+        yield f"| {name} | {run['layout']} | {devices} | in words | | | | {published} |"
+        return
     for checkpointing in dict.fromkeys((run.get("checkpointing", "none"), "full")):
         try:
             choice, _ = explain(_question_of(run, checkpointing))
         except UserError as error:
-            yield f"| {name} | refused: {error} | {devices} | | | | |"
+            yield f"| {name} | refused: {error} | {devices} | | | | | {published} |"
             return
         title = name if checkpointing == "none" else f"{name}, layers recomputed"
         fits = "" if choice.fits else ", does not fit"
         yield (
             f"| {title} | `{choice.title}` | {devices} | {size(choice.memory.total)}{fits} | "
-            f"{seconds(choice.time.total)} | {_mfu(choice)} | {_largest_loss(choice)} |"
+            f"{seconds(choice.time.total)} | {_mfu(choice)} | {_largest_loss(choice)} | "
+            f"{published} |"
         )
         if choice.fits:
             return

@@ -411,6 +411,18 @@ def test_a_published_run_is_planned_by_its_name(capsys):
     assert "fsdp2:2-tp:4" in capsys.readouterr().out
 
 
+def test_the_guide_says_what_more_rows_are_planned_to_gain(capsys):
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "gpt2-large.md"
+    more = ["--training.micro_batch_size=32", "--training.global_batch_size=64"]
+    shares = []
+    for overrides in ([], more):
+        assert cli.main(["plan", "published:gpt2-large-zero3-tp", "--json", *overrides]) == 0
+        (choice,) = json.loads(capsys.readouterr().out)["computed"]
+        shares.append(f"{100 * choice['mfu']:.0f} %")
+    page = " ".join(guide.read_text(encoding="utf-8").split())
+    assert f"predicts {shares[0]} and, with `{' '.join(more)}`, {shares[1]}" in page
+
+
 def test_a_published_run_takes_other_nodes(capsys):
     assert cli.main(["plan", "published:yi-34b", "--lora=r=8", "--nodes=2"]) == 0
     assert "16 x A100-80GB in 2 nodes" in capsys.readouterr().out
@@ -450,6 +462,7 @@ def test_a_published_run_that_cannot_fit_is_shown_as_it_is(capsys):
     [
         (["published:olmo-7"], "published:olmo-7: no such run; did you mean olmo-7b?"),
         (["published:deepseek-v3"], "pp-zero1-ep is not offered"),
+        (["published:gemma-2-27b"], "in words (768 replicas x 8 shards); give a model"),
         (["tiny-llama"], "--devices is missing; give the devices of a node, such as"),
         (["published:yi-34b", "--lora", "r=8", "--full"], "--lora and --full: give one of them"),
     ],

@@ -50,6 +50,11 @@ def with_published(args: Namespace) -> Namespace:
             way_out = nearest(name[:80], [*runs], "runs")
             raise UserError(f"{args.run[:80]}: no such run; {way_out}")
         run = runs[name]
+        if "preset" not in run:
+            raise UserError(
+                f"{args.run}: its source gives the layout in words ({run['layout']}); give a model "
+                "and --devices"
+            )
         parallel = Parallel(**run["parallel"])
         keys = {
             "model.dtype": run.get("dtype", "bfloat16"),
