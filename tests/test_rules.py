@@ -305,11 +305,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"cp": 2}, "data": {"sequence_length": 31}},
         2,
     ),
-    "cp with model.sdpa_backend": (
-        "llama",
-        {"parallel": {"cp": 2}, "model": {"sdpa_backend": "math"}},
-        2,
-    ),
     "cp_attention without its strategy": ("llama", {"parallel": {"cp_attention": "ring"}}, 1),
     "offload with a memory limit": (
         "llama",
@@ -365,9 +360,15 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"training": {"loss": "chunked"}},
         1,
     ),
-    "a kernel for an attention that takes none": (
-        "gpt_oss",
-        {"model": {"sdpa_backend": "math"}},
+    "a kernel for an attention that takes none": ("gpt_oss", {"model": {"attention": "math"}}, 1),
+    "model.attention where attention is the project's own": (
+        "gemma2",
+        {"model": {"attention": "eager"}},
+        1,
+    ),
+    "isolated documents with eager attention": (
+        "llama",
+        {"model": {"attention": "eager"}, "data": {"packing": "isolated"}},
         1,
     ),
     "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),

@@ -47,7 +47,7 @@ CASES = {
     "dense, lora by torch": run_file("llama", Lora(kernel="torch"), packing="isolated"),
     "dense, stored base": run_file("llama", Lora(), base="int8"),
     "dense, in full": run_file(
-        "llama", sdpa_backend="math", training={"loss": "plain", "offload_activations": True}
+        "llama", attention="math", training={"loss": "plain", "offload_activations": True}
     ),
     "dense, dropouts of its own": run_file("gpt2", Lora(kernel="torch", dropout=0.1)),
     "hybrid, lora by peft": run_file(

@@ -91,7 +91,7 @@ LEVERS: dict[str, Lever] = {
     "offload optimizer": Lever({"parallel.offload": "optimizer", **FULL}, "full"),
     "offload all": Lever({"parallel.data": "fsdp2", "parallel.offload": "all"}, "lora"),
     "offload disk": Lever({"parallel.offload": "disk", **FULL}, "full"),
-    **{f"sdpa {name}": Lever({"model.sdpa_backend": name}, "lora") for name in ("flash", "math")},
+    **{f"sdpa {name}": Lever({"model.attention": name}, "lora") for name in ("flash", "math")},
     **{
         f"{data}, {mode}": Lever({"parallel.data": data, **keys}, mode)
         for data in ("ddp", "fsdp2")

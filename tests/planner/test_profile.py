@@ -237,7 +237,7 @@ TIMED: dict[str, Any] = {
     "model.router_aux_loss_coef": 0.01,
     "model.expert_capacity": 1.5,
     "model.trust_remote_code": True,  # another class may have the same config
-    "model.sdpa_backend": "math",
+    "model.attention": "math",
     "lora.dropout": 0.1,
     "lora.experts": "shared",
     "lora.kernel": "peft",

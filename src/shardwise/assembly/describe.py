@@ -28,7 +28,7 @@ from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.facts import context_facts, facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of, unproven_note
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.patches import cores, elementwise, float8, lora_kernel
+from shardwise.models.patches import attention, cores, elementwise, float8, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.models.routed_experts import is_routed
 from shardwise.models.weight_folder import unread_note
@@ -169,6 +169,7 @@ def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[st
     hf = model.hf
     kernels = {"loss": loss_of_run(cfg, model.family, device)}
     kernels |= cores.backends(model.spec, cfg, device)
+    kernels |= attention.backends(cfg)
     if cfg.parallel.cp > 1:
         context = context_facts(hf, model.spec)
         if context.attention is not None:

@@ -198,6 +198,8 @@ class ModelFacts:
     """Return what of the model cannot be sharded over so many ranks of `tp`, or None."""
     has_fused_attention: bool = True
     """Whether its attention has a form for torch's scaled dot product."""
+    has_own_attention: bool = False
+    """Whether the project's function takes the place of transformers' functions of attention."""
     folds_adapters: bool = False
     """Whether PEFT adds adapters to a copy of a stack of experts, of a form that only it knows."""
     is_own: bool = False

@@ -81,6 +81,8 @@ _ALIASES = {
     "max_seq_length": "data.sequence_length",
     "dataset": "data.train",
     "model_name_or_path": "model.path",
+    "attn_implementation": "model.attention",
+    "sdpa_backend": "model.attention",
     "load_in_4bit": "model.base: nf4",
     "lora_r": "lora.r",
     "lora_alpha": "lora.alpha",

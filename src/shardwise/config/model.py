@@ -9,6 +9,9 @@ from typing import ClassVar, Literal
 from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 DType = Literal["float32", "bfloat16"]
+Attention = Literal[
+    "auto", "eager", "sdpa", "flash_attention_2", "flash", "efficient", "cudnn", "math"
+]
 CALLERS = "given by the caller"
 """`model.path` and `data.train` of a loop of the caller with a module or rows of its own."""
 
@@ -40,10 +43,10 @@ class Model(Section):
     T k / E of them, rounded up; later ones are dropped. null: none is dropped."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
-    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = with_facts(
-        "auto", resumable=True, decides=None, rounds=True
-    )
-    """The attention kernel of torch; one that cannot run here is an error, never replaced."""
+    attention: Attention = with_facts("auto", resumable=True, decides=None, rounds=True)
+    """Attention of transformers: `eager`, `sdpa` or `flash_attention_2`, or one kernel of torch's
+    for `sdpa`. `auto`: `sdpa`, in a class without it `eager`. What cannot run here is an
+    error, never replaced."""
     slow_cores: Literal["refuse", "allow"] = with_facts("refuse", resumable=True, timed=False)
     """On a GPU: whether recurrent layers may run in plain torch where no package has their
     kernel."""

@@ -17,6 +17,7 @@ from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention
 from shardwise.models.names import in_use, is_copied, is_wrapper
 from shardwise.models.patches import float8, lora_kernel
+from shardwise.models.patches.cores import REGISTRY
 from shardwise.models.routed_experts import is_routed
 from shardwise.models.router_loss import routers_of
 from shardwise.models.spec import ModelSpec
@@ -61,6 +62,9 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         ),
         indivisible=indivisible,
         odd_blocks=odd_blocks,
+        has_own_attention=any(
+            REGISTRY in block.kind.functions for layer in spec.layers for block in layer.mixers
+        ),
         has_fused_attention=hf.config._attn_implementation != "eager",
         folds_adapters=any(
             is_wrapper(module) and not is_routed(module.get_base_layer()) for module in hf.modules()

@@ -29,16 +29,7 @@ def _has_odd_chunks(case: Case) -> bool:
     return case.cfg.data.sequence_length % (2 * case.parallel.cp) != 0
 
 
-RULES = (
-    Rule(
-        "cp with model.sdpa_backend",
-        applies=lambda case: case.parallel.cp > 1 and case.cfg.model.sdpa_backend != "auto",
-        problem="model.sdpa_backend is {cfg.model.sdpa_backend}, a kernel that parallel.cp > 1 "
-        "does not use",
-        way_out="set it to auto, or set parallel.cp to 1",
-        why="shardwise.kernels.attention computes the blocks of a row that lies on several ranks",
-    ),
-)
+RULES = ()
 """On the run file alone."""
 
 MODEL_RULES = (

@@ -133,14 +133,36 @@ RULES = (
     Rule(
         "a kernel for an attention that takes none",
         applies=lambda case: (
-            case.cfg.model.sdpa_backend != "auto" and not case.model.has_fused_attention
+            case.cfg.model.attention not in ("auto", "eager") and not case.model.has_fused_attention
         ),
         problem=(
-            "model.sdpa_backend is {cfg.model.sdpa_backend}, but transformers computes "
+            "model.attention is {cfg.model.attention}, but transformers computes "
             "{model.family}'s attention step by step alone"
         ),
         way_out="set it to auto",
         why="its class has no form for torch's scaled dot product, as with sinks or softcaps",
+    ),
+    Rule(
+        "model.attention where attention is the project's own",
+        applies=lambda case: (
+            case.cfg.model.attention != "auto"
+            and (case.parallel.cp > 1 or case.model.has_own_attention)
+        ),
+        problem=(
+            "model.attention is {cfg.model.attention}, but shardwise's own code computes attention "
+            "that caps scores (Gemma 2), and all of it with parallel.cp > 1"
+        ),
+        way_out="set it to auto",
+        why="no kernel of torch caps scores, or has the tokens of several ranks",
+    ),
+    Rule(
+        "isolated documents with eager attention",
+        applies=lambda case: (
+            case.cfg.model.attention == "eager" and case.cfg.data.keeps_documents_apart
+        ),
+        problem="model.attention is eager, which needs a mask, and documents kept apart have none",
+        way_out="use sdpa",
+        why="each document is a row of its own in every mixer, and its attention causal",
     ),
     Rule(
         "kinds of layers to recompute",

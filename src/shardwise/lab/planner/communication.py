@@ -100,10 +100,12 @@ def _along_ranks(step: Step, formula: Callable[[Step], Iterator[Messages]]) -> I
 
 
 def unknown(cfg: RunConfig) -> str | None:
-    """Return what a run of a listed family sends that no formula knows, and how to do without it;
-    None if they know all.
+    """Return what a run of a listed family sends or keeps that no formula knows, and how to do
+    without it; None if they know all.
     """
     training, parallel = cfg.training, cfg.parallel
+    if cfg.model.attention in ("eager", "math"):
+        return f"whole scores (model.attention {cfg.model.attention}); set attention to auto"
     if parallel.tp > 1 and training.loss == "plain":
         return "what gathers all logits over tp (training.loss plain); set loss to chunked"
     if training.matmul != "default" and (parallel.tp > 1 or parallel.cp > 1):

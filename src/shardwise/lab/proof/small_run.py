@@ -150,9 +150,9 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     model = replace(cfg.model, init="random", tokenizer=None)
     training = replace(cfg.training, device="cpu")
     lora = cfg.lora
-    if model.sdpa_backend in ("flash", "efficient", "cudnn"):
-        notes.append(f"attention runs by torch's choice, not by {model.sdpa_backend}")
-        model = replace(model, sdpa_backend="auto")
+    if model.attention in ("flash_attention_2", "flash", "efficient", "cudnn"):
+        notes.append(f"attention runs by torch's choice, not by {model.attention}")
+        model = replace(model, attention="auto")
     if training.loss == "triton":
         notes.append("the loss runs chunked, not by Triton's kernels")
         training = replace(training, loss="chunked")

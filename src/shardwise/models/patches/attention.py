@@ -1,4 +1,4 @@
-"""Which of torch's kernels compute a model's attention."""
+"""Choice of what computes attention: a kernel of torch's, or another form of transformers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from shardwise.config import RunConfig, UserError
+from shardwise.models.dtypes import product_dtype
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -23,17 +26,45 @@ _NO_KERNEL = ("No viable backend", "No available kernel")  # what torch says on 
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
-    """Let every layer's attention run on the kernel `model.sdpa_backend` alone.
+    """Let every layer's attention run by `model.attention` alone.
 
-    `auto` leaves torch the choice. The choice is made within the layer, so that a layer that is
-    computed again in the backward chooses the same. A backward follows its forward. The first
-    forward that the kernel cannot run raises UserError.
+    `auto` and `sdpa` leave torch the choice of its kernel. The choice is made within the layer, so
+    that a layer that is computed again in the backward chooses the same. A backward follows its
+    forward. The first forward that the kernel cannot run raises UserError.
     """
-    name = cfg.model.sdpa_backend
-    if name != "auto":
+    name = cfg.model.attention
+    if name in ("eager", "flash_attention_2"):
+        _set(part.hf, name, cfg, device)
+    elif name in BACKENDS:
         for layer in part.spec.layers:
             module = part.hf.get_submodule(layer.name)
             module.forward = _with_kernel(module.forward, name)
+
+
+def backends(cfg: RunConfig) -> dict[str, str]:
+    """Return what computes attention; nothing where that is left to transformers and torch."""
+    return {} if cfg.model.attention == "auto" else {"attention": cfg.model.attention}
+
+
+def _set(hf: PreTrainedModel, name: str, cfg: RunConfig, device: torch.device) -> None:
+    """Let transformers compute attention by its form of this name; UserError where it cannot."""
+    why = None
+    if name == "flash_attention_2":
+        if device.type != "cuda":
+            why = f"it computes on a CUDA GPU alone, and this run's device is {device.type}"
+        elif not is_flash_attn_2_available():
+            why = "the package flash-attn is not installed; install it"
+        elif product_dtype(cfg) == torch.float32:
+            why = "it has no kernel for float32 products; compute in bfloat16"
+    if why is None:
+        try:
+            hf.set_attn_implementation(name)
+        except (ImportError, ValueError) as error:  # transformers' refusal of this class
+            why = " ".join(str(error).split())
+        if hf.config._attn_implementation != name:
+            why = why or f"transformers has no such form of {type(hf).__name__}"
+    if why is not None:
+        raise UserError(f"model.attention is {name}, but {why}, or use sdpa")
 
 
 def _with_kernel(forward: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
@@ -45,7 +76,7 @@ def _with_kernel(forward: Callable[..., torch.Tensor], name: str) -> Callable[..
             if not any(sign in str(error) for sign in _NO_KERNEL):
                 raise
             raise UserError(
-                f"model.sdpa_backend is {name}, but that kernel cannot run this attention on this "
+                f"model.attention is {name}, but that kernel cannot run this attention on this "
                 "device in this dtype; use auto or math"
             ) from None
 
