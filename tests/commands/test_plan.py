@@ -42,14 +42,14 @@ def test_it_prints_the_best_and_the_reasons(capsys):
     out = capsys.readouterr().out
     assert "LoRA r=16" in out
     assert "8 rows of 128 tokens, 1,024 in all" in out
-    assert re.search(r"ddp:2 +micro-batch", out)
+    assert re.search(r"ddp:2: rows over 2 ranks; micro-batch", out)
     assert "memory does not bind" in out
     assert "layouts computed exactly" in out
 
 
 def test_a_table_without_rows_is_not_printed(capsys):
     for devices, is_there in (("1xRTX4090", False), ("2xRTX4090", True)):
-        assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, "--devices", devices]) == 0
+        assert cli.main(["plan", "tiny-qwen3_5", *DEVICES, "--devices", devices, "--all"]) == 0
         out = capsys.readouterr().out
         assert ("why not" in out) == is_there
         assert "the best with" in out

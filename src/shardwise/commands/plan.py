@@ -26,6 +26,9 @@ from shardwise.lab.drawing.text_table import TextTable
 if TYPE_CHECKING:
     from shardwise.lab.planner.search import Answer
 
+OPTIONS = ("devices", "nodes", "link", "top", "explain", "json", "all")
+"""What an answer depends on beside the run."""
+
 
 def run(args: Namespace) -> int:
     """Print the layouts that fit and train fastest, or the arithmetic of one."""
@@ -45,7 +48,7 @@ def run(args: Namespace) -> int:
 
     read = folders_of(sections, args.devices)
     if read and args.write is None and args.html is None:
-        options = [args.devices, args.nodes, args.link, args.top, args.explain, args.json]
+        options = [getattr(args, name) for name in OPTIONS]
         parts = kept(["plan", sections, sorted(fixed), options, args.run], read, computed)
     else:
         parts = computed()
@@ -102,12 +105,14 @@ def said(args: Namespace, fixed: frozenset[str], answer: Answer) -> Iterator[Any
     with --json its text.
     """
     from shardwise.base.records.record import dumps
-    from shardwise.lab.planner import plan_page
+    from shardwise.lab.planner import plan_page, plan_screen
 
     yield None if answer.choices else _why_nothing_fits(fixed, answer)
     choice = answer.explained
     if args.json:
         yield dumps(plan_page.as_data(answer), indent=1)
+    elif args.explain is None and answer.choices and not args.all:
+        yield from plan_screen.screen(answer)
     elif args.explain is None:
         yield from plan_page.overview(answer)
     elif choice is not None:
@@ -177,6 +182,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="dtype of products")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts shown (default 5)")
     parser.add_argument("--explain", metavar="LAYOUT", help="only this layout, e.g. fsdp2-tp:8-sp")
+    parser.add_argument(
+        "--all", action="store_true", help="print the best layouts, changes and simpler ones, too"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--write", metavar="FILE", help="write the best layout as a run file")
     parser.add_argument("--html", metavar="FILE", help="draw everything on one page")
