@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.lab.planner.search import Answer
 
 OPTIONS = ("devices", "nodes", "link", "top", "explain", "json", "all")
-"""What an answer depends on beside the run."""
+"""The options that an answer depends on, beside the run."""
 
 
 def run(args: Namespace) -> int:

@@ -28,7 +28,7 @@ DIVIDES = {
     "ep": "experts over {} (ep)",
     "pp": "layers over {} stages (pp)",
 }
-"""What an axis divides, for a sentence."""
+"""The words for what each axis divides."""
 NUM_INSTEAD = 3
 LONGEST = 60
 """Characters of a value that is shown."""
