@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
 from shardwise.base.words import number, percent, size
 from shardwise.base.words import seconds as seconds_text
-from shardwise.config import Parallel
+from shardwise.config import Recomputation
+from shardwise.config.keys import is_searched, known_keys
 from shardwise.lab.drawing.text_table import TextTable
 from shardwise.lab.planner.choices import written
 from shardwise.lab.planner.exact import Choice
@@ -40,7 +43,8 @@ def screen(answer: Answer) -> Iterator[str | TextTable]:
     yield from heading(answer.question, answer.subject)
     yield ""
     yield f"{best.title}: {in_words(best)}"
-    yield "  " + "  ".join(f"{key}={as_word(value)}" for key, value in keys_of(best).items())
+    keys = [f"{key}={as_word(value)}" for key, value in keys_of(best).items()]
+    yield f"  {'  '.join(keys) or 'the defaults of a run file'}"
     memory = {part: float(n) for part, n in memory_parts(best.memory).items()}
     limit = float(answer.limit_bytes)
     yield from bar("memory", memory, limit, f"{size(best.memory.total)} of {size(limit)}", as_size)
@@ -77,19 +81,15 @@ def in_words(choice: Choice) -> str:
     return f"{', '.join(parts) or 'one device'}; {choice.details}"
 
 
-def keys_of(choice: Choice) -> dict[str, object]:
-    """Return the keys of a run file that say a layout, where they are not the defaults."""
-    default, parallel = Parallel(), vars(choice.cfg.parallel)
-    keys = {
-        f"parallel.{key}": value
-        for key, value in parallel.items()
-        if value != getattr(default, key)
-    }
-    training = choice.cfg.training
-    keys["training.micro_batch_size"] = training.micro_batch_size
-    recomputed = written(training.checkpointing)
-    if recomputed != "none":
-        keys["training.checkpointing"] = recomputed
+def keys_of(choice: Choice) -> dict[str, Any]:
+    """Return the searched keys of a run file that are not their defaults."""
+    keys: dict[str, Any] = {}
+    for name in known_keys():
+        section: Any = getattr(choice.cfg, name)
+        for field in fields(section) if section is not None else ():
+            value, path = getattr(section, field.name), f"{name}.{field.name}"
+            if is_searched(path) and value != field.default:
+                keys[path] = written(value) if isinstance(value, Recomputation) else value
     return keys
 
 
