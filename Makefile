@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 KERNELS := .venv-kernels
 CLUSTERS := .venv-clusters
 RAY := .venv-ray
+EVAL := .venv-eval
 PEERS := .venv-peers
 AUDIT := .venv-audit
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
@@ -46,6 +47,14 @@ $(RAY)/.ok: $(VENV)/.ok
 	$(RAY)/bin/pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	touch $@
 
+# lm-eval brings scikit-learn, which transformers imports wherever it finds it.
+$(EVAL)/.ok: $(VENV)/.ok
+	$(PYTHON) -m venv $(EVAL)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(EVAL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(EVAL)/bin/pip install --quiet --constraint constraints.txt --editable '.[eval]'
+	touch $@
+
 # Peers on top of what .venv has. torchtitan pins libraries of its own, and needs Triton and fla, beside which layers of
 # transformers break on a CPU: a folder of its own, which one process reads.
 TITAN = torchtitan spmd_types tyro docstring_parser triton fla-core flash-linear-attention
@@ -85,9 +94,10 @@ plan-times: setup  ## predicted step times beside measured ones, on this machine
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
-test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores; prints what they cost by folder and writes it to results/tests/
+test: setup $(KERNELS)/.ok $(EVAL)/.ok  ## the tests, in minutes on two cores; prints what they cost by folder and writes it to results/tests/
 	$(PYTEST) --cpu-seconds=results/tests/cpu_seconds.json
 	$(KERNELS)/bin/python -m pytest --numprocesses $(TESTERS) tests/kernels/without_gpu
+	SHARDWISE_NEEDS_LM_EVAL=1 $(EVAL)/bin/python -m pytest tests/commands/test_eval.py
 
 test-quick: setup  ## for while one works: what neither trains nor starts commands, and a parity cell per strategy
 	SHARDWISE_QUICK=1 $(PYTEST)

@@ -21,7 +21,7 @@ from shardwise.config.keys import elsewhere, known_keys, nearest
 
 NAMES = (
     *("init", "data", "plan", "train", "launch", "prove", "bench", "split", "calibrate"),
-    *("models", "report", "check", "export", "schema", "completion"),
+    *("models", "report", "eval", "check", "export", "schema", "completion"),
 )
 """The names in the order in which `shardwise --help` lists them."""
 
