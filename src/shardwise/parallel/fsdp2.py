@@ -3,7 +3,8 @@
 There is one unit per decoder layer, one for the embedding, and one for the final norm and the head.
 A unit's weights are gathered before its forward and again before its backward (2 (n-1)/n of all
 weight bytes reach each rank). Its *trained* gradients are reduce-scattered ((n-1)/n of their bytes
-leave each rank). Frozen weights have no gradient, so none is kept or sent. HSDP has shards along
+leave each rank): after each backward or, where they are few, as of adapters, after a step's last
+one. Frozen weights have no gradient, so none is kept or sent. HSDP has shards along
 one axis and replicas along another; the sharded gradients are all-reduced once over the replicas.
 Sources: Zhao et al., "PyTorch FSDP", arXiv 2304.11277; Rajbhandari et al., "ZeRO", arXiv 1910.02054
 (stage 3).
@@ -24,7 +25,7 @@ from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import axes_of, free_dim, materialise, odd_dtype
+from shardwise.parallel.place import are_gradients_few, axes_of, free_dim, materialise, odd_dtype
 from shardwise.parallel.reduce import sum_over_copies
 
 
@@ -35,15 +36,18 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     reduced: complete ones add up over a step's micro-batches and are reduce-scattered after the
     last.
     """
+    in_each: list[bool] = []
     for part in pm.parts:
         assert isinstance(part, ModelPart)
+        in_each.append(not are_gradients_few(part.hf, part.spec))
         _shard(part, mesh, cfg)
 
     def set_sync(sync: bool) -> None:
-        # Every micro-batch is reduce-scattered, so that no rank ever keeps complete gradients. Over
-        # the replicas gradients are added up once a step.
-        for part in pm.parts:
+        # Every micro-batch is reduce-scattered, so that no rank ever keeps complete gradients,
+        # unless they are few. Over the replicas gradients are added up once a step.
+        for part, is_reduced in zip(pm.parts, in_each):
             assert isinstance(part, FSDPModule)
+            part.set_requires_gradient_sync(is_reduced or sync)
             part.set_requires_all_reduce(sync)
 
     def reduce() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +14,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.base.interfaces import ParameterFacts
 from shardwise.base.layouts import shard_dim
+from shardwise.parallel.weights import are_few
+
+if TYPE_CHECKING:
+    from shardwise.models.spec import ModelSpec
 
 
 def materialise(
@@ -62,6 +67,13 @@ def free_dim(parameter: torch.Tensor, num_shards: int) -> int | None:
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
     return shard_dim(parameter.shape, num_shards, taken)
+
+
+def are_gradients_few(model: nn.Module, spec: ModelSpec) -> bool:
+    """Return whether a rank that gathers layers keeps whole gradients: see `weights.are_few`."""
+    trained = {p: local(p).numel() for p in model.parameters() if p.requires_grad}
+    layers = (model.get_submodule(layer.name).parameters() for layer in spec.layers)
+    return are_few(4 * sum(trained.values()), (sum(local(p).nbytes for p in ps) for ps in layers))
 
 
 def cut(full: torch.Tensor, dim: int, num_shards: int) -> list[torch.Tensor]:

@@ -52,9 +52,9 @@ class Strategy(StrategyFacts):
         """Return the model of a rank under it."""
         return pm
 
-    def reduces_each(self, pp: int) -> bool:
+    def reduces_each(self, pp: int, are_few: bool) -> bool:
         """Return whether each backward of a stage, of `pp`, reduces gradients, so that shards of
-        them add up.
+        them add up; `are_few`: see `parallel.weights.are_few`.
         """
         return False
 

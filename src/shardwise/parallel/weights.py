@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -98,10 +98,26 @@ class ChunkWeights:
         by_layer = (ws for name, ws in self.by_layer.items() if self.alike.get(name, name) == name)
         return tuple(weight for weights in by_layer for weight in weights)
 
+    @cached_property
+    def are_gradients_few(self) -> bool:
+        """Whether a rank that gathers layers keeps whole gradients: see `are_few`."""
+        trained = sum(weight.numel for weight in self.weights if weight.is_trained)
+        layers = (self.by_layer[layer.name] for layer in self.spec.layers)
+        return are_few(4 * trained, (sum(w.itemsize * w.numel for w in ws) for ws in layers))
+
     @property
     def ends(self) -> tuple[Weight, ...]:
         """The weights of no layer."""
         return (*self.by_layer["start"], *self.by_layer["end"])
+
+
+def are_few(gradient_bytes: float, layer_bytes: Iterable[float]) -> bool:
+    """Return whether all trained gradients, in float32, take no more than the largest layer.
+
+    Whoever gathers one layer's weights after the other has room for them, as those of adapters:
+    added up whole, they are sent once a step, and not in each micro-batch.
+    """
+    return gradient_bytes <= max(layer_bytes, default=0)
 
 
 def gradient_bytes(cfg: RunConfig, numel: int, itemsize: int) -> int:

@@ -26,6 +26,7 @@ from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.expert_plan import experts_of
 from shardwise.models.quantise import as_stored
+from shardwise.parallel.weights import are_few
 
 ALIKE = 0.9
 """The least error of a layout's estimates over that of the few that were compared. It was chosen
@@ -90,6 +91,8 @@ class Estimates(Traffic):
         is_lora = cfg.lora is not None
         self.reduced_bytes = 2 * self.gradient_bytes if is_lora else 4 * trained
         """Bytes of all gradients as they are summed, in float32."""
+        layers = [unit.weight_bytes for unit in self.subject.units[1:-1]]
+        self.are_few = are_few(self.reduced_bytes, layers)
         self.time_errors: dict[tuple[str, bool], float] = {}
         """The least time that was computed of a candidate over its estimate, by `_sort_of`."""
         self.byte_errors: dict[tuple[str, bool, str], float] = {}
@@ -244,7 +247,7 @@ class Estimates(Traffic):
             weights /= shards
         else:
             weights -= self.expert_bytes * (1 - 1 / division.ep)
-        gradients /= _shards_of_gradients(division)
+        gradients /= self._shards_of_gradients(division)
         states /= shards if "optimizer" in sharded else division.ep
         if offload != "none":
             states = 0.0
@@ -277,7 +280,7 @@ class Estimates(Traffic):
             copied = self.optimizer_bytes / (division.pp * division.tp * shards)
             sent += copied / self.question.cluster.host.bandwidth
         added = (num_micro - 1) * self.adding_seconds / division.pp / division.tp
-        added /= _shards_of_gradients(division)
+        added /= self._shards_of_gradients(division)
         return (computed + within) * (1 + idle) + added + max(0.0, sent - covering)
 
     def compare(self, candidate: Candidate, num_bytes: float, seconds: float | None) -> None:
@@ -323,16 +326,15 @@ class Estimates(Traffic):
             share = 1 - self.expert_bytes / self.weight_bytes * (1 - 1 / division.ep)
             reduced, weights = share * reduced, share * weights
         if "weights" not in division.strategy.sharded:
-            times = num_micro if _is_reduced_in_each(division) else 1
+            times = num_micro if self._is_reduced_in_each(division) else 1
             share = (together - 1) / together
             return (1 + times) * share * reduced / link.bandwidth
         shards = division.num_sharing
         inner = self.ring(shards, inside=division.tp)
         share = (shards - 1) / shards
         gathers = num_micro * (2 if candidate.is_resharded else 1)
-        times = num_micro
+        times = num_micro if self._is_reduced_in_each(division) else 1
         if division.pp > 1:
-            times = 1
             gathers = gathers if candidate.is_resharded else 1
         inside = share * (gathers * weights + times * reduced) / inner.bandwidth
         replicas = division.replicas
@@ -341,18 +343,13 @@ class Estimates(Traffic):
         latency = self.cluster.latency("all-gather", shards, shards * division.tp)
         return inside + across + num_messages * latency
 
+    def _shards_of_gradients(self, division: Division) -> int:
+        """Return among how many ranks gradients are divided as they are added up."""
+        return division.num_sharing if self._is_reduced_in_each(division) else division.ep
 
-def _shards_of_gradients(division: Division) -> int:
-    """Return among how many ranks gradients are divided as they are added up.
-
-    A stage of a pipeline reduces them after the last micro-batch only.
-    """
-    return division.num_sharing if _is_reduced_in_each(division) else division.ep
-
-
-def _is_reduced_in_each(division: Division) -> bool:
-    """Return whether each backward of a micro-batch reduces its gradients."""
-    return division.strategy.reduces_each(division.pp)
+    def _is_reduced_in_each(self, division: Division) -> bool:
+        """Return whether each backward of a micro-batch reduces its gradients."""
+        return division.strategy.reduces_each(division.pp, self.are_few)
 
 
 def _sort_of(candidate: Candidate) -> tuple[str, bool]:

@@ -19,6 +19,7 @@ from shardwise.lab.planner.unit_work import Product, RestQuantities, UnitWork, w
 from shardwise.lab.planner.weights import shapes_of
 from shardwise.models.activations import unit_moves
 from shardwise.models.dtypes import hidden_dtype, product_dtype
+from shardwise.parallel.place import are_gradients_few
 from shardwise.parallel.strategies import strategy_of
 
 Direction = Literal["forward", "backward"]
@@ -104,7 +105,7 @@ def _shards_added(cfg: RunConfig, run: Description) -> tuple[int, int]:
     It is added up whole where it is not reduced after each backward.
     """
     parallel = cfg.parallel
-    if not strategy_of(cfg).reduces_each(parallel.pp):
+    if not strategy_of(cfg).reduces_each(parallel.pp, are_gradients_few(run.hf, run.spec)):
         return 1, 1
     number = num_strategy_ranks(cfg, run.sizes)
     return number, number // parallel.ep

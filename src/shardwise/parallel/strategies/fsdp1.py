@@ -41,7 +41,7 @@ class Fsdp1(Strategy):
 
         return fsdp1.apply(pm, mesh, cfg, spec)
 
-    def reduces_each(self, pp: int) -> bool:
+    def reduces_each(self, pp: int, are_few: bool) -> bool:
         """See Strategy."""
         return pp == 1
 

@@ -45,9 +45,11 @@ class Fsdp2(Strategy):
 
         return fsdp2.apply(pm, mesh, cfg, spec)
 
-    def reduces_each(self, pp: int) -> bool:
-        """Return whether a backward reduces gradients: a stage of a pipeline does so at last."""
-        return pp == 1
+    def reduces_each(self, pp: int, are_few: bool) -> bool:
+        """Return whether a backward reduces gradients: few ones, and those of a stage of a
+        pipeline, are reduced after the last one.
+        """
+        return pp == 1 and not are_few
 
     def left_whole(self, cfg: RunConfig, chunk: ChunkWeights) -> frozenset[Weight]:
         """See Strategy.
@@ -74,12 +76,15 @@ class Fsdp2(Strategy):
         ends = [units.units[0], units.units[-1]] if chunk.spec.last else [units.units[0]]
         rest = {weight for unit in ends for weight in unit.weights if units.tied is not None}
         kind = Fsdp2Holding if units.cfg.parallel.pp == 1 else StageHolding
+        if kind is Fsdp2Holding and chunk.are_gradients_few:
+            kind = AtLastHolding
         return kind(units, frozenset(rest), self.left_whole(units.cfg, chunk))
 
     def messages(self, step: DataStep) -> Iterator[Messages]:
         """Yield, per micro-batch and unit, an all-gather for the forward and one for the backward,
-        and the reduce-scatter of trained gradients, whose shards are summed over replicas once a
-        step. Experts that `ep` spreads have messages of their own, in the same unit.
+        and the reduce-scatter of trained gradients, once a step where they are few; shards of them
+        are summed over replicas once a step. Experts that `ep` spreads have messages of their own,
+        in the same unit.
 
         The backward ends at the lowest unit with something trained, and has gathered the unit below
         it ahead: where the lowest unit has one message, only the last one of the unit below. In a
@@ -112,6 +117,8 @@ class Fsdp2(Strategy):
                     if trained := [weight for weight in weights if weight.is_trained]:
                         num_bytes, shard = (size := float32_bytes(trained)), size // step.size(axis)
                         times, when, at_last = m, "layers", "last backward"
+                        if chunk.are_gradients_few:
+                            times, when = 1, "last backward"
                         if in_pipeline:
                             times, when, at_last = 1, "waited", "waited"
                         num_bytes *= times
@@ -173,6 +180,43 @@ class Fsdp2Holding(ShardedHolding):
             self.sent_last = 0
             if self.is_moved and self.has_shards:
                 self.shards = self.after_backward
+
+
+class AtLastHolding(Fsdp2Holding):
+    """fsdp2 with few gradients: they add up whole, in float32, and the last backward sends them."""
+
+    repeats = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.added = [s + w for s, w in zip(self.sent, self.whole_gradients)]
+        """The bytes of a unit's whole gradients between micro-batches."""
+
+    def _whole(self, place: int) -> int:
+        """Return the bytes of whole gradients of other units as a unit runs backward."""
+        above = 0 if self.is_last else sum(self.added[place + 1 :])
+        return above + (0 if self.is_first else sum(self.added[: place + 1]))
+
+    def forward(self, place: int) -> Iterator[Held]:
+        """See Whole."""
+        gradients = 0 if self.is_first else sum(self.added)
+        for held in super().forward(place):
+            yield held._replace(gradients=gradients)
+
+    def backward(self, place: int) -> Iterator[Held]:
+        """See Whole."""
+        for held in super().backward(place):
+            yield held._replace(gradients=held.gradients + self._whole(place))
+
+    def reduction(self, place: int) -> Iterator[Held]:
+        """See Fsdp2Holding: that of the last backward; before, new gradients are added."""
+        if not self.is_last:
+            return
+        was_first, self.is_first = self.is_first, True  # Shards of them are new, as in a first one.
+        found = [*super().reduction(place)]
+        self.is_first = was_first
+        for held in found:
+            yield held._replace(gradients=held.gradients + self._whole(place - 1))
 
 
 class StageHolding(Fsdp2Holding):

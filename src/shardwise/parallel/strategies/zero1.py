@@ -39,7 +39,8 @@ class Zero1(Strategy):
         """See Strategy."""
         from shardwise.parallel import zero
 
-        return zero.apply(pm, mesh, in_backward=self.reduces_each(cfg.parallel.pp))
+        in_backward = self.reduces_each(cfg.parallel.pp, are_few=False)
+        return zero.apply(pm, mesh, in_backward)
 
     def left_whole(self, cfg: RunConfig, chunk: ChunkWeights) -> frozenset[Weight]:
         """See Strategy."""
@@ -67,7 +68,8 @@ class Zero1(Strategy):
         """Yield the reduce-scatter of trained gradients, once a step or, in stage 2, a micro-batch,
         and the all-gather of the updated weights, one of each for each dtype of weights.
         """
-        times = step.num_microbatches if self.reduces_each(step.cfg.parallel.pp) else 1
+        is_in_each = self.reduces_each(step.cfg.parallel.pp, are_few=False)
+        times = step.num_microbatches if is_in_each else 1
         sharded = [weight for weight in step.trained if weight.shard_dim is not None]
         for weights in dense_and_experts(sharded):
             axis, calls = step.data_axis(weights[0]), num_dtypes(weights)

@@ -18,7 +18,7 @@ class Zero2(Zero1):
     takes_late_sums = False
     shares = "the optimizer's states and gradients; each has other rows"
 
-    def reduces_each(self, pp: int) -> bool:
+    def reduces_each(self, pp: int, are_few: bool) -> bool:
         """See Strategy."""
         return True
 
