@@ -201,4 +201,4 @@ cuda-lora:  ## the LoRA kernel of examples/cuda_lora, in CUDA C++; needs nvcc
 	nvcc -std=c++17 -O2 -arch=sm_80 -o build/cuda_lora examples/cuda_lora/lora_linear.cu
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) $(PEERS) $(AUDIT) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) $(CLUSTERS) $(RAY) $(EVAL) $(PEERS) $(AUDIT) runs build .pytest_cache .ruff_cache .hypothesis
