@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import torch
 from datasets.data_files import get_data_patterns, resolve_pattern
 
 from shardwise.config import Data, UserError
+from shardwise.config.run_file import load_config
 from shardwise.data.corpus import open_corpus
+from shardwise.data.loader import build_loaders
 from shardwise.data.splits import splits_of
 from shardwise.data.streaming import Streamed
 from tests.data.test_text import write
@@ -123,3 +129,50 @@ def test_the_rule_is_that_of_datasets(tmp_path):
         several += len(splits) > 1
         assert (splits or {"train": set(files)}) == expected, names
     assert several > 5
+
+
+def as_wikitext(folder: Path) -> Path:
+    """A folder with the card, the files and the columns of Salesforce/wikitext, in which every
+    other line of a page is empty; two of its configurations."""
+    names, splits = ("wikitext-103-raw-v1", "wikitext-2-raw-v1"), ("test", "train", "validation")
+    card = ["---", "configs:"]
+    for name in names:
+        card += [f"- config_name: {name}", "  data_files:"]
+        for split in splits:
+            card += [f"  - split: {split}", f"    path: {name}/{split}-*"]
+            lines = ["", f" = {name} {split} = \n", "", f" The {split} of {name} . \n"]
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            table = pyarrow.table({"text": lines})
+            pyarrow.parquet.write_table(table, folder / name / f"{split}-00000-of-00001.parquet")
+    write(folder / "README.md", "\n".join([*card, "---", "# WikiText", ""]))
+    return folder
+
+
+def test_a_split_of_one_configuration(tmp_path):
+    folder = as_wikitext(tmp_path / "wikitext")
+    for name in ("wikitext-103-raw-v1", "wikitext-2-raw-v1"):
+        for split in ("train", "validation"):
+            assert texts(f"{folder}:{name}:{split}") == [
+                *("", "", f" = {name} {split} = \n", f" The {split} of {name} . \n")
+            ]
+    for entry in (str(folder), f"{folder}:wikitext-3:train"):
+        both_refuse(entry, "'wikitext-103-raw-v1', 'wikitext-2-raw-v1'.* NAME:CONFIGURATION")
+    both_refuse(
+        f"{folder}:wikitext-103-raw-v1", "several splits: test, train, validation; .*-v1:test"
+    )
+
+
+def test_the_run_file_on_wikitext_reads_it(tmp_path, tokenizer):
+    root = Path(__file__).parents[2] / "configs" / "gpt2-large"
+    cfg, other = (load_config(root / name) for name in ("wikitext-8.yaml", "fsdp2-tp-8.yaml"))
+    assert (cfg.parallel, cfg.optimizer) == (other.parallel, other.optimizer)
+    folder = as_wikitext(tmp_path / "wikitext")
+    assert isinstance(cfg.data.train, str)
+    entry = cfg.data.train.replace("Salesforce/wikitext", str(folder))
+    held_out = str(cfg.data.validation).replace("Salesforce/wikitext", str(folder))
+    cfg = replace(cfg, data=replace(cfg.data, train=entry, validation=held_out, sequence_length=64))
+    loaders = build_loaders(cfg, tokenizer, range(cfg.training.global_batch_size))
+    with contextlib.closing(loaders.train):
+        text = "".join(map(tokenizer.decode, torch.cat([b.input_ids for b in next(loaders.train)])))
+    assert "The train of wikitext-103-raw-v1 ." in text
+    assert loaders.validation is not None

@@ -296,7 +296,10 @@ def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
     """Load the split of a dataset."""
     datasets = load_datasets(entry.name)
     path = expanded(entry.name)
-    way_out = "give existing files, folders or glob patterns, or the name or folder of a dataset"
+    way_out = (
+        "give existing files, folders or glob patterns, or the name or folder of a dataset, as "
+        "NAME:CONFIGURATION where it has several"
+    )
     is_saved = _was_saved_by_datasets(path)
     with _loading(f"{key}: {entry}: datasets cannot load it", way_out):
         if not is_saved:
