@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "concepts" / "common-statements.md"
@@ -74,3 +75,12 @@ def test_a_number_from_nowhere_is_found():
 def test_the_page_has_rows_with_measured_numbers():
     assert all(len(row) == 4 for row in ROWS)
     assert sum(any(map(str.isdigit, LINK.sub("", row[2]))) for row in ROWS) >= 39
+
+
+def test_autocast_of_torch_has_no_products_in_8_bits():
+    linear, x = torch.nn.Linear(16, 16), torch.randn(2, 16)
+    with (
+        pytest.warns(UserWarning, match="not supported"),
+        torch.autocast("cpu", dtype=torch.float8_e4m3fn),
+    ):
+        assert linear(x).dtype is torch.float32
