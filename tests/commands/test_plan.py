@@ -472,3 +472,21 @@ def test_a_plan_needs_devices_and_a_run_that_is_known(arguments, words, capsys):
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict", "code"),
+    [(0.94, "fits", 0), (0.97, "uncertain", 0), (1.01, "does not fit", 2)],
+)
+def test_more_than_is_safe_of_a_device_is_uncertain(share, verdict, code, folder, capsys):
+    """Published runs take 95 to 99 % of a device; what takes all of it does not fit."""
+    fixed = ["--training.micro_batch_size=4", "--training.checkpointing=none"]
+    explained = ["plan", "tiny-qwen3_5", *DEVICES, *fixed, "--explain", "ddp:2"]
+    assert cli.main([*explained, "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["choices"][0]["memory"]["total"]
+    card = {"gib": needed / share / 2**30, "memory_bandwidth": 1e12, "flops": {"float32": 1e14}}
+    card |= {"inside": "PCIe4", "host": "PCIe4"}
+    (folder / "card.yaml").write_text(json.dumps(card))
+    assert cli.main([*explained, "--devices", "2xcard.yaml"]) == code
+    printed = capsys.readouterr()
+    assert verdict in printed.out + printed.err

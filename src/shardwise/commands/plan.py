@@ -107,8 +107,9 @@ def said(args: Namespace, fixed: frozenset[str], answer: Answer) -> Iterator[Any
     from shardwise.base.records.record import dumps
     from shardwise.lab.planner import plan_page, plan_screen
 
-    yield None if answer.choices else _why_nothing_fits(fixed, answer)
     choice = answer.explained
+    is_tried = args.explain is not None and choice is not None and choice.fit == "uncertain"
+    yield None if answer.choices or is_tried else _why_nothing_fits(fixed, answer)
     if args.json:
         yield dumps(plan_page.as_data(answer), indent=1)
     elif args.explain is None and answer.choices and not args.all:

@@ -39,7 +39,8 @@ def run(args: Namespace) -> int:
 def dry_run(
     cfg: RunConfig, devices: str | None, nproc: int, nodes: int, link: str | None = None
 ) -> int:
-    """Print what the run needs and takes on these devices; return 3 where it does not fit.
+    """Print what the run needs and takes on these devices; return 3 where it does not fit, and 0
+    where that is uncertain.
 
     By default they are processes of this machine, as `shardwise calibrate` has measured it.
     """
@@ -59,7 +60,7 @@ def dry_run(
     question = Question(with_preset(cfg), cluster)
     choice, subject = explain(question)
     show(Console(), details(choice, question, subject))
-    return 0 if choice.fits else 3
+    return 3 if choice.fit == "does not fit" else 0
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

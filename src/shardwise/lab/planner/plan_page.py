@@ -206,7 +206,10 @@ def verdict(choice: Choice, answer: Answer) -> str:
 def why_not_fitting(choice: Choice, question: Question) -> str:
     """Return why a choice does not fit, with the part that takes most."""
     limit, memory = usable_bytes(question), choice.memory
-    text = f"does not fit: {needs(memory.total, limit)}"
+    text = f"{choice.fit}: {needs(memory.total, limit)}"
+    if choice.fit == "uncertain":
+        whole = size(question.cluster.device.memory_bytes)
+        return f"{text}; the device has {whole}, fragments take some"
     states = memory.weights + memory.gradients + memory.optimizer
     is_sharded = "weights" in choice.candidate.division.strategy.sharded
     if is_sharded and memory.total - states > limit:
@@ -392,6 +395,7 @@ def choice_data(choice: Choice, answer: Answer) -> dict[str, Any]:
         "details": choice.details_in_full,
         "verdict": verdict(choice, answer),
         "fits": choice.fits,
+        "fit": choice.fit,
         "memory": _memory_data(choice.memory),
         "stages": {str(place): _memory_data(memory) for place, memory in choice.stages.items()},
         "time": asdict(choice.time) | {"total": choice.time.total},

@@ -80,7 +80,7 @@ def bar(choice: dict[str, Any], kind: str, parts: dict[str, Any], most: float) -
         "pieces": pieces,
         "total": text(choice[kind]["total"]),
         "is_cut": choice[kind]["total"] > most,
-        "fits": choice["fits"],
+        "fit": choice["fit"],
     }
 
 
@@ -89,7 +89,7 @@ def stages(choice: dict[str, Any] | None) -> list[dict[str, Any]]:
     if choice is None or len(choice["stages"]) < 2:
         return []
     return [
-        {"title": f"stage {place}", "memory": memory, "fits": choice["fits"]}
+        {"title": f"stage {place}", "memory": memory, "fit": choice["fit"]}
         for place, memory in choice["stages"].items()
     ]
 
