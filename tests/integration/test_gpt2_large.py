@@ -137,12 +137,22 @@ def test_the_page_has_what_is_planned_now():
     page = (ROOT / "results" / "gpt2-large" / "memory.md").read_text(encoding="utf-8")
     assert page == TOOL["page_of"](rows), "run python -m tools.gpt2_large"
     guide = (ROOT / "docs" / "guides" / "gpt2-large.md").read_text(encoding="utf-8")
-    names = {"single": "single", "ddp": "DDP", "zero3": "ZeRO-3", "fsdp2-tp": "ZeRO-3 x TP"}
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if cells and cells[0] in names and cells[1] == "8":
-            states, peak, plain = float(cells[5]), cells[6], cells[8]
-            assert f"| {names[cells[0]]} | {states:.1f} | {peak} | {plain} |" in guide
+    small = json.loads((ROOT / "results" / "gpt2-large" / "small.json").read_text("utf-8"))
+    for lines in TOOL["tables_of"](rows, small).values():
+        assert "\n".join(lines) in guide, "run python -m tools.gpt2_large"
+
+
+def test_small_runs_have_the_losses_of_one_process():
+    small = json.loads((ROOT / "results" / "gpt2-large" / "small.json").read_text("utf-8"))
+    cells = {cell["layout"]: cell for cell in small["cells"]}
+    assert len(cells) == 7
+    assert max(cell["largest_loss_difference"] for cell in cells.values()) < 1e-6
+    whole = cells["single"]["state_bytes"][0]
+    assert set(cells["ddp-4"]["state_bytes"]) == {whole}
+    assert max(cells["zero3-4"]["state_bytes"]) < 0.26 * whole
+    assert [cell["tokens_per_second"] is None for cell in cells.values()] == [
+        cell["processes"] > 2 for cell in cells.values()
+    ]
 
 
 def test_run_files_are_those_of_the_comparison():

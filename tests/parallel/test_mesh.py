@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import parallel
 from shardwise.base.interfaces import Mesh
-from shardwise.base.layouts import Facts, axis_sizes, rank_groups
+from shardwise.base.layouts import Facts, axis_sizes
 from shardwise.base.words import groups_of_ranks
 from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError, rules
+from shardwise.lab.planner.divisions import rank_groups
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 

@@ -128,14 +128,13 @@ def test_a_wrong_cell_has_no_figures():
     assert row.verdict.difference == pytest.approx(1e-3)
     figures = (
         row.tokens_per_second,
-        row.samples_per_second,
         row.tokens_range,
         row.peak_memory_bytes,
         row.speedup,
         row.efficiency,
         row.saving,
     )
-    assert figures == (None,) * 7
+    assert figures == (None,) * 6
     assert row.memory_parts is None
 
 

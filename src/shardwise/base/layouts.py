@@ -306,32 +306,6 @@ def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
     return sizes
 
 
-def rank_groups(cfg: RunConfig, num_ranks: int) -> dict[str, list[list[int]]]:
-    """Return by axis the groups of ranks that communicate along it, without axes of one rank.
-
-    The names are those of `Mesh`: `cp` is joined with the axis of the data-parallel strategy, which
-    `ep` splits.
-    """
-    sizes, joined = axis_sizes(cfg, num_ranks), context_joins_of(cfg)
-    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in reversed(AXES)}
-    if sizes["cp"] > 1:
-        joined, parts = f"{joined}_cp", (*axes.pop(joined), "cp")
-        axes[joined] = parts
-    places = [*enumerate(product(*(range(sizes[axis]) for axis in AXES)))]
-    groups: dict[str, list[list[int]]] = {}
-    for name, parts in axes.items():
-        by_others: dict[tuple[int, ...], list[int]] = {}
-        for rank, at in places:
-            others = tuple(place for axis, place in zip(AXES, at) if axis not in parts)
-            by_others.setdefault(others, []).append(rank)
-        groups[name] = [*by_others.values()]
-    if (ep := cfg.parallel.ep) > 1:
-        both = groups[joined]
-        groups["ep"] = [group[i : i + ep] for group in both for i in range(0, len(group), ep)]
-        groups["dp_expert"] = [group[i::ep] for group in both for i in range(ep)]
-    return {name: found for name, found in groups.items() if len(found[0]) > 1}
-
-
 def has_copies(cfg: RunConfig, num_ranks: int) -> bool:
     """Return whether ranks hold copies of one another's weights."""
     sizes = axis_sizes(cfg, num_ranks)

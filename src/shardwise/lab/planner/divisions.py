@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import permutations
+from itertools import permutations, product
 from typing import NamedTuple
 
-from shardwise.base.layouts import MODEL_AXES, data_parts, layout_of
+from shardwise.base.layouts import (
+    AXES,
+    MODEL_AXES,
+    axis_sizes,
+    context_joins_of,
+    data_parts,
+    layout_of,
+)
+from shardwise.base.words import groups_of_ranks
 from shardwise.config import Parallel, RunConfig
 from shardwise.parallel.strategies import STRATEGIES
 from shardwise.parallel.strategy import Strategy
@@ -153,3 +161,40 @@ def division_of(cfg: RunConfig, num_ranks: int) -> Division:
         tp=parallel.tp,
         is_sequence=parallel.sequence_parallel,
     )
+
+
+def rank_groups(cfg: RunConfig, num_ranks: int) -> dict[str, list[list[int]]]:
+    """Return by axis the groups of ranks that communicate along it, without axes of one rank.
+
+    The names are those of `Mesh`: `cp` is joined with the axis of the data-parallel strategy, which
+    `ep` splits.
+    """
+    sizes, joined = axis_sizes(cfg, num_ranks), context_joins_of(cfg)
+    axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in reversed(AXES)}
+    if sizes["cp"] > 1:
+        joined, parts = f"{joined}_cp", (*axes.pop(joined), "cp")
+        axes[joined] = parts
+    places = [*enumerate(product(*(range(sizes[axis]) for axis in AXES)))]
+    groups: dict[str, list[list[int]]] = {}
+    for name, parts in axes.items():
+        by_others: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in places:
+            others = tuple(place for axis, place in zip(AXES, at) if axis not in parts)
+            by_others.setdefault(others, []).append(rank)
+        groups[name] = [*by_others.values()]
+    if (ep := cfg.parallel.ep) > 1:
+        both = groups[joined]
+        groups["ep"] = [group[i : i + ep] for group in both for i in range(0, len(group), ep)]
+        groups["dp_expert"] = [group[i::ep] for group in both for i in range(ep)]
+    return {name: found for name, found in groups.items() if len(found[0]) > 1}
+
+
+def groups_by_axis(cfg: RunConfig, num_ranks: int) -> dict[str, str]:
+    """Return in words which ranks communicate along each axis of several ranks."""
+    return {axis: groups_of_ranks(found) for axis, found in rank_groups(cfg, num_ranks).items()}
+
+
+def group_lines(cfg: RunConfig, num_ranks: int) -> Iterator[str]:
+    """Yield these groups on a line, if there are any."""
+    if groups := groups_by_axis(cfg, num_ranks):
+        yield "groups of ranks: " + "; ".join(f"{axis} {text}" for axis, text in groups.items())

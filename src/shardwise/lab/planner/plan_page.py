@@ -9,14 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.base.layouts import rank_groups
-from shardwise.base.words import counted, groups_of_ranks, number, percent, size
+from shardwise.base.words import counted, number, percent, size
 from shardwise.base.words import seconds as seconds_text
 from shardwise.lab.drawing.text_table import TextTable
 from shardwise.lab.planner.candidates import Question, Subject
 from shardwise.lab.planner.choices import written
 from shardwise.lab.planner.cluster import efficiency
-from shardwise.lab.planner.divisions import layout_name
+from shardwise.lab.planner.divisions import group_lines, groups_by_axis, layout_name
 from shardwise.lab.planner.exact import Choice, usable_bytes
 from shardwise.lab.planner.memory import PeakBytes
 from shardwise.lab.planner.search import Answer
@@ -281,17 +280,10 @@ def details(choice: Choice, question: Question, subject: Subject) -> Iterator[st
     """Yield what is said of one layout: its arithmetic."""
     yield from heading(question, subject)
     yield f"{choice.title}: {choice.details_in_full}"
-    if groups := groups_by_axis(choice, question):
-        yield "groups of ranks: " + "; ".join(f"{axis} {text}" for axis, text in groups.items())
+    yield from group_lines(choice.cfg, question.num_ranks)
     yield memory_table(choice)
     yield time_table(choice)
     yield from arithmetic(choice, question, subject)
-
-
-def groups_by_axis(choice: Choice, question: Question) -> dict[str, str]:
-    """Return in words which ranks communicate along each axis of several ranks."""
-    groups = rank_groups(choice.cfg, question.num_ranks)
-    return {axis: groups_of_ranks(found) for axis, found in groups.items()}
 
 
 def memory_table(choice: Choice) -> TextTable:
@@ -325,15 +317,13 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
     """Yield sentences that derive the largest numbers of one layout."""
     division, counts, cluster = choice.candidate.division, subject.counts, question.cluster
     shards = division.num_sharing if "weights" in division.strategy.sharded else 1
-    weights = subject.weight_bytes
     yield (
-        f"weights: {in_words(counts.parameters)} parameters are {size(weights)}; over tp "
-        f"{division.tp} x pp {division.pp} x {shards} shards about "
-        f"{size(weights / (division.tp * division.pp * shards))} a rank"
+        f"weights: {in_words(counts.parameters)} parameters are {size(subject.weight_bytes)}; over "
+        f"tp {division.tp} x pp {division.pp} x {shards} shards about "
+        f"{size(subject.weight_bytes / (division.tp * division.pp * shards))} a rank"
     )
-    cfg = choice.cfg
-    tokens = cfg.training.global_batch_size * cfg.data.sequence_length
-    length = cfg.data.sequence_length
+    cfg, length = choice.cfg, choice.cfg.data.sequence_length
+    tokens = cfg.training.global_batch_size * length
     flops, number_of = tokens * model_flops_per_token(counts, length), cluster.num_devices
     devices = f"{number_of:,} devices" if number_of > 1 else "1 device"
     yield (
@@ -369,7 +359,7 @@ def as_data(answer: Answer) -> dict[str, Any]:
         },
         "reasons": [*reasons(answer)] if answer.choices else [],
         "choices": [choice_data(choice, answer) for choice in answer.choices],
-        "groups": groups_by_axis(answer.best, question) if answer.choices else {},
+        "groups": groups_by_axis(answer.best.cfg, question.num_ranks) if answer.choices else {},
         "changes": {name: choice_data(c, answer) for name, c in answer.changes.items()},
         "simpler": [choice_data(choice, answer) for choice in answer.simpler.values()],
         "computed": [choice_data(choice, answer) for choice in answer.computed],

@@ -102,7 +102,9 @@ def _of_layers(field: str, reduce: Callable[[list[float]], float]) -> Callable[[
 
 PROCESSES = Column("Processes", lambda row: row.plan.nproc, str)
 SPEED = Column("Tokens/s", lambda row: row.tokens_per_second, number)
-SAMPLES = Column("Samples/s", lambda row: row.samples_per_second, number)
+SAMPLES = Column(
+    "Samples/s", lambda row: row.figures.samples_per_second if row.figures else None, number
+)
 SPEED_RANGE = Column("Min – max", lambda row: row.tokens_range, span)
 STEP = Column("Median step", lambda row: row.step_seconds.get("p50"), seconds)
 PEAK = Column("Peak memory", lambda row: row.peak_memory_bytes, size)

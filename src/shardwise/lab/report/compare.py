@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from shardwise.base.words import NOTHING, listed, number, one_line, size, span
+from shardwise.lab.report.columns import SAMPLES
 from shardwise.lab.report.folder import BenchFolder, read_bench
 from shardwise.lab.report.names import fact
 from shardwise.lab.report.summary import SAME_MEMORY
@@ -74,7 +75,7 @@ class Change:
             speeds = f"{number(self.a.tokens_per_second)} -> {number(self.b.tokens_per_second)}"
             rounds = f", rounds {span(self.speed_range)}" if self.speed_range else ""
             lines.append(f"tokens/s  {self.speed:.3f}  {speeds}{rounds}")
-            samples = [number(row.samples_per_second) for row in (self.a, self.b)]
+            samples = [SAMPLES.text(row) for row in (self.a, self.b)]
             lines.append(f"samples/s        {' -> '.join(samples)}")
         if self.memory:
             peaks = f"{size(self.a.peak_memory_bytes)} -> {size(self.b.peak_memory_bytes)}"

@@ -76,11 +76,6 @@ class Row:
         return self.figures.tokens_per_second if self.figures else None
 
     @property
-    def samples_per_second(self) -> float | None:
-        """Return the median of the rows a second over the good rounds."""
-        return self.figures.samples_per_second if self.figures else None
-
-    @property
     def tokens_range(self) -> tuple[float, float] | None:
         """Return the speeds of the slowest and the fastest good round, if there are several."""
         if self.figures is None or self.num_good_rounds < 2:
