@@ -1,6 +1,6 @@
 """What a training step of hybrid models costs here and in Hugging Face Trainer with PEFT.
 
-    python -m tools.speed_of_cores [--rounds 15] [--models NAME ...] [--out results/cores/cpu.json]
+    python -m tools.speed_of_cores [--rounds 15] [--models NAME ...] [--out results/cores/amd.json]
 
 Each model has 8 layers, of which 2 are attention, and random weights. One process of one thread
 trains it with LoRA (r = 8 on all linears of the layers) on 2 rows of 512 tokens: by Trainer, by
@@ -72,7 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = command_line(__doc__, Path(__file__).parents[1] / "results" / "cores" / "cpu.json")
+    parser = command_line(__doc__, Path(__file__).parents[1] / "results" / "cores" / "amd.json")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()

@@ -48,7 +48,7 @@ def test_the_page_of_communication_is_what_the_formulas_say(tool):
 def test_the_page_of_cores_says_what_was_measured():
     root = TOOLS.parent
     page = (root / "docs" / "concepts" / "cores.md").read_text(encoding="utf-8")
-    for name in ("cpu", "cpu-mamba2-kda"):
+    for name in ("amd", "intel", "cpu-mamba2-kda"):
         file = root / "results" / "cores" / f"{name}.json"
         for family, row in json.loads(file.read_text(encoding="utf-8"))["rows"].items():
             cells = []
@@ -57,6 +57,8 @@ def test_the_page_of_cores_says_what_was_measured():
                 flushing = row["speed"]["trainer_flushing"]["rounds"]
                 ratio = statistics.median(a / b for a, b in zip(speeds, flushing, strict=True))
                 cells.append(f"{row['speed'][side]['median']:.2f} ({ratio:.2f})")
+            over = row.get("over_products")
+            cells += [f"{over[s]['median']:.2f}" if over else "–" for s in ("eager", "compiled")]
             cells += [f"{row['peak_ratio'][side]:.2f}" for side in ("eager", "compiled")]
             assert f"`{family}` | {' | '.join(cells)} |" in page
 
