@@ -98,7 +98,7 @@ def test_eager_attention_in_layouts():
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():
-    with pytest.raises(RuntimeError, match="CUDA GPU alone, and this run's device is cpu, or use"):
+    with pytest.raises(RuntimeError, match="CUDA GPU alone, and this run is on cpu; use"):
         run_ranks(1, _run, "llama", "flash_attention_2", "none")
 
 

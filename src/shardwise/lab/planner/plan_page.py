@@ -322,19 +322,15 @@ def arithmetic(choice: Choice, question: Question, subject: Subject) -> Iterator
         f"tp {division.tp} x pp {division.pp} x {shards} shards about "
         f"{size(subject.weight_bytes / (division.tp * division.pp * shards))} a rank"
     )
-    cfg, length = choice.cfg, choice.cfg.data.sequence_length
-    tokens = cfg.training.global_batch_size * length
-    flops, number_of = tokens * model_flops_per_token(counts, length), cluster.num_devices
-    devices = f"{number_of:,} devices" if number_of > 1 else "1 device"
+    tokens = choice.cfg.training.global_batch_size * (length := choice.cfg.data.sequence_length)
+    flops = tokens * model_flops_per_token(counts, length)
     yield (
         f"computation: {flops / tokens / 1e9:.3g} GFLOPs a token x {tokens:,} tokens = "
-        f"{flops:.3g} FLOPs; over {devices} in "
+        f"{flops:.3g} FLOPs; over {counted(cluster.num_devices, 'device')} in "
         f"{seconds_text(choice.time.total)} that is {percent(choice.mfu, 1)} of their peak (MFU)"
     )
-    yield (
-        f"{number(choice.tokens_per_second)} tokens/s; "
-        f"{number(choice.tokens_per_second / cluster.num_devices)} a device"
-    )
+    rate = choice.tokens_per_second
+    yield f"{number(rate)} tokens/s; {number(rate / cluster.num_devices)} a device"
     yield from on_the_host(choice, question)
     left = (limit := usable_bytes(question)) - choice.memory.total
     fits = f"fits: {size(left)} left of {size(limit)}"

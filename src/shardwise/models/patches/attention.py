@@ -51,20 +51,20 @@ def _set(hf: PreTrainedModel, name: str, cfg: RunConfig, device: torch.device) -
     why = None
     if name == "flash_attention_2":
         if device.type != "cuda":
-            why = f"it computes on a CUDA GPU alone, and this run's device is {device.type}"
+            why = f"it computes on a CUDA GPU alone, and this run is on {device.type}; use sdpa"
         elif not is_flash_attn_2_available():
-            why = "the package flash-attn is not installed; install it"
+            why = "the package flash-attn is not installed; install it, or use sdpa"
         elif product_dtype(cfg) == torch.float32:
-            why = "it has no kernel for float32 products; compute in bfloat16"
+            why = "it has no kernel for float32 products; compute in bfloat16, or use sdpa"
     if why is None:
         try:
             hf.set_attn_implementation(name)
         except (ImportError, ValueError) as error:  # transformers' refusal of this class
-            why = " ".join(str(error).split())
+            why = f"{' '.join(str(error).split())}; use sdpa"
         if hf.config._attn_implementation != name:
-            why = why or f"transformers has no such form of {type(hf).__name__}"
+            why = why or f"transformers has no such form of {type(hf).__name__}; use sdpa"
     if why is not None:
-        raise UserError(f"model.attention is {name}, but {why}, or use sdpa")
+        raise UserError(f"model.attention is {name}, but {why}")
 
 
 def _with_kernel(forward: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
