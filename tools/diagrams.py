@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from tools.pictures.canvas import Canvas
 from tools.pictures.house import draw_house, draw_stages
+from tools.pictures.layers import PERIOD, cell_of, draw_grid, strip_of
 from tools.pictures.placed import Placed, holding_of
 from tools.pictures.ranks import Move, Ranks, draw
 from tools.pictures.steps import Chart, Way, draw_attention, draw_pipelines, draw_ring, draw_scan
@@ -72,6 +73,7 @@ HYBRID = Subject(
     Lora(r=16, alpha=32),
     "bfloat16",
 )
+HYBRID_FULL = replace(HYBRID, lora=None, dtype="float32")
 MIXTURE = Subject(
     "granite-4.0-h-tiny",
     "Granite 4.0 H Tiny",
@@ -140,18 +142,52 @@ def pipelines() -> Iterator[tuple[str, str, Canvas]]:
     yield "schedules", title, draw_pipelines(title, [timelines(HYBRID, base, names)])
     title = f"Equal numbers of layers, and layers by cost: {base.schedule}, {sizes}"
     groups = [timelines(subject, base, ("uniform", "balanced")) for subject in (DENSE, HYBRID)]
-    yield "splits", title, draw_pipelines(title, groups)
+    ways = ("uniform", "balanced")
+    cuts = [(way, placed(HYBRID, replace(base, split=way), base.pp)) for way in ways]
+    strip = strip_of(HYBRID.name, placed(HYBRID, Parallel(), 1), cuts)
+    yield "splits", title, draw_pipelines(title, groups, strip)
+
+
+def grid() -> Iterator[tuple[str, str, Canvas]]:
+    """Yield what two ranks of DDP and of FSDP hold of the layers of three models."""
+    subjects = {
+        DENSE: "dense, all trained",
+        HYBRID_FULL: "hybrid, all trained",
+        HYBRID: "hybrid with LoRA",
+    }
+    columns = [
+        [
+            cell_of(placed(subject, Parallel(data=data), 2), placed(subject, Parallel(), 1), title)
+            for data in ("ddp", "fsdp2")
+        ]
+        for subject, title in subjects.items()
+    ]
+    headings = (
+        "DDP: all of every layer on both ranks; gradients are all-reduced",
+        "FSDP: a half of every layer on each rank; weights are all-gathered, gradients "
+        "reduce-scattered",
+    )
+    title = f"DDP and FSDP on two ranks: {PERIOD} layers, and what each rank holds and sends"
+    note = f"{DENSE.name} and Qwen3.5 9B. "
+    note += "Held: weights, gradients, optimizer states. Adapters are not to scale. " + note_on(
+        config(DENSE, Parallel())
+    )
+    rows = [*zip(headings, zip(*columns, strict=True), strict=True)]
+    yield "grid", title, draw_grid(title, rows, note)
 
 
 def ring() -> Iterator[tuple[str, str, Canvas]]:
     """Yield an all-reduce around a ring."""
-    title, sizes = "An all-reduce is a reduce-scatter, then an all-gather", {"dp_shard": 4}
+    title = "An all-reduce is a reduce-scatter, then an all-gather; broadcast and reduce"
+    sizes = {"dp_shard": 4}
     kinds = ("reduce-scatter", "all-gather", "all-reduce")
     sent = [size(bytes_leaving({(kind, "dp_shard"): (1, 2**30)}, sizes)) for kind in kinds]
     notes = (
         f"{sent[0]} of a tensor of 1 GiB leave each rank",
         f"{sent[1]} leave each rank",
         f"Together {sent[2]} of the 1 GiB leave each rank.{measured_messages(kinds)}",
+        "what rank 0 has goes to all ranks",
+        "the sum of all ranks goes to rank 0 only",
     )
     yield "collectives", title, draw_ring(title, 4, notes)
 
@@ -348,7 +384,7 @@ def moves_of(moves: Mapping[str, Sequence[str]], jobs: Mapping[Subject, Placed])
 
 def diagrams() -> Iterator[tuple[str, str]]:
     """Yield the name of every diagram, and its SVG."""
-    for name, title, canvas in chain(layouts(), pipelines(), ring(), context(), code()):
+    for name, title, canvas in chain(layouts(), grid(), pipelines(), ring(), context(), code()):
         yield name, canvas.svg(title)
 
 

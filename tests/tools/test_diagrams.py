@@ -12,15 +12,20 @@ from xml.etree import ElementTree
 import pytest
 from tools.pictures.canvas import DARK, SIZES, WIDTH, Canvas, text_width
 from tools.pictures.house import draw_house
+from tools.pictures.layers import cell_of, strip_of
 from tools.pictures.ranks import PARTS
 from tools.pictures.steps import ring_steps, scan_rounds
 
+from shardwise.base.words import size
+from shardwise.config import Parallel
 from shardwise.lab.drawing.svg import PALETTE
 from shardwise.lab.report.figures import PARTS as PARTS_OF_A_REPORT
+from tools import diagrams
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "diagrams"
 TEXTS = "{http://www.w3.org/2000/svg}text"
+DDP = {"data": "ddp"}
 FILES = sorted(FOLDER.glob("*.svg"))
 
 
@@ -132,3 +137,46 @@ def test_a_house_leaves_out_arrows_that_follow_from_others():
     svg = draw_house("house", arrows, "the top", "ground", "note").svg("house")
     heads = re.findall(r'<path class="f-faint"', svg)
     assert len(heads) == 2  # from the top to a, from a to b
+
+
+@pytest.mark.parametrize(("data", "share"), [("ddp", 1.0), ("fsdp2", 0.5)])
+def test_a_cell_has_layers_of_their_kind_with_what_is_frozen_and_held(data, share):
+    parallel, layers = Parallel(data=data), ["recurrent"] * 3 + ["attention"]
+    for subject, kinds in ((diagrams.DENSE, ["attention"] * 4), (diagrams.HYBRID, layers)):
+        one = diagrams.placed(subject, Parallel(), 1)
+        cell = cell_of(diagrams.placed(subject, parallel, 2), one, "")
+        has_lora = subject is diagrams.HYBRID
+        assert [bar.kind for bar in cell.bars[::2]] == kinds  # as config.json lists them
+        assert {bar.kind for bar in cell.bars[1::2]} == {"feed-forward"}
+        assert {bar.is_frozen for bar in cell.bars} == {has_lora}
+        for bar in cell.bars:
+            assert bar.held == pytest.approx([share] * 2, abs=1e-3)
+            assert bar.adapters == pytest.approx([share] * 2 if has_lora else [], abs=1e-3)
+
+
+def test_a_cell_counts_what_full_training_holds_and_sends():
+    one, job = (diagrams.placed(diagrams.DENSE, Parallel(**p), n) for p, n in (({}, 1), (DDP, 2)))
+    # 8,030,261,248 parameters (the model's card), each 4 bytes: weight, gradient, two states.
+    assert [text for _, text in cell_of(job, one, "").lines] == [
+        f"each holds {size(16 * 8_030_261_248)}",
+        "sends in a step",
+        f"gradients {size(4 * 8_030_261_248)}",
+    ]
+
+
+def test_a_strip_is_as_wide_as_units_cost_and_is_cut_where_the_split_says():
+    canvas = Canvas()
+    base = Parallel(pp=4, split="uniform")
+    job = diagrams.placed(diagrams.HYBRID, base, 4)
+    strip_of("model", diagrams.placed(diagrams.HYBRID, Parallel(), 1), [("uniform", job)])(
+        canvas, 0
+    )
+    svg = ElementTree.fromstring(canvas.svg("strip"))
+    rects = [r.attrib for r in svg.iter("{http://www.w3.org/2000/svg}rect")]
+    costs = [float(r["width"]) for r in rects if r["height"] == "20" and "c7" in r["class"]]
+    assert len(costs) == 8  # every fourth of 32 layers is attention
+    shares = [text for *_, text in boxes_of(svg) if text.endswith("%")]
+    total = sum(unit.seconds for unit in job.units)
+    cut = job.split.boundaries
+    of_ranks = [sum(u.seconds for u in job.units[a:b]) / total for a, b in pairwise(cut)]
+    assert shares == [f"{share:.0%}" for share in of_ranks]

@@ -22,6 +22,7 @@ from shardwise.base.layouts import (
     num_strategy_ranks,
     strategy_facts,
 )
+from shardwise.base.schedule.costs import Cost
 from shardwise.base.schedule.split import Split
 from shardwise.config import RunConfig, rules
 from shardwise.lab.planner.communication import bytes_leaving, messages_of_step
@@ -44,6 +45,8 @@ class Placed:
     """Where a pipeline is cut, by counted costs; None without one."""
     places: list[dict[str, int]]
     shares: list[Share]
+    units: tuple[Cost, ...] = ()
+    """The costs of the units that a pipeline is cut by."""
 
     @classmethod
     def of(cls, cfg: RunConfig, model: Description, num_ranks: int) -> Placed:
@@ -51,7 +54,7 @@ class Placed:
         rules.check(cfg, Facts(num_ranks))
         pipeline = pipeline_of(cfg, num_ranks)
         run = replace(model, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
-        split = boundaries = None
+        split, boundaries, units = None, None, ()
         if pipeline is not None:  # not by a profile of the machine at hand
             units = counted_costs(cfg, run.hf, run.spec, num_processes=num_ranks)
             split = choose_split(cfg, units, pipeline.num_microbatches)
@@ -64,7 +67,7 @@ class Placed:
             if not place["dp_replicate"] + place["dp_shard"]
         }
         shares_of_ranks = [shares[_inside(place)] for place in places]
-        return cls(cfg, run, split, places, shares_of_ranks)
+        return cls(cfg, run, split, places, shares_of_ranks, units)
 
     def states(self, chosen: set[str]) -> list[dict[str, int]]:
         """Return the bytes of weights, gradients and states of the named weights, on each rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,8 +29,15 @@ class Chart:
     """What each rank has, beside its row."""
 
 
-def draw_pipelines(title: str, charts: Sequence[Sequence[Chart]]) -> Canvas:
-    """Draw charts one below the other; those of a group have one time axis."""
+def draw_pipelines(
+    title: str,
+    charts: Sequence[Sequence[Chart]],
+    strip: Callable[[Canvas, float], float] | None = None,
+) -> Canvas:
+    """Draw charts one below the other; those of a group have one time axis.
+
+    `strip` draws what is above the last group.
+    """
     canvas = Canvas()
     y = canvas.paragraph(0, 12, title, "h") + 4
     timelines = [chart.timeline for group in charts for chart in group]
@@ -48,6 +55,8 @@ def draw_pipelines(title: str, charts: Sequence[Sequence[Chart]]) -> Canvas:
         canvas.text(13, y + 18, "paler: a rank's second stage")
         y += 16
     for group in charts:
+        if strip is not None and group is charts[-1]:
+            y = strip(canvas, y + 26)
         longest = max(chart.timeline.seconds for chart in group)
         for chart in group:
             less = 1 - chart.timeline.seconds / group[0].timeline.seconds
@@ -97,6 +106,22 @@ def draw_ring(title: str, num_ranks: int, notes: Sequence[str]) -> Canvas:
         for step, state in enumerate(steps[begin : begin + num_ranks - 1], start=1):
             y = _draw_pieces(canvas, y, f"after step {step}", state, columns)
     y = canvas.paragraph(0, y + 18, notes[2]) + 2
+    everyone = frozenset(range(num_ranks))
+    own, total, nothing = (
+        [ranks] * num_ranks for ranks in (frozenset([0]), everyone, frozenset[int]())
+    )
+    others = [nothing] * (num_ranks - 1)
+    from_first = [own, *others], [own] * num_ranks
+    to_first = first.pieces, [total, *others]
+    for name, pieces, note in zip(
+        ("broadcast", "reduce"), (from_first, to_first), notes[3:], strict=True
+    ):
+        y = canvas.paragraph(0, y + 17, name, "b") - 8
+        canvas.text(GUTTER + 14, y - 7, note, fill="muted")
+        for label, of_ranks in zip(("at first", "at last"), pieces, strict=True):
+            state = RingState(of_ranks, [None] * num_ranks)
+            y = _draw_pieces(canvas, y, label, state, columns)
+    y += 14
     canvas.paragraph(
         0,
         y,
