@@ -282,7 +282,7 @@ def test_comments_of_fields_begin_with_a_noun():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 10_600
+    assert lines <= 10_740
 
 
 def every_source() -> list[Path]:
