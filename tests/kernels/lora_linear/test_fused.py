@@ -138,6 +138,15 @@ def test_any_layout_in_memory():
     torch.testing.assert_close(problem.x.grad, torch.autograd.grad(plain, problem.x)[0])
 
 
+@pytest.mark.parametrize("sizes", [(9,), (9, 4)])
+def test_gradients_of_rank_1_have_the_usual_strides(sizes):
+    """DDP compares the strides of gradients with those of its buckets, also of dims of size 1."""
+    problem = draw(12, 10, sizes, 1)
+    sum(y.sum() for y in lora_linear(*problem)).backward()
+    for _, _, a, b, _ in problem.linears:
+        assert (a.grad.stride(), b.grad.stride()) == (a.stride(), b.stride())
+
+
 def test_more_dims():
     problem = draw(12, 10, (6, 8), 2, p=0.3)
     ys = lora_linear(problem.x.view(2, 1, 6, 10), problem.linears, problem.drop)

@@ -116,8 +116,13 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
 
 
 def _stacked(factors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the factors of linears below one another, contiguous: [linears * R, in]."""
-    return factors[0].contiguous() if len(factors) == 1 else torch.cat([*factors])
+    """Return the factors of linears below one another, contiguous: [linears * R, in].
+
+    A single column or row has its usual strides too, as DDP's buckets want it.
+    """
+    if len(factors) > 1:
+        return torch.cat([*factors])
+    return factors[0].flatten().view(factors[0].shape)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
