@@ -360,7 +360,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"training": {"loss": "chunked"}},
         1,
     ),
-    "a kernel for an attention that takes none": ("gpt_oss", {"model": {"attention": "math"}}, 1),
+    "a kernel for an attention that takes none": (
+        "vaultgemma",
+        {"model": {"attention": "math"}},
+        1,
+    ),
     "model.attention where attention is the project's own": (
         "gemma2",
         {"model": {"attention": "eager"}},

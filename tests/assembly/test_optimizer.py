@@ -136,6 +136,7 @@ OTHER_BIASES = {"self_attn.o_proj.bias", *(f"mlp.{x}_proj.bias" for x in ("gate"
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
     "tiny-ministral3": PLAIN_NORMS,
+    "tiny-granite_swa": {*PLAIN_NORMS, "self_attn.sinks"},
     **dict.fromkeys(("tiny-olmo2", "tiny-olmo3", "tiny-exaone4"), NORMS_BEHIND),
     "tiny-qwen2": {*PLAIN_NORMS, *QKV_BIASES},
     "tiny-seed_oss": {*PLAIN_NORMS, *QKV_BIASES},
@@ -210,6 +211,10 @@ NOT_DECAYED = {
         "self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight", "feed_forward.gate.weight",
     },
     "tiny-granitemoe": {*PLAIN_NORMS, "block_sparse_moe.router.weight"},
+    "tiny-gpt_oss": {
+        *PLAIN_NORMS, *QKV_BIASES, "self_attn.o_proj.bias", "self_attn.sinks", "mlp.router.weight",
+        "mlp.router.bias", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias",
+    },
     "tiny-bamba": {
         "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight",
         "mamba.norm.weight", "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.bias",

@@ -363,6 +363,16 @@ def _mixtral(sizes: Sizes) -> dict[str, Any]:
     return _attention(sizes) | _only_experts(sizes) | {"hidden_size": sizes.width(), **window}
 
 
+def _granite_swa(sizes: Sizes) -> dict[str, Any]:
+    thetas = [sizes.among(0, 100.0, 10000.0) for _ in range(sizes.num_layers)]
+    return _qwen3(sizes) | _llama(sizes) | {"layer_rope_theta": thetas}
+
+
+def _gpt_oss(sizes: Sizes) -> dict[str, Any]:
+    limits = {"swiglu_limit": sizes.among(0.05, 7.0), "swiglu_alpha": sizes.among(1.0, 1.702)}
+    return _qwen3(sizes) | _only_experts(sizes) | {"hidden_size": sizes.width(), **limits}
+
+
 def _bamba(sizes: Sizes) -> dict[str, Any]:
     attention = _attention_within(sizes, of=4)  # half of a head is rotated
     inner = 2 * attention["hidden_size"]
@@ -500,7 +510,7 @@ _YARN = {
 _FLAGS = {
     "llama": ("attention_bias", "mlp_bias"),
     "arcee": ("attention_bias", "mlp_bias"),
-    "granite": ("attention_bias", "mlp_bias"),
+    **dict.fromkeys(("granite", "granite_swa"), ("attention_bias", "mlp_bias")),
     "smollm3": ("attention_bias", "mlp_bias"),
     "seed_oss": ("attention_bias", "attention_out_bias", "mlp_bias"),
     "ernie4_5": ("use_bias",),
@@ -542,6 +552,7 @@ _FLAGS = {
     "qwen3_5_moe_text": ("attention_bias",),
     "lfm2_moe": ("conv_bias", "use_expert_bias", "norm_topk_prob"),
     "granitemoe": ("attention_bias",),
+    "gpt_oss": ("attention_bias",),
     "bamba": ("attention_bias", "mlp_bias", "mamba_conv_bias", "mamba_proj_bias"),
     "glm4_moe": ("attention_bias", "use_qk_norm", "norm_topk_prob"),
     "deepseek_v3": ("attention_bias", "rope_interleave", "norm_topk_prob"),
@@ -550,6 +561,7 @@ _OWN = {
     "llama": _llama,
     "arcee": _llama,
     "granite": _llama,
+    "granite_swa": _granite_swa,
     "mistral": _llama,
     "ministral3": _ministral3,
     "seed_oss": _llama,
@@ -589,6 +601,7 @@ _OWN = {
     "lfm2_moe": _lfm2_moe,
     "granitemoe": _granitemoe,
     "mixtral": _mixtral,
+    "gpt_oss": _gpt_oss,
     "bamba": _bamba,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,

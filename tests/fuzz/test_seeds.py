@@ -62,6 +62,8 @@ SEEDS = {
     154000: "apertus pp interleaved-1f1b lora 4p",
     147007: "qwen2_moe pp interleaved-1f1b full 3p",
     150014: "gemma2 ddp-tp full 6p",
+    155208: "gpt_oss tp-sp full 2p",
+    156010: "granite_swa pp zbv lora 2p",
 }
 """What each seed draws of a family: where the program draws otherwise, choose others."""
 

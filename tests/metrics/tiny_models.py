@@ -70,6 +70,7 @@ CONFIGS = {
     },
     "glm4": {"num_hidden_layers": 2, "head_dim": 8},
     "gemma2": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
+    "granite_swa": {"num_hidden_layers": 2, **_SLIDING},
     "gemma3_text": {"num_hidden_layers": 2, "head_dim": 8, **_SLIDING},
     "cohere2": {"num_hidden_layers": 2, **_SLIDING},
     "apertus": {"num_hidden_layers": 2, "head_dim": 8},
@@ -187,6 +188,7 @@ CONFIGS = {
     },
     "granitemoe": {"num_hidden_layers": 2, "num_local_experts": 4},
     "mixtral": {"num_hidden_layers": 2, "head_dim": 8, "num_local_experts": 4},
+    "gpt_oss": {"num_hidden_layers": 2, "head_dim": 8, "num_local_experts": 4, **_SLIDING},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], **_MAMBA2},
     "glm4_moe": {**_DENSE_THEN_MIXTURE, "head_dim": 8, "use_qk_norm": True},
     "deepseek_v3": {

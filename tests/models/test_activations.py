@@ -30,7 +30,7 @@ LENGTH = 256
 FAMILIES = (
     "llama", "gpt2", "qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba", "nemotron_h",
     "lfm2", "jet_nemotron", "falcon_h1", "mixtral", "glm4_moe", "olmo2",
-    "gemma2",
+    "gemma2", "gpt_oss",
 )  # fmt: skip
 """With every kind of block among their layers."""
 LIKE_OTHERS = ("falcon_h1", "mixtral", "glm4_moe", "olmo2")

@@ -9,13 +9,13 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora
 from shardwise.models.adapters.lora import inject
 from shardwise.models.families import spec_of
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.names import adapter_layers
+from shardwise.models.stored import is_turned
 from shardwise.models.tensor_cuts import BlockSplit, unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, problem, rows_in, split_blocks
 from tests.models.tiny import PLAIN, entries, on_meta, tiny
@@ -36,6 +36,7 @@ WHOLE = {
     "tiny-lfm2_moe": {"feed_forward.gate"},
     "tiny-granitemoe": {"block_sparse_moe.router"},
     "tiny-mixtral": {"mlp.gate"},
+    "tiny-gpt_oss": {"mlp.router", "mlp.experts.down_proj_bias"},
     "tiny-glm4_moe": {"mlp.gate"},
     "tiny-dots1": {"mlp.gate"},
     "tiny-afmoe": {"mlp.router.gate"},
@@ -178,7 +179,7 @@ def test_an_adapters_share_has_the_shape_of_its_bases_share(name):
             stack = isinstance(layer, ParamWrapper)
             weight = getattr(base, layer.parameter_name) if stack else base.weight
             given, taken = shapes[names[weight]][-2:]
-            if isinstance(base, Conv1D):
+            if is_turned(base):
                 given, taken = taken, given
             assert (shapes[names[b]][0], shapes[names[a]][1]) == (given, taken), f"{path}.{module}"
             assert shapes[names[a]][0] == shapes[names[b]][1]  # the rank, of all experts together

@@ -40,15 +40,8 @@ UNPROVEN: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "block_size": 8,
     },
-    # No form of attention for torch's scaled dot product: softcapped scores, and sinks.
+    # No form of attention for torch's scaled dot product: softcapped scores.
     "vaultgemma": _CAPPED,
-    "gpt_oss": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "head_dim": 16,
-        "sliding_window": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
 }
 
 

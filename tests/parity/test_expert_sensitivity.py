@@ -1,6 +1,8 @@
 """Known bugs of expert parallelism, planted one at a time as in test_sensitivity.py: each must turn
 a cell red."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -11,13 +13,13 @@ from shardwise.kernels.grouped_linear import StackedAdapter
 from shardwise.models import expert_plan, routed_experts
 from shardwise.models.capacity import Capacity
 from shardwise.models.tensor_cuts import DimCut, even
-from shardwise.parallel import clip, ddp, expert_axis, expert_parallel, fsdp2
+from shardwise.parallel import clip, ddp, expert_axis, expert_parallel, fsdp2, tensor_modules
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_over_copies
 from tests.parity.features.spread_experts import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-FULL, ADAPTERS, LIMITED, SHARED, BALANCED, IN_A_ROW = FIXED
+FULL, ADAPTERS, LIMITED, SHARED, BALANCED, IN_A_ROW, WITH_BIASES = FIXED
 
 
 def weights_of_the_router_not_multiplied():
@@ -146,6 +148,19 @@ def shared_factors_not_added_up():
     fsdp2.trained_replicated = lambda pm, mesh: []
 
 
+def share_of_a_bias_taken_for_all_of_it():
+    in_place = tensor_modules.PlainShares.in_place
+
+    @contextmanager
+    def over_what_is_there(self):
+        for owner, name, _ in self._places:
+            owner.__dict__.pop(name, None)
+        with in_place(self):
+            yield
+
+    tensor_modules.PlainShares.in_place = over_what_is_there
+
+
 def limit_of_the_micro_batch():
     rows = Capacity._documents_of_tokens
 
@@ -197,6 +212,7 @@ BUGS = (
     (shared_factors_not_added_up, SHARED),
     (loads_of_one_rank_taken_for_all, BALANCED),
     (biases_in_a_row_taken_for_one, IN_A_ROW),
+    (share_of_a_bias_taken_for_all_of_it, WITH_BIASES),
     (limit_of_the_micro_batch, LIMITED),
     (last_tokens_kept, LIMITED),
     (dropped_rows_given_to_the_last_expert, LIMITED),

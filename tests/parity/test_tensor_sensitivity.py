@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
+from shardwise.kernels.attention.blocks import Merged
 from shardwise.models import causal_lm, routed_experts, tensor_cuts
-from shardwise.models.kinds import attention, jet_block
+from shardwise.models.kinds import attention, jet_block, mixture
 from shardwise.models.patches import cores, router_loss
 from shardwise.parallel import clip, ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_over, sum_over_copies
@@ -144,6 +145,31 @@ def bias_added_by_each_rank():
     shares.within = unchanged
 
 
+def bias_of_experts_added_by_each_rank():
+    biases = tensor_modules.whole_biases
+    tensor_modules.whole_biases = lambda block, split: (
+        place for place in biases(block, split) if place[1] == "bias"
+    )
+
+
+def gates_cut_as_if_they_came_first():
+    split = mixture.split
+
+    def blocked(block, num_ranks):
+        found = split(block, num_ranks)
+        widths = (block.experts.intermediate_size,) * 2
+        name = "experts.gate_up_proj"
+        wrong = replace(found.weights[name], rows=tensor_cuts.blocked(num_ranks, widths, ""))
+        return replace(found, weights={**found.weights, name: wrong})
+
+    object.__setattr__(mixture.ROUTER, "split", blocked)
+
+
+def sinks_left_out_of_the_sum():
+    add = Merged.add
+    Merged.add = lambda self, out, lse: None if out is None else add(self, out, lse)
+
+
 def router_loss_of_each_rank():
     make = router_loss.RouterLoss
     router_loss.RouterLoss = lambda *args, gradient_share: make(*args)
@@ -217,6 +243,9 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (bias_added_by_each_rank, cell("gpt2", "tp", "full")),
     (gradient_of_a_parallel_block_summed_twice, cell("cohere2", "tp", "full")),
     (rates_of_the_activation_not_summed, cell("apertus", "tp", "full")),
+    (bias_of_experts_added_by_each_rank, cell("gpt_oss", "tp", "full")),
+    (gates_cut_as_if_they_came_first, cell("gpt_oss", "tp", "full")),
+    (sinks_left_out_of_the_sum, Cell("gpt_oss", "cp", "full", 2)),
     (embeddings_not_scaled, cell("gemma3_text", "tp", "full")),
     (blocks_of_rows_taken_for_one, cell("phi3", "tp", "full")),
     *(

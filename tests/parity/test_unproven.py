@@ -22,8 +22,6 @@ CELLS = (
     Cell("olmoe", "ddp", "full", 2),
     Cell("minimax", "fsdp2", "full", 2),
     Cell("vaultgemma", "zero1", "full", 2),
-    Cell("gpt_oss", "ddp", "full", 2),
-    Cell("gpt_oss", "fsdp2", "lora", 2),
 )
 
 

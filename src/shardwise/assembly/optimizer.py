@@ -37,7 +37,8 @@ def is_decayed(row: WeightRow, is_own: bool) -> bool:
         return len(row.shape) > 1
     if row.part:
         return row.part in ("lora_A", "lora_B")
-    return row.role not in ("rate", "gating", "score") and sum(size > 1 for size in row.shape) > 1
+    is_matrix = sum(size > 1 for size in row.shape) > 1
+    return is_matrix and row.role not in ("rate", "gating", "score", "bias")
 
 
 def make_optimizer(

@@ -51,6 +51,7 @@ class Unit:
     kind: str  # embed, a layer kind of LayerSpec, or head
     parameters: int  # a tied head's weight belongs to the embedding
     trainable_parameters: int
+    idle_parameters: float  # parameters that one token does not meet
     weights: tuple[ProductWeight, ...]
     cores: tuple[Core, ...]
     core_flops: tuple[CoreFlops, ...]  # FLOPs of these as they run
@@ -84,8 +85,7 @@ class ModelCounts:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token meets: of routed experts its own, of all else everything."""
-        weights = [weight for unit in self.units for weight in unit.weights]
-        return self.parameters - round(sum(max(0, 1 - w.active) * w.numel for w in weights))
+        return self.parameters - round(sum(unit.idle_parameters for unit in self.units))
 
     @property
     def trainable_parameters(self) -> int:
@@ -158,13 +158,17 @@ def _count_unit(
             by_elements=isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d),
         )
         for name, p in used
-        if p.ndim >= 2 and name.rpartition(".")[2] not in RATES
+        if p.ndim >= 2 and not name.endswith(("bias", *RATES))
     )
+    biases = {f"{path}_bias" for path in experts}
+    idle = sum((1 - active) * p.numel() for name, p in used if _site(model, name) in biases)
+    idle += sum(max(0.0, 1 - weight.active) * weight.numel for weight in weights)
     return Unit(
         name=names[0] if kind == "embed" else names[-1],
         kind=kind,
         parameters=sum(p.numel() for p in new),
         trainable_parameters=sum(p.numel() for p in new if p.requires_grad),
+        idle_parameters=idle,
         weights=weights,
         cores=_cores(layer, model.config) if layer else (),
         core_flops=tuple(walk.tape.core_flops) if walk else (),

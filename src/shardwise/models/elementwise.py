@@ -25,8 +25,9 @@ class SharedRows(NamedTuple):
     """Way in which attention gets the keys of other ranks."""
     num_ranks: int
     """The number of ranks of `cp`."""
-    pieces: tuple[tuple[int, int], ...]
-    """The queries and keys of a row that each operator takes, on the rank with the most."""
+    pieces: tuple[tuple[int, int, bool], ...]
+    """The queries and keys of a row that each operator takes, on the rank with the most, and
+    whether with a mask."""
     is_capped: bool = False
     """Whether a cap changes scores, so that an operator has them in memory."""
 

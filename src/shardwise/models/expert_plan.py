@@ -63,7 +63,7 @@ def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, DimCut]
     cuts: dict[str, DimCut] = {}
     sizes: dict[str, int] = {}
     for row in weights_of(hf, spec):
-        if not row.is_stack or row.is_original:
+        if not row.is_of_stack or row.is_original:
             continue
         if not row.is_adapter:
             sizes.setdefault(row.path, row.shape[0])

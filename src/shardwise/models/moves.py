@@ -167,7 +167,7 @@ def loss_in_chunks(
 
 
 def attention_in_pieces(
-    pieces: Sequence[tuple[int, int]],
+    pieces: Sequence[tuple[int, int, bool]],
     is_capped: bool,
     heads: int,
     row: int,
@@ -177,19 +177,23 @@ def attention_in_pieces(
 ) -> tuple[list[int], list[int]]:
     """Return the moves of kernels/attention/places.py, and those of its backward.
 
-    `pieces`: queries and keys of an operator; `heads`: of all rows; `row`: queries of a head;
-    `numels`: of queries, keys and values. Scores that a cap changes are read and written one by
-    one.
+    `pieces`: queries and keys of an operator, and whether it has a mask; `heads`: of all rows;
+    `row`: queries of a head; `numels`: of queries, keys and values. Scores that a cap changes are
+    read and written one by one.
     """
     size = heads * row * value_size
     forward, backward = [size * WIDE, SMALL], [numel * WIDE for numel in (*numels, *numels[1:])]
-    for num_queries, num_keys in pieces:
+    for num_queries, num_keys, is_masked in pieces:
         scores, share = heads * num_queries * num_keys * WIDE, num_queries / row
         out, narrow = int(size * share) * WIDE, int(size * share) * itemsize
-        forward += [SMALL] * 4
+        seen = num_queries * num_keys * is_masked
+        mask = [*[SMALL] * 4, seen, seen, 3 * seen] * is_masked
+        if not is_capped:
+            mask += [seen * itemsize, 2 * seen, seen * (2 * itemsize + 1)] * is_masked
+        forward += mask
+        backward += mask
         shares = share, num_keys / row, num_keys / row
         q, k, v = (int(numel * part) for numel, part in zip(numels, shares, strict=True))
-        forward += [SMALL] * 4
         if is_capped:
             forward += [*[2 * scores] * 6, *[scores] * 2, 2 * out, *[SMALL] * 5, 2 * narrow]
             backward += [*[2 * scores] * 10, *[3 * scores] * 2, *[SMALL] * 3, 2 * out + narrow]
@@ -200,8 +204,9 @@ def attention_in_pieces(
                 forward += [*(n * (WIDE + itemsize) for n in (q, k, v)), out + narrow]
                 backward += [n * (WIDE + itemsize) for n in (q, q, k, k, v)]
                 backward += [out + narrow] * 3
-        forward += [*[SMALL] * 8, 2 * out, out + narrow, 3 * out]
-        backward += [*[SMALL] * 6, *(3 * numel * WIDE for numel in (q, k, v))]
+        forward += [seen, *[SMALL] * 2, out + narrow] * is_masked
+        forward += [*[SMALL] * 9, 2 * out, out + narrow, 3 * out]
+        backward += [*[SMALL] * 3, *(3 * numel * WIDE for numel in (q, k, v))]
     backward += [3 * numel * WIDE for numel in numels[1:]]
     if itemsize < WIDE:
         forward.append(size * (WIDE + itemsize))

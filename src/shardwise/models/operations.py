@@ -173,6 +173,23 @@ class TapedBlock(Elementwise):
             backward_moves=backward,
         )[0]
 
+    def clamped_gate(self, x: Tensor) -> Tensor:
+        """Return half as many numbers of gates and products; see kernels/gated_activation."""
+        half, mask = x.num_bytes // 2, x.numel // 2
+        masked = (2 * half, half + mask, 2 * half + mask, 2 * half)
+        again = (2 * half,) * 5
+        backward = (*again, *(3 * half,) * 2, *masked)
+        backward += (*(2 * half,) * 3, *(3 * half,) * 4, *masked[1:])
+        return self.tape.run(
+            [x],
+            [(x.numel // 2, x.itemsize)],
+            keeps=[x],
+            forward=2 * half,
+            backward=4 * half,
+            forward_moves=(*again, 3 * half, 3 * half),
+            backward_moves=backward,
+        )[0]
+
     # ----------------------------------------------------------------------------- recurrent mixers
 
     def gated_norm(self, name: str, x: Tensor, gate: Tensor) -> Tensor:

@@ -19,7 +19,13 @@ from transformers.integrations.moe import _default_apply_gate
 
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.gated_activation import gated_silu
-from shardwise.kernels.grouped_linear import StackedAdapter, grouped_linear, take_rows, takes
+from shardwise.kernels.grouped_linear import (
+    StackedAdapter,
+    grouped_linear,
+    rows_of_experts,
+    take_rows,
+    takes,
+)
 from shardwise.kernels.quantised import Weight
 from shardwise.models.capacity import Capacity, Documents
 from shardwise.models.names import hf_name, is_wrapper
@@ -190,11 +196,10 @@ class RoutedExperts:
 
     def _linear(self, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         y = grouped_linear(x, self._stack(name), ends, self._adapter(name), self.half)
-        if self.module.has_bias:
-            counts = ends.diff(prepend=ends.new_zeros(1)).to(x.device)
-            bias = getattr(self.module, f"{name}_bias")  # [E, out]
-            y = y + bias.repeat_interleave(counts, dim=0, output_size=len(x))
-        return y
+        if not self.module.has_bias:
+            return y
+        # Not into y, which selective checkpointing keeps.
+        return rows_of_experts(getattr(self.module, f"{name}_bias"), ends, len(x)).add_(y)
 
     def _stack(self, name: str) -> Weight:
         """Return a stack as [E, out, in], a view where a class keeps [E, in, out]."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from math import prod
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from shardwise.models.names import hf_name, in_use, is_adapter, is_lengths
 from shardwise.models.spec import LayerSpec, ModelSpec
-from shardwise.models.stored import stored_in
+from shardwise.models.stored import is_turned, stored_in
 from shardwise.models.tensor_cuts import BlockSplit, DimCut, Indivisible
-from shardwise.models.weights import weights_of
+from shardwise.models.weights import LINEARS, weights_of
 
 
 def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
@@ -87,7 +87,7 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, DimCut]:
         cut = split.weights.get(row.path)
         if cut is None:
             continue
-        goes_in = _goes_in(row.owner, cut)
+        goes_in = cut.dim == (1 if issubclass(row.owner, LINEARS) else 2) - row.is_turned
         if not row.part:
             cuts[row.name] = cut
         elif row.is_adapter and (row.part == "lora_A") == goes_in:
@@ -102,11 +102,21 @@ def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, DimCut]:
     """Return the linears of a block whose input features are cut, by their path there."""
     cuts = {}
     for path, module in block.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and not is_adapter(f"{path}."):
+        if isinstance(module, LINEARS) and not is_adapter(f"{path}."):
             cut = split.weights.get(hf_name(f"{path}.weight"))
-            if cut is not None and _goes_in(type(module), cut):
+            if cut is not None and cut.dim == 1 - is_turned(module):
                 cuts[path] = cut
     return cuts
+
+
+def whole_biases(block: nn.Module, split: BlockSplit) -> Iterator[tuple[nn.Module, str]]:
+    """Yield owner and name of the whole biases of linears and stacks whose input is cut."""
+    for row in weights_of(block):
+        stem = row.path.removesuffix("bias")
+        matrix = stem.removesuffix("_") if stem.endswith("_") else f"{stem}weight"
+        if row.role == "bias" and row.path not in split.weights and matrix in split.weights:
+            owner, _, name = row.name.rpartition(".")
+            yield block.get_submodule(owner), name
 
 
 def cut_rows(block: nn.Module, split: BlockSplit) -> tuple[int, ...]:
@@ -116,10 +126,3 @@ def cut_rows(block: nn.Module, split: BlockSplit) -> tuple[int, ...]:
     ]
     magnitudes = [part for layer in layers for part in layer.modules() if is_lengths(part)]
     return tuple(magnitude.weight.numel() for magnitude in magnitudes)
-
-
-def _goes_in(owner: type[nn.Module], cut: DimCut) -> bool:
-    """Return whether a linear [out, in], Conv1D [in, out] or stack [E, out, in] is cut by input."""
-    if issubclass(owner, nn.Linear):
-        return cut.dim == 1
-    return cut.dim == (0 if issubclass(owner, Conv1D) else 2)

@@ -64,11 +64,18 @@ def taped(
     parameters, adapters = _tensors_of(module, cuts, stored)
     return TapedBlock(
         *(tape, parameters, adapters, config),
-        is_rotated=all(getattr(m, "use_rope", True) for m in module.modules()),
+        is_rotated=all(_is_rotated(m, config) for m in module.modules()),
         is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
         buffers=frozenset(name for name, _ in module.named_buffers()),
         **options,
     )
+
+
+def _is_rotated(module: nn.Module, config: PretrainedConfig) -> bool:
+    """Return False for a module whose layer has no rotary positions, in a model that has some."""
+    thetas, number = getattr(config, "layer_rope_theta", None), getattr(module, "layer_idx", None)
+    has_angles = not thetas or number is None or thetas[number] != 0
+    return has_angles and getattr(module, "use_rope", True)
 
 
 def _tensors_of(

@@ -18,9 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.models.kinds import RATES
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy, is_wrapper, num_sharing
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
-from shardwise.models.stored import Stored
+from shardwise.models.stored import Stored, is_turned
 from shardwise.models.tensor_cuts import unwrapped
 
+LINEARS = (nn.Linear, Conv1D)
 Role = Literal["ends", "projection", "gating", "score", "expert", "rate", "bias", "other"]
 
 
@@ -41,6 +42,8 @@ class WeightRow:
     """Whether it is of such a copy."""
     owner: type[nn.Module]
     """Class of transformers' module that has the weight."""
+    is_turned: bool
+    """Whether that module has its matrices as [..., in, out]."""
     layer: LayerSpec | None
     block: Block | None
     """The mixer or feed-forward of `layer` that it lies in."""
@@ -72,12 +75,17 @@ class WeightRow:
     @property
     def is_linear(self) -> bool:
         """Whether it is, or belongs to, the matrix of a linear."""
-        return issubclass(self.owner, (nn.Linear, Conv1D)) and self.path.endswith(".weight")
+        return issubclass(self.owner, LINEARS) and self.path.endswith(".weight")
 
     @property
     def is_stack(self) -> bool:
         """Whether it is, or belongs to, a stack of experts."""
         return self.role == "expert" and not self.is_linear
+
+    @property
+    def is_of_stack(self) -> bool:
+        """Whether it is, or belongs to, a stack of experts or the bias of one, [E, out]."""
+        return self.layer is not None and self.in_layer.removesuffix("_bias") in self.layer.experts
 
     @property
     def takes_few_bits(self) -> bool:
@@ -86,7 +94,7 @@ class WeightRow:
         Routers and other gates may not, as small errors there choose other experts, nor what a
         layer reads past its module.
         """
-        is_matrix = self.role == "projection" and self.owner in (nn.Linear, Conv1D)
+        is_matrix = self.role == "projection" and self.owner in LINEARS
         return not self.part and not self.is_bypassed and (is_matrix or self.is_stack)
 
     @property
@@ -114,7 +122,7 @@ def weights_of(model: nn.Module, spec: ModelSpec | None = None) -> Iterator[Weig
         block_path = _first_in(blocks, path)
         block = blocks.get(block_path)
         inside = path.removeprefix(block_path).removesuffix(".weight").removeprefix(".")
-        is_matrix = parameter.dim() == 2 or isinstance(owner, (nn.Linear, Conv1D))
+        is_matrix = parameter.dim() == 2 or isinstance(owner, LINEARS)
         role = _role(path, inside, block, is_matrix and layer is not None)
         yield WeightRow(
             name=name,
@@ -123,6 +131,7 @@ def weights_of(model: nn.Module, spec: ModelSpec | None = None) -> Iterator[Weig
             is_original=".original_module." in name,
             is_saved_copy=is_saved_copy(name),
             owner=type(owner),
+            is_turned=is_turned(owner),
             layer=layer,
             block=block,
             role="ends" if path.startswith(ends) else role,

@@ -16,7 +16,7 @@ from shardwise.kernels.linear_cross_entropy import Vocabulary
 from shardwise.models.names import in_use, is_lengths
 from shardwise.models.slot_dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows
-from shardwise.models.tensor_plan import rows_in
+from shardwise.models.tensor_plan import rows_in, whole_biases
 from shardwise.parallel.place import local, placed
 from shardwise.parallel.tensor_axis import Move, TensorAxis
 
@@ -61,13 +61,17 @@ class PlainShares:
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """Put the shares into the modules' `__dict__`, where attributes hide parameters."""
+        """Put the shares into the modules' `__dict__`, where attributes hide parameters.
+
+        What a module around has put there stays.
+        """
+        places = [place for place in self._places if place[1] not in place[0].__dict__]
         try:
-            for owner, name, change in self._places:
+            for owner, name, change in places:
                 owner.__dict__[name] = change(local(owner._parameters[name]))
             yield
         finally:  # Checkpointing may end a recomputation here, once it has all that it needs.
-            for owner, name, _ in self._places:
+            for owner, name, _ in places:
                 owner.__dict__.pop(name, None)
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,10 +100,9 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> Non
     for name in split.summed:
         module = block.get_submodule(name)
         module.forward = around(module.forward, as_it_is, axis.sum_within)
+    for owner, name in whole_biases(block, split):
+        shares.changed[owner, name] = lambda bias: bias / axis.size  # Each rank adds it.
     for name, cut in rows_in(block, split).items():
-        module = block.get_submodule(name)
-        if getattr(module, "bias", None) is not None:
-            shares.changed[module, "bias"] = lambda bias: bias / axis.size  # Each rank adds it.
         _share_dropout(block, name, cut.rows, axis)
         adapter = block.get_submodule(name.removesuffix(".base_layer"))
         for magnitude in filter(is_lengths, adapter.modules()):

@@ -10,6 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 from transformers.models.ernie4_5.modeling_ernie4_5 import apply_rotary_pos_emb as rotate_ernie
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_glm4
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as rotate_gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_all
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rotate_wide
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_phi3
@@ -19,6 +20,7 @@ from shardwise.kernels.rotary import (
     fused,
     naive,
     rotate,
+    rotate_halves,
     rotate_neighbours,
     rotate_pairs,
     rotate_repeated,
@@ -68,6 +70,8 @@ def test_equals_transformers(theirs, rotated, rows):
     ("ours", "theirs", "rotated", "dtype"),
     [
         (rotate_pairs, rotate_interleaved, SIZE, torch.float64),
+        (rotate_halves, rotate_gpt_oss, SIZE, torch.float64),
+        (rotate_halves, rotate_gpt_oss, SIZE, torch.float32),
         (rotate_neighbours, rotate_glm4, SIZE, torch.float64),
         (rotate_neighbours, rotate_glm4, 4, torch.float64),
         (rotate_neighbours, rotate_ernie, SIZE, torch.float32),  # which it rounds to
@@ -75,9 +79,11 @@ def test_equals_transformers(theirs, rotated, rows):
         (rotate_repeated, rotate_cohere, SIZE, torch.bfloat16),  # and computes in 32 bits
     ],
 )
-def test_pairs_equal_transformers(ours, theirs, rotated, dtype):
+def test_other_angles_equal_transformers(ours, theirs, rotated, dtype):
     q, k = inputs(dtype)
     both = angles(rotated, 2, dtype)
+    if ours is rotate_halves:
+        both = [x[..., : rotated // 2] for x in both]
     if ours is rotate_repeated:
         both = [x[..., : rotated // 2].repeat_interleave(2, -1) for x in both]
     results = []

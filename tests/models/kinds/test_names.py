@@ -33,6 +33,7 @@ ALLOWED = {
         *("input_linear", "output_linear", "gate_up_proj", "falcon_h1"),
         *(
             "cohere2",
+            "gpt_oss",
             "kimi_linear",
             "lfm2",
             "nemotron_h",
@@ -44,10 +45,13 @@ ALLOWED = {
     },
     # It replaces functions of these modules of transformers.
     "models/patches/cores.py": {
-        *("cohere2", "deepseek_v3", "ernie4_5", "glm4", "olmo2", "phi3", "qwen3_next")
+        *("cohere2", "deepseek_v3", "ernie4_5", "glm4", "gpt_oss", "olmo2", "phi3", "qwen3_next")
     },
     # It replaces the forward of transformers' classes of stacked experts, with their names.
     "models/routed_experts.py": {"gate_up_proj", "up_proj", "down_proj", "_bias"},
+    # The bias of a stack has the stack's name with this end.
+    "models/counts.py": {"_bias"},
+    "models/weights.py": {"_bias"},
     # Folders name each expert's matrices where the class has stacks.
     "models/published.py": {"gate_up_proj", "gate_proj", "up_proj"},
     # It measures layers of each kind in small models of these families.

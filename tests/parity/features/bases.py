@@ -11,6 +11,8 @@ FAMILIES = (
 """With every kind of layer between them; each has a model of wide matrices."""
 PAIR = ("qwen3_5_text", "granitemoehybrid")
 """Families of forms of four bits whose codes take the ways of nf4's: one has experts."""
+AS_PUBLISHED = {"mxfp4": ("gpt_oss",)}
+"""Families whose experts are published in a form, with stacks [E, in, out]."""
 LAYOUTS = (
     *((layout, 2, "") for layout in ("ddp", "zero1", "zero2", "fsdp2", "tp", "tp-sp", "cp")),
     ("pp", 2, "1f1b"),
@@ -23,7 +25,7 @@ WITH_EXPERTS = (("ddp-ep", 2, ""), ("fsdp2-ep", 4, ""), ("fsdp2-ep-tp", 8, ""))
 CELLS = tuple(
     Cell(family, layout, "lora", nproc, base, schedule)
     for base in BASES
-    for family in (FAMILIES if base in BASES[:3] else PAIR)
+    for family in (FAMILIES if base in BASES[:3] else (*PAIR, *AS_PUBLISHED.get(base, ())))
     for layout, nproc, schedule in (
         ("single", 1, ""),
         *LAYOUTS,
@@ -37,6 +39,7 @@ FIXED = (
     Cell("jamba", "pp", "lora", 2, "fp8", "1f1b"),
     Cell("qwen3_5_text", "tp", "lora", 2, "mxfp4"),
     Cell("granitemoehybrid", "fsdp2-ep", "lora", 4, "mxfp4"),
+    Cell("gpt_oss", "tp", "lora", 2, "mxfp4"),
     Cell("qwen3_5_text", "pp-tp", "lora", 4, "nvfp4", "1f1b"),
     Cell("granitemoehybrid", "fsdp2-ep", "lora", 4, "nvfp4"),
 )

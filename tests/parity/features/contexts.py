@@ -61,6 +61,7 @@ FIXED = (
     Cell("qwen3_5_text", "cp", "lora", 2, "gather"),
     Cell("qwen3_moe", "cp", "full", 2),
     Cell("qwen2_moe", "cp", "full", 2),
+    Cell("gpt_oss", "cp", "full", 2),
     *(Cell(name, "cp", "full", 4, "isolated") for name in ("hunyuan_v1_dense", "ministral3")),
     Cell("qwen3_5_text", "cp", "lora", 2, "dropout"),
     Cell("qwen3_5_text", "cp", "lora", 2, f"float16-{STILL}"),

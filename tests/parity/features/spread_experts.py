@@ -79,5 +79,6 @@ FIXED = (
     Cell("qwen3_moe", "fsdp2-ep", "lora", 2, "shared"),
     Cell("deepseek_v3", "ddp-ep", "full", 2, BALANCED),
     Cell("ernie4_5_moe", "ddp-ep", "full", 2, BALANCED),
+    Cell("gpt_oss", "ddp-ep-tp", "full", 4),
 )
 """What `make test` runs."""

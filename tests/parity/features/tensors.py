@@ -100,6 +100,7 @@ FIXED = (
     cell("gemma3_text", "tp", "full"),
     cell("cohere2", "tp", "full"),
     cell("apertus", "tp", "full"),
+    cell("gpt_oss", "tp", "full"),
     cell("phi3", "tp", "full"),
     cell("llama", "tp", "lora", "dropout"),
     cell("granitemoehybrid", "tp", "full", nproc=4),

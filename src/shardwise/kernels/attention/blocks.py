@@ -110,13 +110,15 @@ def attend_backward(
 
 def computed(
     queries: range, keys: range, window: int | None, cap: float | None = None
-) -> list[tuple[int, int]]:
-    """Return how many of the queries and keys at these places of a row each operator takes."""
+) -> list[tuple[int, int, bool]]:
+    """Return how many of the queries and keys at these places of a row each operator takes, and
+    whether with a mask.
+    """
     sight = Sight(1.0, queries.start - keys.start, window, cap=cap)
     if sight.sees_none(len(queries), len(keys)):
         return []
     pieces = _pieces(len(queries), len(keys), sight)
-    return [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in pieces]
+    return [(len(queries[p.queries]), len(keys[p.keys]), p.sight is not None) for p in pieces]
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:

@@ -171,7 +171,8 @@ class _Attention(torch.autograd.Function):
         for message in arriving:
             _add(grad_own, message)
         grads = grad_q.to(q.dtype), grad_own[0].to(k.dtype), grad_own[1].to(v.dtype)
-        return *grads, _grad_sinks(gradients[0], out, lse, sinks), None, None
+        trained = sinks if ctx.needs_input_grad[3] else None
+        return *grads, _grad_sinks(gradients[0], out, lse, trained), None, None
 
 
 def _add(grad_own: list[torch.Tensor], message: Message) -> None:

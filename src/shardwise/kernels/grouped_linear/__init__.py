@@ -2,6 +2,6 @@
 
 from shardwise.kernels.grouped_linear.fused import StackedAdapter, grouped_linear
 from shardwise.kernels.grouped_linear.grouped import ROW_BYTES, takes
-from shardwise.kernels.grouped_linear.rows import take_rows
+from shardwise.kernels.grouped_linear.rows import rows_of_experts, take_rows
 
-__all__ = ["ROW_BYTES", "StackedAdapter", "grouped_linear", "take_rows", "takes"]
+__all__ = ["ROW_BYTES", "StackedAdapter", "grouped_linear", "rows_of_experts", "take_rows", "takes"]

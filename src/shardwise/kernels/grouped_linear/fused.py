@@ -125,7 +125,10 @@ def gradients(
     ends: torch.Tensor,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    """Return the gradients as new, contiguous tensors, empty where one is not needed."""
+    """Return the gradients as new tensors, empty where one is not needed.
+
+    That of the weight lies as the weight does, the others are contiguous.
+    """
     path = grouped if ends.is_cuda else loop
     dx, dw, da, db = path.backward(dy, x, weight, a, b, scale, ends, Needs(*needs))
     return [dy.new_empty(0) if grad is None else grad for grad in (dx, dw, da, db)]
@@ -142,8 +145,10 @@ def _(
     ends: torch.Tensor,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    inputs = zip((x, weight, a, b), (needs[0], needs[1], needs[2], needs[2]))
-    return [
+    empty = [
         tensor.new_empty(tensor.shape) if tensor is not None and needed else dy.new_empty(0)
-        for tensor, needed in inputs
+        for tensor, needed in zip((x, weight, a, b), (needs[0], needs[1], needs[2], needs[2]))
     ]
+    if needs[1]:
+        empty[1] = torch.empty_like(weight)
+    return empty

@@ -53,7 +53,11 @@ def backward(
 ) -> Gradients:
     """Return the gradients that are needed as new tensors. Those of experts without rows are 0."""
     dx = F.grouped_mm(dy, weight, offs=ends) if needs.x else None
-    dweight = F.grouped_mm(dy.T, x, offs=ends) if needs.weight else None
+    dweight = None
+    if needs.weight:
+        is_turned = weight.mT.is_contiguous()  # so is its gradient: nothing copies it
+        dweight = F.grouped_mm(x.T, dy, offs=ends).mT if is_turned else None
+        dweight = F.grouped_mm(dy.T, x, offs=ends) if dweight is None else dweight
     if a is None or b is None:
         return Gradients(dx, dweight, None, None)
     g = F.grouped_mm(dy, b.contiguous(), offs=ends).mul_(scale)  # [rows, R]

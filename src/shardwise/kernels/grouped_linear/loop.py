@@ -49,7 +49,7 @@ def backward(
 ) -> Gradients:
     """Return the gradients that are needed as new tensors. Those of experts without rows are 0."""
     dx = x.new_empty(x.shape) if needs.x else None
-    dweight = weight.new_zeros(weight.shape) if needs.weight else None
+    dweight = torch.zeros_like(weight) if needs.weight else None
     da = a.new_zeros(a.shape) if a is not None and needs.factors else None
     db_t = b.new_zeros(b.mT.shape) if b is not None and needs.factors else None  # [E, R, out]
     counts = _counts(ends, len(x))

@@ -5,12 +5,15 @@ It keeps the angles alone. Source: Su et al., "RoFormer", arXiv 2104.09864.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.kernels.recurrence import wide
+
+HALVES, PAIRS = "halves", "pairs"
+"""Features that one angle turns, where each stands once: i and i + R/2, or 2 i and 2 i + 1."""
 
 
 def rotate(
@@ -24,6 +27,14 @@ def rotate(
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+
+
+def rotate_halves(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys as `rotate`, of angles [1 or B, T, R/2] that stand once."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return _Rotation.apply(q, cos, sin, HALVES), _Rotation.apply(k, cos, sin, HALVES)
 
 
 def rotate_pairs(
@@ -47,7 +58,7 @@ def rotate_neighbours(
     """Return queries and keys as `rotate`, feature 2 i with feature 2 i + 1, each in its place."""
     half = cos.shape[-1] // 2
     cos, sin = (x[..., :half].unsqueeze(unsqueeze_dim) for x in (cos, sin))
-    return _Rotation.apply(q, cos, sin, True), _Rotation.apply(k, cos, sin, True)
+    return _Rotation.apply(q, cos, sin, PAIRS), _Rotation.apply(k, cos, sin, PAIRS)
 
 
 def rotate_repeated(
@@ -58,7 +69,7 @@ def rotate_repeated(
     It computes in float32.
     """
     cos, sin = (x[..., ::2].unsqueeze(unsqueeze_dim) for x in (cos, sin))
-    return _Rotation.apply(q, cos, sin, True, True), _Rotation.apply(k, cos, sin, True, True)
+    return _Rotation.apply(q, cos, sin, PAIRS, True), _Rotation.apply(k, cos, sin, PAIRS, True)
 
 
 class _Rotation(torch.autograd.Function):
@@ -68,12 +79,12 @@ class _Rotation(torch.autograd.Function):
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        is_paired: bool = False,
+        once: Literal["", "halves", "pairs"] = "",
         is_wide: bool = False,
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.flags = is_paired, is_wide
-        return _turned(x, cos, sin, 1, is_paired, is_wide)
+        ctx.flags = once, is_wide
+        return _turned(x, cos, sin, 1, once, is_wide)
 
     @staticmethod
     @once_differentiable
@@ -83,19 +94,24 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int, is_paired: bool, is_wide: bool
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int, once: str, is_wide: bool
 ) -> torch.Tensor:
-    """Return x turned by the angles times `sign`: neighbours if `is_paired`, by as many angles as
-    there are pairs, else halves; `is_wide`: in float32.
+    """Return x turned by the angles times `sign`; `is_wide`: in float32.
+
+    `once`: each angle stands once, and turns a pair of neighbours or a feature of each of the
+    halves; else the angles of the halves stand one after the other.
     """
     if is_wide:
         cos, sin = wide(cos), wide(sin)
-    size = cos.shape[-1] * (1 + is_paired)
+    size = cos.shape[-1] * (2 if once else 1)
     turned, half = x[..., :size], size // 2
-    if is_paired:
-        first, second = turned[..., ::2], turned[..., 1::2]
+    if once:
+        places = slice(half), slice(half, size)
+        if once == PAIRS:
+            places = slice(0, size, 2), slice(1, size, 2)
+        first, second = (turned[..., place] for place in places)
         out = torch.empty_like(turned, dtype=torch.promote_types(x.dtype, cos.dtype))
-        both = out[..., ::2], out[..., 1::2]
+        both = out[..., places[0]], out[..., places[1]]
         for part, of in zip(both, (first, second), strict=True):
             if torch.compiler.is_compiling():  # it takes no `out` with gaps, and fuses these two
                 part.copy_(of * cos)

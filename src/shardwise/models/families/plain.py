@@ -1,5 +1,7 @@
 """Families of the common shape: softmax attention, then an MLP."""
 
+from dataclasses import replace
+
 from shardwise.models.families.base import Family, StageFacts, mixer
 from shardwise.models.kinds import attention, feed_forward
 from shardwise.models.spec import Norms
@@ -74,4 +76,12 @@ APERTUS = Family(
 )
 GRANITE = Family(
     "granite", cut=StageFacts(factor="embedding_multiplier"), logits_divided_by="logits_scaling"
+)
+GRANITE_SWA = replace(
+    GRANITE,
+    model_type="granite_swa",
+    mixers={
+        "full_attention": mixer("self_attn", attention.SINKS),
+        "sliding_attention": mixer("self_attn", attention.SLIDING_SINKS),
+    },
 )

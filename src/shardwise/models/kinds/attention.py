@@ -19,7 +19,7 @@ from shardwise.models.elementwise import SharedRows
 from shardwise.models.kinds.base import Core, Kind
 from shardwise.models.moves import SMALL, WIDE, attention_in_pieces
 from shardwise.models.operations import TapedBlock
-from shardwise.models.tape import Tensor
+from shardwise.models.tape import Moves, Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     DimCut,
@@ -203,9 +203,9 @@ def over_ranks(
         if size < padded
     )
     row = block.length * (shared.num_ranks if shared.way == "ulysses" else 1)
-    repeats = sum(num_queries for num_queries, _ in shared.pieces) / row
+    repeats = sum(num_queries for num_queries, *_ in shared.pieces) / row
     # Scores that a cap changes are there whole; in the backward with gradients and what was capped.
-    most = max(num_queries * num_keys for num_queries, num_keys in shared.pieces)
+    most = max(num_queries * num_keys for num_queries, num_keys, _ in shared.pieces)
     scores = queries // row * most * WIDE * shared.is_capped
     rounded = scores // 2 * (not block.on_cpu and itemsize < WIDE)
     inside = 0
@@ -223,6 +223,7 @@ def over_ranks(
     moves, moves_back = attention_in_pieces(
         *(shared.pieces, shared.is_capped, queries // row, row, value_size, numels, itemsize)
     )
+    moves_of_sinks, back_of_sinks = _moves_of_sinks(block, queries, value_size)
     lse = block.tape.tensor(queries, WIDE)
     # The gradients of other ranks' keys and values, and what an operator gives to be added.
     others = (k.numel + v.numel) * WIDE + (q.numel + k.numel + v.numel) * itemsize
@@ -233,13 +234,23 @@ def over_ranks(
         keeps=[q, k, v, lse],
         keeps_outputs=True,
         forward=forward,
-        forward_moves=moves,
+        forward_moves=(*moves, *moves_of_sinks),
         backward=others + padding + output_bytes + 3 * scores + rounded,
-        backward_moves=moves_back,
+        backward_moves=(*moves_back, *back_of_sinks),
         flops=block.attention_flops(q, queries * value_size),
     )
     del received
     return block.copied(out) if shared.way == "ulysses" else out
+
+
+def _moves_of_sinks(block: TapedBlock, queries: int, value_size: int) -> tuple[Moves, Moves]:
+    """Return the moves that join sinks to what has been merged, and those of their gradient."""
+    if "sinks" not in block.parameters:
+        return (), ()
+    lse, out = queries * WIDE, queries * value_size * WIDE
+    forward = 2 * lse, *[2 * lse] * 4, 2 * out + lse, 2 * lse
+    gradient = 2 * lse, 2 * lse, 3 * out, out + lse, 3 * lse, lse, SMALL
+    return forward, gradient if block.weight("sinks").slot is not None else ()
 
 
 def _normed(block: TapedBlock, names: tuple[str, ...], x: Tensor, size: int) -> Tensor:
@@ -286,6 +297,8 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         **linear(block, "v_proj", "out", keys),
         **evenly(block, num_ranks, "attention heads", out=["gate_proj"], into=[output]),
     }
+    if hasattr(block, "sinks"):
+        weights["sinks"] = DimCut(0, even(num_ranks, num_heads, "attention heads"))
     norms = {}
     for name, rows in (("q_norm", queries), ("k_norm", keys)):
         norm = getattr(block, name, None)
@@ -369,6 +382,12 @@ _OWN = {"ALL_ATTENTION_FUNCTIONS": for_mixer}
 CAPPED = replace(FULL, cores=_capped(full_cores), functions=_OWN)
 """Gemma 2's, whose scores are capped, which no operator of torch does."""
 SLIDING_CAPPED = replace(SLIDING, cores=_capped(sliding_cores), functions=_OWN)
+SINKS = replace(FULL, functions=_OWN)
+"""Attention each head of which has a sink: a score without a value."""
+SLIDING_SINKS = replace(SLIDING, functions=_OWN)
+ANGLES_ONCE = replace(SINKS, activations=partial(activations, rotates_pairs=True))
+"""gpt-oss', whose angles stand once: they turn halves as others do neighbours."""
+SLIDING_ANGLES_ONCE = replace(ANGLES_ONCE, name="sliding_attention", cores=sliding_cores)
 JOINED = replace(
     FULL,
     split=split_joined,

@@ -31,25 +31,31 @@ BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
-    """Shard routed experts, stacked [E, out, in], and one that is shared by all tokens.
+    """Shard routed experts, stacked [E, out, in] or [E, in, out], and one that is shared by all
+    tokens.
 
-    Rows of gate and up lie one after the other in one stack.
+    Rows of gate and up lie one after the other in one stack, or in pairs.
     """
     experts = unwrapped(block.experts)
-    width, what = experts.down_proj.shape[2], "features of an expert"
-    weights = {"experts.down_proj": DimCut(2, even(num_ranks, width, what))}
-    if hasattr(experts, "gate_up_proj"):
-        weights["experts.gate_up_proj"] = DimCut(1, blocked(num_ranks, (width, width), what))
-    else:
-        weights["experts.up_proj"] = DimCut(1, even(num_ranks, width, what))
+    out, into = (2, 1) if experts.is_transposed else (1, 2)
+    width, what = experts.down_proj.shape[into], "features of an expert"
+    weights = {"experts.down_proj": DimCut(into, even(num_ranks, width, what))}
+    up, rows = "experts.up_proj", even(num_ranks, width, what)
+    if experts.has_gate:
+        up, rows = "experts.gate_up_proj", blocked(num_ranks, (width, width), what)
+        if not experts.is_concatenated:
+            rows = even(num_ranks, 2 * width, what)
+    weights[up] = DimCut(out, rows)
+    if experts.has_bias:
+        weights[f"{up}_bias"] = DimCut(1, rows)
     # Nemotron-H's experts have a narrower width of their own, out of which a linear leads.
     latent = unwrapped(getattr(block, "fc2_latent_proj", None))
     if getattr(latent, "bias", None) is not None:
         # Every rank holds it whole; it is called cut, so that its bias is added by one rank only.
         whole = Rows(num_ranks, (Segment(latent.in_features, 1),))
         weights |= linear(block, "fc2_latent_proj", "in", whole)
-    up, down = _shared(feed_forward.UP), _shared(feed_forward.DOWN)
-    return BlockSplit(weights | evenly(block, num_ranks, feed_forward.FEATURES, out=up, into=down))
+    shared = {"out": _shared(feed_forward.UP), "into": _shared(feed_forward.DOWN)}
+    return BlockSplit(weights | evenly(block, num_ranks, feed_forward.FEATURES, **shared))
 
 
 def activations(
@@ -109,9 +115,11 @@ def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor,
         logits = block.linear(router, x)
     else:
         (logits,) = block.tape.run([x, weight], [(numel, x.itemsize)], keeps=keeps, product=True)
-    is_late = hasattr(block.config, "logits_scaling")  # Granite's softmax is over the chosen ones
-    # LFM2's sigmoids are in the dtype of the logits.
-    is_narrow = is_wide or ("expert_bias" in block.buffers and name == "gate.weight")
+    has_bias = f"{router}.bias" in block.parameters
+    # Granite's and gpt-oss' softmax is over the chosen ones.
+    is_late = has_bias or hasattr(block.config, "logits_scaling")
+    # LFM2's sigmoids are in the dtype of the logits, and so is gpt-oss' softmax.
+    is_narrow = is_wide or has_bias or ("expert_bias" in block.buffers and name == "gate.weight")
     scores = logits if is_narrow else block.as_dtype(logits, WIDE)
     named = scores if is_late else logits
     if not is_late:
@@ -139,10 +147,9 @@ def _routed(block: TapedBlock, x: Tensor, rounds_weights: bool) -> tuple[Tensor,
 def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of the experts' outputs; see models/routed_experts.py."""
     rows = block.tokens * block.top_k
-    down, up = experts.parameters["down_proj"], "up_proj"
-    if "gate_up_proj" in experts.parameters:
-        up = "gate_up_proj"
-    num_out = experts.parameters[up].shape[1]
+    up = "gate_up_proj" if "gate_up_proj" in experts.parameters else "up_proj"
+    is_turned = f"{up}_bias" in experts.parameters  # so are the stacks
+    num_out, width = (experts.parameters[name].shape[1 + is_turned] for name in (up, "down_proj"))
     order = [block.tape.tensor(rows, 8) for _ in range(2)]
     named = [block.tape.tensor(num, 8) for num in (rows, block.tokens)]  # experts and documents
     size = [(rows * (x.numel // block.tokens), x.itemsize)]
@@ -165,11 +172,13 @@ def _experts(experts: TapedBlock, block: TapedBlock, x: Tensor, weights: Tensor)
         (taken,) = block.tape.run([sent[1]], size, keeps=[order[2]])
     hidden = _grouped(experts, up, taken, rows * num_out)
     del taken
-    if up == "gate_up_proj":
+    if hasattr(block.config, "swiglu_limit"):
+        hidden = block.clamped_gate(hidden)
+    elif up == "gate_up_proj":
         hidden = block.gated_silu(*block.split(hidden, (1, 1)))
     else:
         hidden = block.activation(hidden)
-    y = _grouped(experts, "down_proj", hidden, rows * down.shape[1])
+    y = _grouped(experts, "down_proj", hidden, rows * width)
     del hidden
     if block.spreads_experts:
         (y,) = block.tape.run([y], [(y.numel, y.itemsize)], keeps=[order[3]])
@@ -208,7 +217,17 @@ def _grouped(experts: TapedBlock, name: str, x: Tensor, numel: int) -> Tensor:
         product=True,
         backward_moves=(0, *copied),
     )
-    return y
+    if (bias := experts.parameters.get(f"{name}_bias")) is None:
+        return y
+    (added,) = experts.tape.run(
+        [bias.on_tape],
+        [(numel, y.itemsize)],
+        keeps=[experts.tape.tensor(bias.shape[0], 8)],
+        forward_moves=(*[SMALL] * 4, 2 * y.num_bytes),
+        backward_moves=(y.num_bytes,),
+    )
+    moves = (3 * y.num_bytes,)
+    return experts.tape.run([added, y], sizes, view=True, passes=True, forward_moves=moves)[0]
 
 
 def _shared(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
-from shardwise.kernels.rotary import rotate, rotate_neighbours, rotate_pairs, rotate_repeated
+from shardwise.kernels.rotary import (
+    rotate,
+    rotate_halves,
+    rotate_neighbours,
+    rotate_pairs,
+    rotate_repeated,
+)
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
@@ -34,6 +40,7 @@ ROTATED = {
     "qwen3_next.apply_rotary_pos_emb": rotate,  # of some of the features of a head
     "phi3.apply_rotary_pos_emb": rotate,
     "olmo2.apply_rotary_pos_emb": rotate,  # in float32
+    "gpt_oss.apply_rotary_pos_emb": rotate_halves,
     "glm4.apply_rotary_pos_emb": rotate_neighbours,
     "ernie4_5.apply_rotary_pos_emb": rotate_neighbours,  # in float32
     "cohere2.apply_rotary_pos_emb": rotate_repeated,

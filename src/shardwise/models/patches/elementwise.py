@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from shardwise.config import RunConfig
 from shardwise.kernels import gated_activation, rms_norm
 from shardwise.kernels.gated_activation import gated_silu
+from shardwise.kernels.gated_activation.clamped import clamped_gate
 from shardwise.kernels.gated_norm import gated_norm
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.routed_experts import has_silu
@@ -35,11 +36,15 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
 
 
 def use_kernels(hf: nn.Module) -> None:
-    """Replace the forward of every module of a model whose class has the code of one of OURS."""
+    """Replace the forward of every module of a model whose class has the code of one of OURS, and
+    the gate of experts.
+    """
     for module in hf.modules():
         ours = OURS.get(_code_of(type(module)))
         if ours is not None and has_silu(module):
             module.forward = MethodType(ours, module)
+        elif code_of(getattr(type(module), GATE, None)) == CLAMPED:
+            setattr(module, GATE, MethodType(_clamped_gate, module))
 
 
 def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
@@ -135,6 +140,10 @@ def _gated_norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> t
     return gated_norm(hidden_states, self.weight, gate, self.variance_epsilon, self.activation)
 
 
+def _clamped_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    return clamped_gate(gate_up, self.alpha, self.limit)
+
+
 REPLACED: dict[str, Callable[..., torch.Tensor]] = {
     "llama.LlamaMLP": _mlp,
     "seed_oss.SeedOssMLP": _mlp,  # a rule refuses its dropout
@@ -153,3 +162,6 @@ REPLACED: dict[str, Callable[..., torch.Tensor]] = {
 """The forwards, by a class of transformers whose code they replace."""
 OURS = {_code_of(reference(path)): ours for path, ours in REPLACED.items()}
 """The forwards, by that code."""
+GATE = "_apply_gate"
+CLAMPED = code_of(getattr(reference("gpt_oss.GptOssExperts"), GATE))
+"""The code of the gate of experts that `_clamped_gate` computes."""
