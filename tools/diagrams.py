@@ -180,12 +180,12 @@ def ring() -> Iterator[tuple[str, str, Canvas]]:
     """Yield an all-reduce around a ring."""
     title = "An all-reduce is a reduce-scatter, then an all-gather; broadcast and reduce"
     sizes = {"dp_shard": 4}
-    kinds = ("reduce-scatter", "all-gather", "all-reduce")
+    kinds, others = ("reduce-scatter", "all-gather", "all-reduce"), ("broadcast", "reduce")
     sent = [size(bytes_leaving({(kind, "dp_shard"): (1, 2**30)}, sizes)) for kind in kinds]
     notes = (
         f"{sent[0]} of a tensor of 1 GiB leave each rank",
         f"{sent[1]} leave each rank",
-        f"Together {sent[2]} of the 1 GiB leave each rank.{measured_messages(kinds)}",
+        f"Together {sent[2]} of the 1 GiB leave each rank.{measured_messages((*kinds, *others))}",
         "what rank 0 has goes to all ranks",
         "the sum of all ranks goes to rank 0 only",
     )
