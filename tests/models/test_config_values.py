@@ -73,6 +73,22 @@ def outcome(folder: Path, name: str, key: str, value: Any) -> str | None:
     return None
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("tiny-lfm2", {"conv_dim": 2048, "conv_dim_out": 2048}),  # widths, not taps
+        ("tiny-jamba", {"mamba_dt_rank": "auto"}),
+        ("tiny-jamba", {"num_experts": 1, "num_experts_per_tok": 2}),  # without a router
+    ],
+    ids=str,
+)
+def test_what_published_folders_say_is_taken(name, keys, tmp_path):
+    content = json.loads((CONFIGS / name / "config.json").read_text()) | keys
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    model = Model(str(tmp_path), init="random")
+    load.build_meta(model, load.read_config(model))
+
+
 def test_a_mixture_without_experts_is_a_dense_model(tmp_path):
     content = json.loads((CONFIGS / "tiny-granitemoehybrid" / "config.json").read_text()) | OF_DENSE
     (tmp_path / "config.json").write_text(json.dumps(content))

@@ -34,7 +34,7 @@ _LAYERS = re.compile(
     r"(^|_)layers$|^n_layer$"
 )  # `vision_feature_layer` is one of them, by its place
 _NOT_EMPTY = re.compile(r"_heads$|conv|state_size$|d_state$")
-_KERNEL = re.compile(r"conv.*(_dim|_size|_kernel|cache)$|d_conv$")
+_KERNEL = re.compile(r"conv.*(kernel_dim|_size|_kernel|cache)$|d_conv$")
 _LIMIT = re.compile(r"limit|max|cap")
 """Keys whose number may be infinite, where nothing is limited."""
 _WIDTHS = ("hidden_size", "vocab_size", "head_dim", "max_position_embeddings")
@@ -62,6 +62,8 @@ def check_written(path: str, content: Mapping[str, Any]) -> None:
         for key, value in part.items() if isinstance(part, Mapping) else ():
             if type(value) is int and "window" not in key:
                 _check_size(path, key, value)
+            elif value == "auto":
+                continue  # the class computes it, as Jamba's rank of dt
             elif isinstance(value, str | Mapping) and (_SIZE.search(key) or "window" in key):
                 raise UserError(
                     f"{path}: {key} is {str(value)[:40]!r} in config.json; give a whole number"
@@ -137,8 +139,9 @@ def check_read(path: str, config: PretrainedConfig) -> None:
     chosen = size("num_experts_per_tok")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = size(key)
-        if chosen is not None and experts and not 0 < chosen <= experts:
-            raise UserError(  # without experts, as a dense Granite-4.0-H, it may be 0
+        # Models without experts, or with one and no router, may say anything: Granite-4.0-H's 0.
+        if chosen is not None and experts and experts > 1 and not 0 < chosen <= experts:
+            raise UserError(
                 f"{path}: num_experts_per_tok is {chosen} in config.json; a token goes to at least "
                 f"1 of {key}, and to no more than all {experts}"
             )

@@ -27,7 +27,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     ddp and zero autograd adds up in float32, and ranks are added up after the last backward. Under
     fsdp2 each micro-batch's shards are moved into float32 ones. Its reduce-scatter adds up ranks in
     float32 but returns the weights' dtype, so that each micro-batch's sum over ranks is rounded
-    once.
+    once; few gradients (`weights.are_few`) are reduced, and rounded, once a step.
     """
     if all(p.dtype == torch.float32 for p in pm.trained().values()):
         return pm

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.grouped_linear import (
     StackedAdapter,
+    fused,
     grouped,
     grouped_linear,
     loop,
@@ -187,3 +188,15 @@ def _last_row_given_away(ends: torch.Tensor, num_rows: int) -> list[int]:
 def test_a_planted_mistake_shows(mistake, monkeypatch):
     monkeypatch.setattr(loop, "_counts", mistake)
     assert not difference(UNEVEN, inputs()) < 1e-2
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_results_lie_as_torch_compile_expects(transposed):
+    """Generated code asserts the strides that an operator's fake has said."""
+    x, weight, a, b = (t.detach() for t in inputs(transposed=transposed))
+    ends, utilities = ends_of(UNEVEN), ("test_schema", "test_faketensor")
+    arguments = (x, weight, a, b, SCALE, ends)
+    torch.library.opcheck(fused.output, arguments, test_utils=utilities)
+    dy = torch.randn(len(x), weight.shape[1], dtype=x.dtype)
+    for needs in ([True, True, True], [True, False, True], [True, False, False]):
+        torch.library.opcheck(fused.gradients, (dy, *arguments, needs), test_utils=utilities)

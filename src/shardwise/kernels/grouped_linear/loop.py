@@ -73,7 +73,7 @@ def backward(
             torch.mm((x_of[e] @ a_of[e]).T, dy_of[e], out=db_t_of[e])
     if da is None or db_t is None:
         return Gradients(dx, dweight, None, None)
-    return Gradients(dx, dweight, da.mul_(scale), db_t.mul_(scale).mT)
+    return Gradients(dx, dweight, da.mul_(scale), db_t.mul_(scale).mT.contiguous())
 
 
 def _transposed(factor: torch.Tensor | None) -> Parts:
