@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -129,7 +130,9 @@ def loads(cfg: RunConfig) -> tuple[torch.Tensor, torch.Tensor]:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     assert job.routing is not None
-    plain = type(job.run.hf)(job.run.hf.config)
+    config = deepcopy(job.run.hf.config)
+    config._attn_implementation = "eager"
+    plain = type(job.run.hf)(config)
     plain.load_state_dict(job.run.hf.state_dict())
     batches = microbatches(cfg, mesh, 1, padded)
     training_step(job, batches, mesh, None)
