@@ -58,7 +58,19 @@ def flops_within(function: Callable[..., object]) -> Any:
     return flops
 
 
+def of_flash(q: Any, k: Any, v: Any, *_: Any, **options: Any) -> int:
+    """The FLOPs of fused attention on a CPU, which torch's counter does not know; from shapes."""
+    return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
+
+
+def of_flash_backward(out: Any, q: Any, k: Any, v: Any, *_: Any, **options: Any) -> int:
+    """The FLOPs of its backward, which computes the scores again."""
+    return sdpa_backward_flop_count(out, q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))
+
+
 OWN_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: of_flash,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: of_flash_backward,
     torch.ops.shardwise.capped_attention: flops_within(capped.forward._init_fn),
     torch.ops.shardwise.capped_attention_gradients: flops_within(capped.backward._init_fn),
     torch.ops.shardwise.grouped_linear: flops_within(loop.forward),
@@ -79,10 +91,10 @@ def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[s
     return counter.get_total_flops() / (ROWS * LENGTH)
 
 
-def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
+def hidden_from_counter(core: Core, forwards: int, backward: bool, has_sinks: bool) -> float:
     """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not.
     FLOPs per token."""
-    if isinstance(core, Attention) and core.cap:
+    if isinstance(core, Attention) and (core.cap or has_sinks):
         # The project's own, of five backward products, on all T keys of rows as short as these.
         nk, nv = core.num_heads * core.key_dim, core.num_heads * core.value_dim
         num_keys = 0 if core.window else (LENGTH + 1) / 2 - LENGTH
@@ -131,9 +143,10 @@ def check(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[str
     counts = count_model(model, spec)
     ours = hardware_flops_per_token(counts, LENGTH, checkpointing)
     again = {u.kind for u in counts.units} if checkpointing == "full" else checkpointing
+    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     hidden = sum(
         hidden_from_counter(
-            core, 2 if unit.kind in again and unit.backward else 1, unit.core_gradient
+            core, 2 if unit.kind in again and unit.backward else 1, unit.core_gradient, has_sinks
         )
         for unit in counts.units
         for core in unit.cores
