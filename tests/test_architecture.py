@@ -93,15 +93,15 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_390,
-    "cli commands library __main__ __init__": 2_440,
-    "presets": 430,
-    "assembly training checkpoint process launch": 9_190,
-    "models": 14_250,
-    "parallel": 6_530,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_430,
+    "cli commands library __main__ __init__": 2_620,
+    "presets": 470,
+    "assembly training checkpoint process launch": 9_200,
+    "models": 14_410,
+    "parallel": 6_610,
     "data": 5_350,
-    "kernels": 7_100,
-    "planner schedule metrics": 10_540,
+    "kernels": 7_230,
+    "planner schedule metrics": 10_730,
     "proof": 1_130,
     "benchmark report drawing records": 6_450,
 }
