@@ -148,8 +148,8 @@ def step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, lis
     """Return the seconds of one step, and those in which each rank is busy, without a timeline.
 
     They are those of `simulate`, in less time where micro-batches are many: a further group of them
-    takes as long as the one before. That is up to rounding, but for costs by which one rank
-    overtakes another late in a step: up to 2 %.
+    takes as long as the one before. That is exact up to rounding, except where one rank becomes the
+    busiest late in a step: then up to 2 %.
     """
     short = pipeline.shortened()
     left_out = pipeline.num_microbatches - short.num_microbatches
