@@ -75,6 +75,13 @@ def test_peak_and_states_of_cells(cells, median, worst, tmp_path):
     assert max(map(abs, errors)) <= worst, errors
 
 
+def test_few_gradients_are_whole_between_micro_batches(tmp_path):
+    """AdamW's two states of one half have as many bytes as whole gradients, its counters aside."""
+    cell = Cell("qwen3_5", "fsdp2", "lora", 2, 64, 2, 3, "none", "float32")
+    _, memory = predict(cell, tmp_path)
+    assert 0 < memory.optimizer - memory.gradients < 1_000
+
+
 def test_the_grid_has_enough_cells():
     grid = cells()
     assert len(grid) == len({cell.id for cell in grid}) >= 150

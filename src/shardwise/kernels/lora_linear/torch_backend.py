@@ -1,7 +1,8 @@
 """The backend of torch's own products; backend.Backend defines each function.
 
-A product with a factor has a side of R columns or rows. Where R would be the columns of the result,
-the transposed result is computed: on a CPU, libraries take up to nine times as long for the other.
+A product with a factor has a side of R columns or rows. In a backward, where R would be the columns
+of the result, the transposed result is computed: on a CPU, libraries take up to nine times as long
+for the other.
 """
 
 from __future__ import annotations
