@@ -34,7 +34,7 @@ NUM_CELLS = {
     "experts": 16,
     "rows": 30,
     "microbatches": 12,
-    "compositions": 24,
+    "compositions": 26,
     "processes": 42,
     "seeds": 30,
     "gpu": 32,

@@ -186,7 +186,7 @@ def _question_of(run: dict[str, Any], checkpointing: str) -> Question:
         training=Training(
             "any",
             global_batch_size=run["rows"],
-            precision="bfloat16",
+            precision=run.get("precision", "bfloat16"),
             micro_batch_size=run.get("micro_batch_size", 1),
             checkpointing=checkpointing,
         ),

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tools.paired import Results, command_line, ratios, spread, take_turns
+from tools.paired import Results, command_line, spread, take_turns
 from torch.distributed.pipelining import PipelineStage
 
 from shardwise.assembly.describe import Description
@@ -81,10 +81,6 @@ def of_case(case: str, rounds: int) -> dict[str, Any]:
         "load_average": load_average,
         "seconds": {
             figure: {name: spread(values) for name, values in sides.items()}
-            for figure, sides in taken.items()
-        },
-        "speed_of_dynamic": {
-            figure: {name: ratios(sides[name], sides["dynamic"]) for name in SPLITS[:-1]}
             for figure, sides in taken.items()
         },
         "layers": {name: of_split[-1].pipeline["layers"] for name, of_split in records.items()},

@@ -5,11 +5,14 @@ They are narrow, so that they can be read on a telephone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tools.study import COLOURS, DEMO, MARKERS, WIDTH, Studies, Study, in_groups, title_of
+from tools.study import COLOURS, DEMO, MARKERS, WIDTH, Study, in_groups, title_of
 from tools.study_bubbles import bubbles
 from tools.study_lengths import lengths
 
@@ -21,6 +24,8 @@ from shardwise.lab.report.panels import BAR_HEIGHT, Drawn, grid, peak_unit
 from shardwise.lab.report.seeds import over_seeds, spread
 from shardwise.lab.report.style import looks
 from shardwise.lab.report.tables import Row
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def narrow(drawn: Drawn, **changes: Any) -> Drawn:
@@ -42,7 +47,7 @@ def shown(groups: Sequence[tuple[str, Sequence[Row]]]) -> str:
 # --------------------------------------------------------------- throughput and memory by strategy
 
 
-def strategies(study: Study) -> Drawn | None:
+def strategies(study: Study, moves: bool = False) -> Drawn | None:
     """Draw the tokens/s and the peak of each strategy, both over the baseline's of its group."""
     groups = in_groups(study)
     if len(groups) > len(MARKERS):  # others are in the table
@@ -50,7 +55,8 @@ def strategies(study: Study) -> Drawn | None:
     labels = list(dict.fromkeys(row.label for _, cells in groups for row in cells))
     if not any(row.peak_memory_bytes for row in study.rows):
         return None
-    figure, ((left, right),) = grid(1, 2, [max(4, len(labels)) * BAR_HEIGHT])
+    heights = [max(4, len(labels)) * BAR_HEIGHT, *[2.2] * moves]
+    figure, ((left, right), *below) = grid(len(heights), 2, heights)
     figure.set_figwidth(WIDTH)
     handles = []
     # Marks of one strategy stand a little below one another, so that none hides another.
@@ -99,11 +105,39 @@ def strategies(study: Study) -> Drawn | None:
         "Medians; a line reaches from the slowest to the fastest round. Efficiency (the axis "
         "above) is what two processes have over one, divided by two: at 2.0 (dashed) it is 100 %."
     )
+    for panels in below:
+        caption += f" {draw_moves(panels)}"
     if any(row.state == "unchecked" for _, cells in groups for row in cells):
         caption += " Hollow: the losses of these cells could not be checked."
     if len(groups) < len(in_groups(study)):
         caption = shown(groups) + caption
     return Drawn("strategies", "Tokens/s and memory by strategy", caption, figure)
+
+
+def draw_moves(panels: Sequence[Any]) -> str:
+    """Draw what layers that move gain in the cases of resplit_gain.py; return that in words."""
+    result = json.loads((RESULTS / "resplit" / "gain.json").read_text(encoding="utf-8"))
+    names = {"flops": "large head", "wrong": "wrong costs", "slow": "slow rank"}
+    for panel, figure, title in zip(panels, ("late", "whole"), ("after", "with"), strict=True):
+        for place, case in enumerate(names):
+            sides = {k: of["rounds"] for k, of in result["rows"][case]["seconds"][figure].items()}
+            for shift, (name, seconds) in enumerate(sides.items()):
+                speeds = [u / s for u, s in zip(sides["uniform"], seconds, strict=True)]
+                style: dict[str, Any] = {"color": colour(COLOURS[shift]), "marker": MARKERS[shift]}
+                style["label"] = "" if place else f"pp-{name}"
+                panel.plot(speeds, [place + 0.27 * (shift - 1)] * len(speeds), **style)
+        panel.set_title(f"Tokens/s {title} moves\nover pp-uniform")
+        panel.set_yticks(range(3), names.values() if panel is panels[0] else [""] * 3)
+        panel.set_ylim(2.5, -0.5)
+        panel.set_xlim(0.8, 1.65)
+        panel.axvline(1, color=colour("faint"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
+    panels[1].legend(loc="center right")
+    return (
+        f"Below: other pipelines, a mark for each of {result['sizes']['rounds']} rounds. Costs are "
+        "FLOPs, of a model with a large head; or wrong for half of the layers; or one rank takes "
+        "twice as long. There `pp-dynamic` moves layers between ranks: left the steps after its "
+        "last move, right all steps, moves counted."
+    )
 
 
 def draw_legend_below(figure: Any, handles: Sequence[tuple[str, Any]]) -> None:
@@ -162,59 +196,57 @@ def curves(study: Study) -> Drawn | None:
 def seeds(study: Study) -> Drawn | None:
     """Draw the losses of each seed under each strategy."""
     families = over_seeds(study.bench, study.rows)
-    named = [
-        replace(family, name=" · ".join(map(in_words, family.name.split(" · "))))
-        for family in families
-    ]
     if not families:
         return None
-    drawn = spread(named)
+    words = [family.name.replace("mode ", "").split(" · ") for family in families]
+    names = (" · ".join(title_of("mode", part) for part in parts) for parts in words)
+    drawn = spread([replace(one, name=name) for one, name in zip(families, names, strict=True)])
     return narrow(drawn, caption=f"{drawn.caption} Losses are in nats per token.")
-
-
-def in_words(value: str) -> str:
-    """Return a part of a report's name of cells in the words of this page."""
-    return title_of("mode", value.removeprefix("mode "))
 
 
 # ---------------------------------------------------------------------- more and more processes
 
 
 def processes(study: Study) -> Drawn | None:
-    """Draw the peak and the sent bytes of each strategy over the number of processes."""
-    groups = in_groups(study)
-    if not all(row.peak_memory_bytes for _, cells in groups for row in cells):
+    """Draw the peak of each strategy by length and processes, and the bytes of the first length."""
+    groups = [(title, [row for row in cells if row.measured]) for title, cells in in_groups(study)]
+    if not all(cells for _, cells in groups):
         return None
-    figure, panels = grid(2, len(groups), [2.5, 2.5])
+    columns = min(2, len(groups))
+    lines = -(-len(groups) // columns) + 1
+    figure, panels = grid(lines, columns, [2.0] * lines)
     figure.set_figwidth(WIDTH)
     unit, unit_name = peak_unit(study.rows)
     numbers = sorted({row.plan.nproc for row in study.rows})
-    names = dict.fromkeys(strategy_of(row) for _, cells in groups for row in cells)
+    names = list(dict.fromkeys(strategy_of(row) for row in study.rows if row.plan.nproc > 1))
     handles: dict[str, Any] = {}
-    for (title, cells), upper, lower in zip(groups, *panels, strict=True):
-        alone = [row for row in cells if row.plan.nproc == 1]
-        for place, name in enumerate(name for name in names if name != strategy_of(alone[0])):
+    for index, (title, (alone, *cells)) in enumerate(groups):
+        upper, lower = panels[index // columns][index % columns], panels[-1][index % columns]
+        base = alone.peak_memory_bytes or 1
+        for name in dict.fromkeys(map(strategy_of, cells)):
+            place = names.index(name)
             style: dict[str, Any] = {"color": colour(COLOURS[place]), "marker": MARKERS[place]}
             style |= {"markersize": 4.5, "linewidth": 1.4}
-            rows = alone + [row for row in cells if strategy_of(row) == name]
-            for panel, sizes in (
-                (upper, [(row.peak_memory_bytes or 0) / unit for row in rows]),
-                (lower, [(row.sent_bytes or 0) / 2**20 for row in rows]),
-            ):
-                handles[name] = panel.plot([row.plan.nproc for row in rows], sizes, **style)[0]
-        upper.set_title(f"{title}: peak of a rank, {unit_name}")
-        lower.set_title(f"{title}: sent in a step, MiB")
-        for panel in (upper, lower):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(numbers, [str(number) for number in numbers])
-            panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
-        lower.set_xlabel("processes")
+            rows = [alone] + [row for row in cells if strategy_of(row) == name]
+            x, peaks = zip(*((row.plan.nproc, row.peak_memory_bytes or 0) for row in rows))
+            handles[name] = upper.plot(x, [peak / base for peak in peaks], **style)[0]
+            if index < columns:
+                lower.plot(x, [(row.sent_bytes or 0) / 2**20 for row in rows], **style)
+        upper.set_title(f"{title}\n1 = {base / unit:.1f} {unit_name}")
+        if index < columns:
+            lower.set_title(f"{title}\nsent in a step, MiB")
+            lower.set_xlabel("processes")
+    for panel in (panel for line in panels for panel in line):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(numbers, [str(number) for number in numbers])
+        panel.set_ylim(0, 1.3 if panel not in panels[-1] else 1.05 * panel.get_ylim()[1])
     draw_legend_below(figure, [*handles.items()])
     caption = (
-        "One step of 8 rows, divided among more and more processes. Above: the rank with the "
-        "largest peak. Below: what leaves the rank that sends most, counted."
+        "One step of 8 rows, divided among more and more processes. Above, for each length of "
+        "rows: the peak of the fullest rank over that of one process. Below: what leaves the rank "
+        "that sends most, counted."
     )
-    return Drawn("processes", "Memory and bytes over the number of processes", caption, figure)
+    return Drawn("processes", "Memory by processes and length of rows", caption, figure)
 
 
 def strategy_of(row: Row) -> str:
@@ -271,13 +303,7 @@ def microbatches(study: Study) -> Drawn | None:
     return Drawn("microbatches", "More micro-batches, smaller bubbles", caption, figure)
 
 
-def draw_with_range(
-    panel: Any,
-    x: Sequence[float],
-    middles: Sequence[float],
-    ends: Sequence[Sequence[float]],
-    style: Mapping[str, Any],
-) -> Any:
+def draw_with_range(panel: Any, x: Any, middles: Any, ends: Any, style: Any) -> Any:
     """Draw a line with whiskers that reach over all rounds."""
     below = [middle - low for middle, (low, _) in zip(middles, ends, strict=True)]
     above = [high - middle for middle, (_, high) in zip(middles, ends, strict=True)]
@@ -287,51 +313,21 @@ def draw_with_range(
 # ---------------------------------------------------------------------------------- all of them
 
 
-def of(name: str, draw: Callable[[Study], Drawn | None]) -> tuple[str, Callable[..., Drawn | None]]:
-    """Return the study that a figure needs, and what draws it if the study is there."""
-    return name, lambda studies: draw(studies[name]) if name in studies else None
-
-
-FIGURES: dict[str, tuple[str, Callable[[Studies], Drawn | None]]] = {
-    "strategies": of("cpu", strategies),
-    "models": of("models", strategies),
-    "experts": of("experts", strategies),
-    "memory": of("cpu", memory),
-    "losses": of("cpu", curves),
-    "seeds": of("seeds", seeds),
-    "lengths": of("cpu", lengths),
-    "microbatches": of("microbatches", microbatches),
-    "sent": of("cpu", sent),
-    "processes": of("processes", processes),
-    "memory-compositions": of("compositions", memory),
-    "memory-demo": of(DEMO, memory),
+with_moves = partial(strategies, moves=True)
+BY_STRATEGY = "A row for each strategy: left tokens/s, right memory, both over one process, by {}"
+PARTS = "A bar for each {}, with LoRA and in full: what the memory of the fullest rank is"
+FIGURES: dict[str, tuple[str, Callable[[Study], Drawn | None], str]] = {
+    "strategies": ("cpu", with_moves, BY_STRATEGY.format("length; below, layers that move")),
+    "models": ("models", strategies, BY_STRATEGY.format("kind of model")),
+    "experts": ("experts", strategies, BY_STRATEGY.format("length; experts whole and spread")),
+    "memory": ("cpu", memory, PARTS.format("strategy")),
+    "losses": ("cpu", curves, "Left losses of all cells; right how far they are from one process"),
+    "seeds": ("seeds", seeds, "Last and validation losses of each strategy, a dot for each seed"),
+    "lengths": ("cpu", lengths, "A bar for each strategy: its longest row in the same memory"),
+    "microbatches": ("microbatches", microbatches, "Idle share and tokens/s by micro-batches"),
+    "sent": ("cpu", sent, "A bar for each strategy: bytes that a rank sends; ticks are by formula"),
+    "processes": ("processes", processes, "Memory of strategies by processes and length of rows"),
+    "memory-compositions": ("compositions", memory, PARTS.format("composition of strategies")),
+    "memory-demo": (DEMO, memory, PARTS.format("strategy")),
 }
-"""The study of each figure, and what draws it."""
-BY_STRATEGY = (
-    "A row for each strategy, a mark for each {}: left tokens/s, right the peak memory of a rank, "
-    "both over those of one process"
-)
-PARTS = (
-    "A bar for each {}, with LoRA and in full: weights, gradients, optimizer states, activations "
-    "and temporary memory of the fullest rank"
-)
-ALTS = {
-    "strategies": BY_STRATEGY.format("length of rows and way to train"),
-    "models": BY_STRATEGY.format("of four models, with LoRA and in full"),
-    "experts": BY_STRATEGY.format("length of rows and way to train; experts whole and spread"),
-    "memory": PARTS.format("strategy"),
-    "losses": "Left the loss curves of ten steps, which lie on one another; right a row for each "
-    "strategy with its differences from one process, and the tolerance",
-    "seeds": "A row for each strategy and way to train, a dot for each of three seeds: the last "
-    "training loss and the validation loss",
-    "lengths": "A bar for each strategy: the tokens of the longest row that fits into the memory "
-    "of the first one",
-    "microbatches": "Over 2 to 16 micro-batches, a line for each of three schedules: left the "
-    "idle share of a step, measured and simulated, right tokens/s",
-    "sent": "A bar for each strategy, with LoRA and in full: the bytes that a rank sends in a "
-    "step, with a tick where the formula is",
-    "processes": "Over one to eight processes, a line for each strategy, with LoRA and in full: "
-    "above the peak memory of a rank, below the bytes that it sends in a step",
-    "memory-compositions": PARTS.format("composition of strategies"),
-}
-"""What each figure shows, for who cannot see it."""
+"""The study of each figure, what draws it, and what it shows, for who cannot see it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -104,11 +105,5 @@ def peak_by_length(content: Mapping[str, Any], row: Row) -> Callable[[int], int]
 
 def longest_row(peak: Callable[[int], int], limit: int) -> int:
     """Return the most tokens of a row, a multiple of STEP, whose planned peak is in the limit."""
-    low, high = 0, LONGEST // STEP
-    while high - low > 1:
-        middle = (low + high) // 2
-        if peak(middle * STEP) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low * STEP
+    steps = range(1, LONGEST // STEP)
+    return STEP * bisect_right(steps, limit, key=lambda number: peak(number * STEP))

@@ -18,11 +18,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
+from tools.paired import ratios
 from tools.paired import table as markdown
 from tools.study import DEMO, Studies, Study, in_groups
 from tools.study_bubbles import bubbles
-from tools.study_figures import ALTS, FIGURES
+from tools.study_figures import FIGURES
 from tools.study_summary import pack, unpack, write
 
 from shardwise.base.safety import write_atomically
@@ -140,16 +142,22 @@ def by_group(study: Study, figures: Callable[[Row | None], str]) -> str:
 
 
 def sent(study: Study) -> str:
-    """Return the bytes that leave the rank that sends most, counted and by formula."""
+    """Return the bytes of the rank that sends most, and tokens/s over the first on as many."""
     lines = []
     for title, cells in in_groups(study):
+        first: dict[int, list[float]] = {}
         for row in cells:
+            speed = NOTHING
+            if row.record and row.tokens_per_second:
+                tokens = [entry["tokens_per_second"] for entry in row.record.rounds]
+                found = ratios(tokens, first.setdefault(row.plan.nproc, tokens))["rounds"]
+                speed = f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
             if row.predicted_bytes is not None:
                 bytes_of = [size(row.sent_bytes), size(row.predicted_bytes)]
                 peak = size(row.peak_memory_bytes)
-                lines.append([f"`{row.label}`", row.plan.nproc, title, peak, *bytes_of])
+                lines.append([f"`{row.label}`", row.plan.nproc, title, peak, *bytes_of, speed])
     head = ["", "processes", "", "peak of a rank", "sent in a step, counted", "by formula"]
-    return markdown(head, lines) if lines else ""
+    return markdown([*head, "tokens/s over the first on as many"], lines) if lines else ""
 
 
 def bubble(study: Study) -> str:
@@ -234,7 +242,7 @@ def content(
         return not_measured(FIGURES[name][0], "figure", studies)
     path, drawn = figures[name]
     where = os.path.relpath(path, page.parent)
-    return f"![{ALTS[name]}]({where})\n\n*{drawn.title}.* {drawn.caption}"
+    return f"![{FIGURES[name][2]}]({where})\n\n*{drawn.title}.* {drawn.caption}"
 
 
 def not_measured(name: str, what: str, studies: Studies) -> str:
@@ -262,8 +270,8 @@ def draw_figures(studies: Studies, folder: Path) -> Figures:
     folder.mkdir(parents=True, exist_ok=True)
     figures: Figures = {}
     with drawing():
-        for name, (_, draw) in FIGURES.items():
-            if drawn := draw(studies):
+        for name, (study, draw, _) in FIGURES.items():
+            if study in studies and (drawn := draw(studies[study])):
                 figures[name] = folder / f"{name}.svg", drawn
                 write_atomically(figures[name][0], svg_file(drawn.figure, name, drawn.title))
     return figures

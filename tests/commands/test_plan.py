@@ -408,7 +408,9 @@ def test_a_published_run_is_planned_by_its_name(capsys):
     assert choice["training"] == {"micro_batch_size": 8, "checkpointing": "full"}
     run += ["--devices", "8xH100-80GB", "--parallel.tp=4", "--tokens-per-step", "64K"]
     assert cli.main(run) == 0
-    assert "fsdp2:2-tp:4" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "fsdp2:2-tp:4" in printed
+    assert "products in float16" in printed
 
 
 def test_the_guide_says_what_more_rows_are_planned_to_gain(capsys):

@@ -3,7 +3,7 @@
 `make soak` trains a tiny hybrid model with LoRA on two ranks for 10,000 steps, with a checkpoint
 every 50, twice in each of LAYOUTS: undisturbed, and while a rank or, now and then, the command
 itself is killed. After each checkpoint every rank writes down what it holds. An interrupted soak
-resumes; what it has run lies in `runs/soak`. Outcomes: results/soak.json.
+resumes; what it has run lies in `runs/soak`. Outcomes: results/soak.json, and its curves as SVG.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ from shardwise.config.run_file import load_config
 from shardwise.lab.instruments import INSTRUMENTS
 from shardwise.launch.local import launch
 from tests.distributed import PATIENCE
-from tests.integration.soak_outcome import KEPT, MOST_BYTES_PER_STEP, SAVE_EVERY, SIDES, outcome
+from tests.integration.soak_outcome import (
+    KEPT,
+    MOST_BYTES_PER_STEP,
+    SAVE_EVERY,
+    SIDES,
+    draw,
+    outcome,
+)
 
 STEPS, NPROC = 10_000, 2
 ROOT = Path(__file__).parents[2]
@@ -304,6 +311,8 @@ def main() -> int:
         rows[layout] = row
         written = {**content, "rows": [*rows.values()]}
         options.out.write_text(f"{json.dumps(written, indent=1)}\n")
+    curves = [row for row in rows.values() if "mean_losses" in row]  # earlier soaks kept none
+    draw(curves, options.out.with_suffix(".svg"))
     return 0 if all(rows[layout]["ok"] for layout in options.layouts) else 1
 
 

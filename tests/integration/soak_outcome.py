@@ -16,6 +16,8 @@ SIDES = ("undisturbed", "killed")
 MOST_BYTES_PER_STEP = 1024
 """By how much the resident memory of a process may grow. Of each step a run keeps its loss, norm,
 tokens and seconds, and `metrics.jsonl` a line, of which a checkpoint has a copy."""
+EVERY = 50
+"""Steps whose mean loss is a point of the curve that is kept."""
 COUNTS = ("tensor_bytes", "file_handles", "threads", "children")
 """What may not grow in a process's life. The range of all samples is there too: a small tensor may
 just be in use, and a rank whose peer was killed has fewer files."""
@@ -25,6 +27,12 @@ def losses(output_dir: Path) -> dict[int, float]:
     """The loss of every step in `metrics.jsonl`, whose last line may be half written."""
     *lines, _ = (output_dir / "metrics.jsonl").read_text().split("\n")
     return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
+
+
+def thinned(curve: Mapping[int, float]) -> list[float]:
+    """The mean loss of each EVERY steps, in nats per token."""
+    steps = range(1, max(curve, default=0) - EVERY + 2, EVERY)
+    return [round(statistics.fmean(curve[i] for i in range(j, j + EVERY)), 6) for j in steps]
 
 
 def trained(output_dir: Path) -> tuple[dict[int, float], bytes]:
@@ -158,9 +166,33 @@ def outcome(folder: Path, layout: str, steps: int) -> dict[str, Any]:
         "moments": Counter(kill["moment"] for kill in kills),
         "compared_steps": len(compared),
         "curve_is_equal": is_equal,
+        "mean_losses": {"steps": EVERY} | {side: thinned(curve) for side, curve in curves.items()},
+        "killed_after_steps": [kill["step"] for kill in kills],
         **sides,
         # A command that was killed cannot remove its folder.
         "temporary_files_left": [len(list((folder / side / "tmp").iterdir())) for side in sides],
         "ok": not wrong,
         "wrong": wrong,
     }
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the curves of both runs of each layout that has them, and the steps of the kills."""
+    from shardwise.lab.drawing.svg import colour, drawing, svg_file
+    from shardwise.lab.report.panels import grid
+
+    with drawing():
+        figure, panels = grid(1, len(rows), [2.2])
+        figure.set_figwidth(5.0)
+        for panel, row in zip(panels[0], rows, strict=True):
+            curves, kills = row["mean_losses"], row["killed_after_steps"]
+            for side, tint, width in zip(SIDES, ("c7", "bad"), (5.0, 1.2), strict=True):
+                steps = [curves["steps"] * (place + 1) for place in range(len(curves[side]))]
+                panel.plot(steps, curves[side], color=colour(tint), linewidth=width, label=side)
+            lowest = min(min(curves[side]) for side in SIDES) - 0.1
+            ticks = {"color": colour("ink"), "label": f"{len(kills)} kills"}
+            panel.plot(kills, [lowest] * len(kills), "|", **ticks)
+            panel.set_title(f"{row['layout']}: loss, nats per token")
+            panel.set_xlabel("step")
+            panel.legend()
+        path.write_text(svg_file(figure, "soak", "A long run under kills and an undisturbed one"))

@@ -36,7 +36,9 @@ def write_side(
         sample |= change
     lines = [json.dumps(sample) for sample in samples]
     (folder / side / "samples.jsonl").write_text("\n".join([*lines, '{"cut by a ki']))
-    (folder / side / "kills.jsonl").write_text('{"victim": "rank 0", "moment": "save"}\n')
+    (folder / side / "kills.jsonl").write_text(
+        '{"victim": "rank 0", "moment": "save", "step": 120}\n'
+    )
 
 
 CHANGES: dict[str, tuple[dict[str, Any], float, str]] = {
@@ -77,6 +79,11 @@ def test_a_soak_compares_the_curves(tmp_path):
     row = soak_outcome.outcome(tmp_path, "pp", STEPS)
     assert row["wrong"] == []
     assert (row["compared_steps"], row["kills"]) == (STEPS, 1)
+    means = [sum(1 / step for step in range(j + 1, j + 51)) / 50 for j in range(0, STEPS, 50)]
+    assert row["mean_losses"]["killed"] == pytest.approx(means, abs=1e-6)
+    assert row["killed_after_steps"] == [120]
+    soak_outcome.draw([row], tmp_path / "soak.svg")
+    assert "1 kills" in (tmp_path / "soak.svg").read_text()
     unfinished = soak_outcome.outcome(tmp_path, "pp", STEPS + 1)
     assert unfinished["curve_is_equal"]
     assert "not at the end" in unfinished["wrong"][0]

@@ -115,7 +115,7 @@ def test_the_tables_and_figures_of_a_study_go_into_its_page(tool, tmp_path):
         "| `fsdp1` | – |",
         "| `pp` | – |",
     ]
-    assert "| `ddp` | 2 |  | 80 MiB | 3 MiB | 3 MiB |" in found["sent cpu"]
+    assert "| `ddp` | 2 |  | 80 MiB | 3 MiB | 3 MiB | 1.00 (1.00 to 1.00) |" in found["sent cpu"]
     assert "Not ok: ✗ zero1 and fsdp1." in found["ran cpu"]
     assert "the sweep has 88 cells now" in found["ran cpu"]
     drawn = {name for name in FIGURES if f"results/study/{name}.svg" in found[f"figure {name}"]}
@@ -226,8 +226,8 @@ def test_the_figure_of_processes_has_a_line_from_one_process_for_each_strategy(t
         upper, lower = drawn.figure.axes
         ddp, tp = upper.lines
         assert [*ddp.get_xdata()] == [1, 2, 4]
-        assert [*ddp.get_ydata()] == [100, 90, 80]
-        assert [*tp.get_ydata()] == [100, 50]
+        assert [*ddp.get_ydata()] == [1, 0.9, 0.8]
+        assert [*tp.get_ydata()] == [1, 0.5]
         assert [*lower.lines[0].get_ydata()] == [0, 3, 3]
 
 

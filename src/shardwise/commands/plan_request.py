@@ -73,6 +73,7 @@ def with_published(args: Namespace) -> Namespace:
             "nodes": nodes,
             "link": args.link or link,
             "sequence": args.sequence or str(run["sequence_length"]),
+            "precision": args.precision or run.get("precision"),
             "explain": args.explain or layout_of(parallel),
             "overrides": [
                 *(f"--{key}={value}" for key, value in keys.items() if value is not None),
