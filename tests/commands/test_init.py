@@ -16,7 +16,7 @@ from shardwise.config import rules
 from shardwise.config.presets import MODELS, preset_names, recipes
 from shardwise.config.run_file import json_schema, load_config
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.models.load import check_vocabulary, read_config
+from shardwise.models.folder_config import check_vocabulary, read_config
 from tests.command import run_command
 
 

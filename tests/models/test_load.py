@@ -24,7 +24,8 @@ from transformers import (
 
 from shardwise.config import Model, UserError
 from shardwise.models import initialise, weight_files, weight_folder
-from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
+from shardwise.models.folder_config import check_vocabulary, read_config
+from shardwise.models.load import build_meta, load_whole, weights
 from shardwise.models.save import save_model
 from tests.left_out import some_now
 from tests.models.tiny import CONFIGS, EACH_KIND, TINY, entries, on_meta, same, tiny

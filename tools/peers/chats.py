@@ -39,7 +39,7 @@ from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.data.loader import build_loaders
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.metrics.hardware import environment
-from shardwise.models import load
+from shardwise.models import folder_config
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 
@@ -211,7 +211,7 @@ def our_steps(cfg: RunConfig) -> Iterator[tuple[float, int]]:
     """Yield the loss and the targets of each step, as `shardwise train` takes it."""
     mesh = build_mesh(cfg, torch.device("cpu"))
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    num_rows = load.check_vocabulary(load.read_config(cfg.model), tokenizer)
+    num_rows = folder_config.check_vocabulary(folder_config.read_config(cfg.model), tokenizer)
     loaders = build_loaders(cfg, tokenizer, mesh.slots(ROWS), None, num_rows)
     job = build(cfg, mesh, find_start(cfg).state(), cfg.training.steps)
     with closing(loaders.train):
@@ -296,7 +296,7 @@ def in_our_order(cfg: RunConfig, tokenizer: Any) -> Iterator[tuple[list[dict[str
         tokens = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
         known[tuple(tokens[:LENGTH])] = chat, number
     mesh = build_mesh(cfg, torch.device("cpu"))
-    num_rows = load.check_vocabulary(load.read_config(cfg.model), tokenizer)
+    num_rows = folder_config.check_vocabulary(folder_config.read_config(cfg.model), tokenizer)
     loaders = build_loaders(
         replace(cfg, training=replace(cfg.training, steps=len(known) // ROWS)),
         tokenizer,

@@ -116,6 +116,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
     notes += _of_quantised_folder(cfg, hf.config)
+    notes += () if multimodal is None else multimodal.unscaled(family)
     if cfg.lora and cfg.model.init == "random":
         notes += (
             "model.init is random, and the base is saved nowhere: the adapter fits nothing else; "

@@ -1,4 +1,4 @@
-"""From a model folder or hub id to a transformers model: config, modules on meta, weights."""
+"""From the config of a model folder or hub id to a transformers model: on meta, with weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,28 +19,21 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from shardwise.base.safety import warn_of_code
 from shardwise.config import Model, UserError
-from shardwise.models.foreign import foreign, reason
-from shardwise.models.hub import ask_hub, check_source
+from shardwise.models.folder_config import read_config
+from shardwise.models.foreign import foreign
 from shardwise.models.initialise import initialise_buffers, random_weights
+from shardwise.models.multimodal import class_in_files
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.notices import held_notices, quiet_notices
-from shardwise.models.published import check_config, method_of
-from shardwise.models.sizes import check_bytes, check_parameters, check_read, check_written
+from shardwise.models.notices import quiet_notices
+from shardwise.models.published import method_of
+from shardwise.models.sizes import check_parameters
 from shardwise.models.weight_files import (
     PLAIN,
     OwnCodes,
-    check_quantised,
     first_dtype,
     in_words,
     other_entries,
@@ -54,110 +46,6 @@ _OF_FAKES = (
     *(UnsupportedFakeTensorException, UnsupportedOperatorException),
 )
 """Errors of what fake tensors cannot compute, whatever the config."""
-
-
-def read_config(model: Model) -> PretrainedConfig:
-    """Read `config.json` of a local folder or hub id: of a multimodal one, the language model's.
-
-    UserError if there is no config, or if transformers cannot use it.
-    """
-    return read_whole_config(model).get_text_config()
-
-
-@held_notices()
-def read_whole_config(model: Model) -> PretrainedConfig:
-    """Read `config.json` as `read_config` does, but return all of it."""
-    check_source(model.path)
-    warn_of_code(model)
-    if model.tokenizer is not None:  # reported now, not when it is read
-        ask_hub(model.tokenizer, "tokenizer_config.json", "model.tokenizer")
-    quiet_notices()
-    config = _config_by_transformers(model)
-    with foreign(model.path, config, "find the language model"):
-        text = config.get_text_config()
-    _check_text(model.path, text)
-    _check_quantised(model, config)
-    if not model.trust_remote_code:
-        check_read(model.path, text)
-    return config
-
-
-def _check_text(path: str, text: Any) -> None:
-    """Raise UserError unless this is the config of a language model whose layers are alike."""
-    if not isinstance(text, PretrainedConfig):
-        raise UserError(
-            f"{path}: text_config is {str(text)[:40]} in config.json, of a class that has none; "
-            "take it out"
-        )
-    if text.is_heterogeneous:
-        varied = ", ".join(sorted(text.per_layer_attributes or ()))
-        raise UserError(
-            f"{path}: in {text.model_type} layers differ in {varied[:100]} (per_layer_config in "
-            "config.json), which is not read; give a model of a family that `shardwise models` "
-            "lists"
-        )
-
-
-def _check_quantised(model: Model, config: PretrainedConfig) -> None:
-    """Check a quantised folder, and leave how it is quantised on the language model's config too.
-
-    Raises UserError if its weights cannot be read; where it is on this machine, headers are read.
-    """
-    text, folder = config.get_text_config(), Path(model.path)
-    for holder in (config, text):
-        if section := getattr(holder, "quantization_config", None):
-            check_config(model.path, section)
-            config.quantization_config = text.quantization_config = section
-    if model.init == "random":
-        for holder in (config, text):
-            holder.__dict__.pop("quantization_config", None)
-    method = method_of(text)
-    if method is not None and any(folder.glob("*.safetensors")):
-        check_quantised(folder, text.quantization_config)
-
-
-def _config_by_transformers(model: Model) -> PretrainedConfig:
-    try:
-        check_bytes(model.path)
-        check_written(model.path, PretrainedConfig.get_config_dict(model.path)[0])
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # whatever transformers makes of what stands there
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{model.path}: it comes with Python code of its own; set model.trust_remote_code "
-                "to true if you trust that"
-            ) from None
-        problem, way = "cannot read config.json", "correct it"
-        if not Path(model.path).is_dir():
-            problem = "the path of the model is no folder with a config.json, nor one of the hub"
-        raise UserError(
-            f"{model.path}: {problem} ({reason(error)}); {way}, or give a model of a family "
-            "that `shardwise models` lists"
-        ) from None
-
-
-def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the number of the model's embeddings where a token has none, None where all have one.
-
-    Published tokenizers have tokens that no text uses, such as Gemma 3's of an image, so that a
-    document with such a token is refused, and not the tokenizer: under tensor parallelism it would
-    give 0 and no error. UserError where a text begins or ends with one.
-    """
-    if max(tokenizer.get_vocab().values()) < config.vocab_size:
-        return None
-    for token, number in (
-        (tokenizer.bos_token, tokenizer.bos_token_id),
-        (tokenizer.eos_token, tokenizer.eos_token_id),
-    ):
-        if number is not None and number >= config.vocab_size:
-            raise UserError(
-                f"the tokenizer's {token} has the id {number} but the model only "
-                f"{config.vocab_size} embeddings (config.vocab_size); give the tokenizer that "
-                "belongs to the model (model.tokenizer)"
-            )
-    return config.vocab_size
 
 
 def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
@@ -267,7 +155,8 @@ def weights(
     """
     skeleton = build_meta(model, hf_model.config)
     if model.init == "weights":
-        yield from weights_from_files(skeleton, model.path, wanted, own)
+        whole, text_name = class_in_files(model, skeleton)
+        yield from weights_from_files(whole, model.path, wanted, own, text_name)
         return
     yield from random_weights(skeleton, seed, wanted)
     for name, tensor in skeleton.state_dict().items():
@@ -282,7 +171,8 @@ def other_weights(hf_model: PreTrainedModel, model: Model) -> Iterator[tuple[str
     files, and so nothing beside the model.
     """
     if model.init == "weights":
-        yield from other_entries(build_meta(model, hf_model.config), model.path)
+        skeleton = build_meta(model, hf_model.config)
+        yield from other_entries(*class_in_files(model, skeleton), model.path)
 
 
 def untuned(hf_model: PreTrainedModel, model: Model) -> str | None:
@@ -292,7 +182,8 @@ def untuned(hf_model: PreTrainedModel, model: Model) -> str | None:
     if model.init == "random":
         return None
     with contextlib.suppress(UserError, OSError):
-        keys = other_keys(build_meta(model, hf_model.config), model.path)
+        skeleton = build_meta(model, hf_model.config)
+        keys = other_keys(*class_in_files(model, skeleton), model.path)
         return in_words(keys, hf_model) if keys else None
 
 

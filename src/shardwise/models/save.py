@@ -14,7 +14,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import (
+    WeightConverter,
+    apply_converters,
+    revert_weight_conversion,
+)
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     IMAGE_PROCESSOR_NAME,
@@ -23,6 +27,7 @@ from transformers.utils import (
     cached_file,
 )
 
+from shardwise.config import UserError
 from shardwise.models.multimodal import Multimodal
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.published import method_of
@@ -104,10 +109,18 @@ def checkpoint_entries(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (key, tensor) of a checkpoint of `model` for each (transformers name, tensor)."""
     # One parameter at a time is converted back to the checkpoint's names and layout. That is right
-    # as long as no entry of a checkpoint is made of several parameters.
-    for transform in get_model_conversion_mapping(model, add_legacy=False):
-        assert not isinstance(transform, WeightConverter) or len(transform.target_patterns) == 1
+    # as long as no entry of a checkpoint is made of several parameters: some of towers are.
+    joining = [
+        transform.reverse_transform()
+        for transform in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(transform, WeightConverter) and len(transform.target_patterns) > 1
+    ]
     for name, tensor in state:
+        if apply_converters(name, joining)[1] is not None:
+            raise UserError(
+                f"{name} is one of several parts of an entry in the files of {type(model).__name__}"
+                ", of which no part is written alone; leave it as it is in the base"
+            )
         yield from revert_weight_conversion(model, {name: tensor}).items()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -31,6 +31,8 @@ from shardwise.models.weight_folder import files_by_key, weight_folder
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes whose numbers are the weights; integers and float8 need scales beside them."""
 
+TextName = Callable[[str], str | None]
+"""Function from a name in a class to that in the language model's own; None for other parts."""
 _BESIDE = (r"rotary_emb\.inv_freq", r"(^|\.)mtp(_\w+)?\.")
 """Names of entries that a class may lack: what it computes, and layers for several tokens."""
 
@@ -85,30 +87,37 @@ def check_quantised(folder: Path, section: Mapping[str, Any]) -> None:
 
 
 def weights_from_files(
-    skeleton: PreTrainedModel, path: str, wanted: Container[str] | None, own: OwnCodes | None = None
+    skeleton: PreTrainedModel,
+    path: str,
+    wanted: Container[str] | None,
+    own: OwnCodes | None = None,
+    text_name: TextName = str,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, full CPU tensor) from a model folder or hub id: see `load.weights`.
 
-    `skeleton`: the model on meta. Unless transformers converts a tensor, it has the file's dtype; a
-    quantised one is float32.
+    `skeleton`: the model on meta, or a multimodal one, whose language model is yielded. Unless
+    transformers converts a tensor, it has the file's dtype; a quantised one is float32.
     """
     in_files = files_by_key(weight_folder(path))
     files, entries = plain_keys(in_files, skeleton, path)
     state = skeleton.state_dict()
     tied = skeleton.all_tied_weights_keys
-    sources = _sources(skeleton, state, files, path)
+    sources = _sources(skeleton, state, files, path, text_name)
+
+    def is_wanted(name: str) -> bool:
+        inside = text_name(tied.get(name, name))
+        return inside is not None and (wanted is None or inside in wanted)
+
     with ExitStack() as stack:
         read = _Reader(stack, in_files | files, entries)
         for first, source in sources.items():
-            if wanted is not None and not any(
-                tied.get(name, name) in wanted for name in source.targets(first)
-            ):
+            if not any(is_wanted(name) for name in source.targets(first)):
                 continue
             if first in tied and tied[first] in sources:
                 _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
                 continue
             codes = {} if own is None else _own_codes(skeleton, first, source, read, path, own)
-            if own is not None and codes and all(name in own.wanted for name in codes):
+            if own is not None and codes and all(text_name(name) in own.wanted for name in codes):
                 tensors = {name: state[name] for name in codes}
             else:
                 tensors = _convert(skeleton, state[first].dtype, first, source, read, path)
@@ -119,21 +128,22 @@ def weights_from_files(
                         f"{source.keys[0][0]}), but by config.json it is "
                         f"{list(state[name].shape)}; the config does not belong to these weights"
                     )
-                if wanted is None or tied.get(name, name) in wanted:
+                if is_wanted(name):
                     if own is not None:
                         own.tensors, own.is_own = codes.get(name), _is_own(source, read, own)
-                    yield tied.get(name, name), tensor.contiguous()
+                    yield str(text_name(tied.get(name, name))), tensor.contiguous()
 
 
-def other_keys(skeleton: PreTrainedModel, path: str) -> list[str]:
-    """Return the keys of entries in the files that the model on meta is not made of.
+def other_keys(skeleton: PreTrainedModel, text_name: TextName, path: str) -> list[str]:
+    """Return the keys of entries in the files that the language model on meta is not made of.
 
     These are layers that predict several tokens, the vision tower of a multimodal folder, and
     others.
     """
     files, _ = plain_keys(files_by_key(weight_folder(path)), skeleton, path)
-    sources = _sources(skeleton, skeleton.state_dict(), files, path)
-    return sorted(files.keys() - {key for source in sources.values() for key, _ in source.keys})
+    sources = _sources(skeleton, skeleton.state_dict(), files, path, text_name)
+    inside = [source for name, source in sources.items() if text_name(name) is not None]
+    return sorted(files.keys() - {key for source in inside for key, _ in source.keys})
 
 
 def in_words(keys: list[str], model: PreTrainedModel) -> str:
@@ -147,13 +157,15 @@ def in_words(keys: list[str], model: PreTrainedModel) -> str:
     )
 
 
-def other_entries(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def other_entries(
+    skeleton: PreTrainedModel, text_name: TextName, path: str
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (key, tensor) of `other_keys` as stored, quantised ones in the dtype of the config."""
     in_files = files_by_key(weight_folder(path))
     files, entries = plain_keys(in_files, skeleton, path)
     with ExitStack() as stack:
         read = _Reader(stack, in_files | files, entries)
-        for key in other_keys(skeleton, path):
+        for key in other_keys(skeleton, text_name, path):
             yield key, read(key).to(skeleton.dtype) if key in entries else read(key)
 
 
@@ -175,7 +187,11 @@ class _Source:
 
 
 def _sources(
-    skeleton: PreTrainedModel, state: dict[str, torch.Tensor], files: dict[str, Path], path: str
+    skeleton: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    files: dict[str, Path],
+    path: str,
+    text_name: TextName,
 ) -> dict[str, _Source]:
     # transformers' own rules for names and layouts that differ between a checkpoint and the module:
     # a key is renamed, then at most one converter collects it, with others, under the name of the
@@ -195,7 +211,8 @@ def _sources(
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
-            if not (past(key) or any(re.search(rule, name) for rule in ignored)):
+            is_inside = text_name(name) is not None
+            if is_inside and not (past(key) or any(re.search(rule, name) for rule in ignored)):
                 unexpected.append(key)
             continue
         converter = None if pattern is None else by_pattern[pattern]
@@ -204,12 +221,13 @@ def _sources(
     provided = {target for name, source in sources.items() for target in source.targets(name)}
     tied = skeleton.all_tied_weights_keys
     provided |= {other for name, other in tied.items() if name in provided}
-    missing = [name for name in state if name not in provided and name not in tied]
+    inside = [name for name in state if text_name(name) is not None]
+    missing = [name for name in inside if name not in provided and name not in tied]
     reason = "config.json does not belong to these weights"
     _check_none(path, missing, "without weights in the files", reason)
     if unexpected and all(past(key, sys.maxsize) for key in unexpected):
         reason = (
-            f"num_hidden_layers of config.json is {skeleton.config.num_hidden_layers}; if layers "
+            f"num_hidden_layers of config.json is {_text(skeleton).num_hidden_layers}; if layers "
             "after these predict further tokens, give their number there (num_nextn_predict_layers)"
         )
     _check_none(path, unexpected, "that the model has no place for", reason)
@@ -220,7 +238,7 @@ def _layers_past_the_last(skeleton: PreTrainedModel) -> Callable[..., bool]:
     """Return whether a key is of one of the layers that predict several tokens, by default as many
     as the config has, which are counted on from the last one.
     """
-    config = skeleton.config
+    config = _text(skeleton)
     first = getattr(config, "num_hidden_layers", 0)
     listed = getattr(config, "num_nextn_predict_layers", None) or 0
 
@@ -229,6 +247,10 @@ def _layers_past_the_last(skeleton: PreTrainedModel) -> Callable[..., bool]:
         return index is not None and first <= int(index[1]) < first + num
 
     return is_past
+
+
+def _text(skeleton: PreTrainedModel) -> PretrainedConfig:
+    return skeleton.config.get_text_config()
 
 
 def _check_none(path: str, names: list[str], what: str, reason: str) -> None:

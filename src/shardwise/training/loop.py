@@ -14,7 +14,7 @@ from shardwise.config import RunConfig
 from shardwise.data.loader import build_loaders
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.metrics.meter import Meter
-from shardwise.models import load
+from shardwise.models import folder_config
 from shardwise.models.notices import held_notices
 from shardwise.parallel.compile import uncompiled
 from shardwise.training.epochs import count_steps
@@ -27,10 +27,10 @@ from shardwise.training.session import Session
 def train(cfg: RunConfig, mesh: Mesh, instruments: Instruments) -> RunRecord | None:
     """Run `cfg` on this rank, whose process group is up; on rank 0 return the record."""
     meter = Meter(cfg.measure.warmup_steps)
-    config = load.read_config(cfg.model)  # first: the tokenizer's folder has it too
+    config = folder_config.read_config(cfg.model)  # first: the tokenizer's folder has it too
     with held_notices():
         tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    num_rows = load.check_vocabulary(config, tokenizer)
+    num_rows = folder_config.check_vocabulary(config, tokenizer)
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
         slots = mesh.slots(cfg.training.global_batch_size)

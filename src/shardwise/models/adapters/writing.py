@@ -163,6 +163,7 @@ def merge_adapter(
     tied = _untied(reading, model)
     written = (model,) if multimodal is None else (model, multimodal.model)
     configs = [config for m in written for config in (m.config, m.config.get_text_config())]
+    configs = [config for config in configs if hasattr(config, "tie_word_embeddings")]
     ties = [config.tie_word_embeddings for config in configs]
     holder = model  # the class that the adapter's names are of
     beside: list[str] = []  # its parameters beside the language model, where the adapter has some

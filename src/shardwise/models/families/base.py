@@ -93,6 +93,9 @@ class Family:
     logits_capped_by: str | None = None
     """Attribute of the config with the cap c of c * tanh(logits / c); null in a config: no cap."""
 
+    text_parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Model types of language models in multimodal classes that compute as this one on text, and of
+    which transformers has no causal class; with keys of this config that those classes fix."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of its config without which the model that transformers makes by default lacks a kind of
     layer, where `layer_types` is not such a key."""

@@ -10,7 +10,11 @@ LLAMA = Family("llama")
 ERNIE4_5 = Family(
     "ernie4_5", mixers={"full_attention": mixer("self_attn", attention.ROTATED_WIDE_PAIRS)}
 )
-HUNYUAN_V1_DENSE = Family("hunyuan_v1_dense", options={"head_dim": 128})  # none by default
+HUNYUAN_V1_DENSE = Family(
+    "hunyuan_v1_dense",
+    options={"head_dim": 128},  # none by default
+    text_parts={"hunyuan_vl_text": {}},
+)
 STARCODER2 = Family("starcoder2", options={"residual_dropout": 0.0, "embedding_dropout": 0.0})
 GLM4 = Family(
     "glm4",
@@ -43,8 +47,8 @@ PHI3 = Family(
 )
 MISTRAL = Family("mistral", options={"sliding_window": None})  # as published since 0.2
 MINISTRAL3 = Family("ministral3")
-QWEN2 = Family("qwen2")
-QWEN3 = Family("qwen3")
+QWEN2 = Family("qwen2", text_parts={"qwen2_vl_text": {}, "qwen2_5_vl_text": {}})
+QWEN3 = Family("qwen3", text_parts={"qwen3_vl_text": {}})
 SMOLLM3 = Family("smollm3")
 ARCEE = Family("arcee")
 SEED_OSS = Family("seed_oss")
