@@ -11,13 +11,13 @@ import torch
 
 from shardwise.assembly.build import build
 from shardwise.commands import cli
-from shardwise.config import Lora, Model
+from shardwise.config import Lora, Model, UserError
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.adapters.writing import save_adapter
 from shardwise.models.copy import copy_model
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.load import build_meta, read_config, weights
-from shardwise.models.quantise import stored_paths
+from shardwise.models.quantise import quantised, stored_paths
 from shardwise.models.stored import stored_in
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
@@ -155,3 +155,11 @@ def bytes_of_loading(layout: str, num_ranks: int, base: str) -> int:
     assert peak.peak_bytes is not None
     assert peak.entry_bytes is not None
     return peak.peak_bytes - peak.entry_bytes
+
+
+def test_weights_too_large_for_scales_of_int4_are_one_line():
+    """Scales are float16, at most 65504, and codes go to 15."""
+    largest = torch.full((2, 64), 15 * 65504.0)
+    assert quantised(largest, "int4", "w")["scales"].isfinite().all()
+    with pytest.raises(UserError, match=r"^w has values as large as 1e\+06"):
+        quantised(largest * 1.02, "int4", "w")

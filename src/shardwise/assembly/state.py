@@ -19,11 +19,12 @@ from shardwise.assembly.optimizer import optimized_parameters
 from shardwise.base.interfaces import ParallelModel, State
 from shardwise.base.process.watchdog import beat, paused
 from shardwise.config import Lora, RunConfig
-from shardwise.kernels.quantised import dequantise, quantise
+from shardwise.kernels.quantised import dequantise
 from shardwise.models import load, published, weight_files, weight_folder
 from shardwise.models.adapters import lora, peft_config
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
+from shardwise.models.quantise import quantised
 from shardwise.models.stored import stored_in
 from shardwise.parallel.optimizers import update_rule_of
 
@@ -174,7 +175,7 @@ def _initial_weights(
                     assert own is not None
                     matrix, kept = stored[name], own.of(disk_name)
                     if kept is None:
-                        tensors = quantise(matrix.turned(full), matrix.format)
+                        tensors = quantised(matrix.turned(full), matrix.format, name)
                     else:
                         tensors = {part: matrix.turned(values) for part, values in kept.items()}
                     yield from ((f"{name}.{part}", values) for part, values in tensors.items())

@@ -107,8 +107,19 @@ def _read_back(
     hf: nn.Module, name: str, tensor: torch.Tensor, fmt: Format, dtype: torch.dtype
 ) -> torch.Tensor:
     if _is_turned(hf, name):
-        return dequantise(quantise(tensor.mT, fmt), fmt, dtype).mT
-    return dequantise(quantise(tensor, fmt), fmt, dtype)
+        return dequantise(quantised(tensor.mT, fmt, name), fmt, dtype).mT
+    return dequantise(quantised(tensor, fmt, name), fmt, dtype)
+
+
+def quantised(matrix: torch.Tensor, fmt: Format, name: str) -> dict[str, torch.Tensor]:
+    """Return `quantise` of a real matrix; UserError where int4's scales, float16, overflow."""
+    stored = quantise(matrix, fmt)
+    if fmt.startswith("int4") and not stored["scales"].isfinite().all():
+        raise UserError(
+            f"{name} has values as large as {matrix.abs().max().item():.3g}, for which the scales "
+            "of int4 (float16) are too small; use model.base: nf4 or int8"
+        )
+    return stored
 
 
 def _is_turned(hf: nn.Module, name: str) -> bool:
