@@ -100,3 +100,13 @@ def test_the_kills_of_a_soak_are_the_same_each_time_and_of_every_sort():
     assert kills == [soak.drawn("pp", number) for number in range(100)]
     assert {kill["victim"] for kill in kills} == set(soak.VICTIMS)
     assert {kill["moment"] for kill in kills} == set(soak.MOMENTS)
+
+
+def test_the_page_says_how_far_the_curves_are_equal():
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "results" / "soak.json").read_text())
+    rows = [*record["rows"], *record.get("curves", [])]
+    (row,) = (row for row in rows if "mean_losses" in row)
+    assert row["curve_is_equal"]
+    page = " ".join((root / "docs" / "study.md").read_text().split())
+    assert f"up to step {row['compared_steps']:,}, with {row['kills']} [kills]" in page
