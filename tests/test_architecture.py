@@ -247,7 +247,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 116
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 117
 
 
 NO_NOUN = {"Of", "Those", "That", "As", "In", "By", "What"}

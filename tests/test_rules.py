@@ -51,6 +51,7 @@ from tests.models.unproven import UNPROVEN, write_config
 ROOT = Path(__file__).parents[1]
 BFLOAT16 = {"dtype": "bfloat16"}
 FLOAT32_SUMS = {"accumulation": "float32"}
+COPIES = {"cast": "weights", "precision": "bfloat16"}
 FP8 = {"matmul": "fp8_tensorwise"}
 GRAPHED = {"compile": "reduce-overhead"}
 LORA = {"r": 4}
@@ -522,6 +523,13 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         1,
     ),
     "blocks of a quantised base": ("llama", {"model": {"base": "nf4"}, "lora": LORA}, 1),
+    "copies of weights in the dtype that they have": (
+        "llama",
+        {"training": {"cast": "weights"}},
+        1,
+    ),
+    "copies of frozen weights": ("llama", {"lora": LORA, "training": COPIES}, 1),
+    "copies of flat weights": ("llama", {"parallel": {"data": "fsdp1"}, "training": COPIES}, 2),
     "products in 8 bits of a stored base": (
         "llama",
         {"model": {"base": "int8"}, "lora": LORA, "training": FP8},
@@ -580,6 +588,7 @@ OWN: dict[str, tuple[type[torch.nn.Module], Sections, int]] = {
     "an own module with a key of transformers models": (Classifier, {"lora": LORA}, 1),
     "an own module in a pipeline, without stages": (Plain, {"parallel": PIPELINE}, 2),
     "an own module in a pipeline, with tied weights": (Tied, {"parallel": PIPELINE}, 2),
+    "copies of an own module's weights": (Classifier, {"training": COPIES}, 1),
     "an own module under tp, without cuts": (Plain, {"parallel": {"tp": 2}}, 2),
 }
 """By rule, a module of the caller, sections of its run, and a number of processes."""
@@ -671,7 +680,8 @@ def test_a_rule_forbids_its_example_before_a_rank_starts(name, folder_of):
 @pytest.mark.parametrize("name", OWN)
 def test_a_rule_forbids_an_own_module(name):
     module, sections, num_ranks = OWN[name]
-    usual: Sections = {"model": {"path": CALLERS}, "training": {"global_batch_size": 16}}
+    training = {"global_batch_size": 16, **sections.get("training", {})}
+    usual: Sections = {"model": {"path": CALLERS}, "training": training}
     cfg = run_of(CALLERS, {**sections, **usual})
     cfg = replace(cfg, model=Model(CALLERS))
     with pytest.raises(UserError) as caught:

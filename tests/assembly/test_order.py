@@ -199,7 +199,8 @@ def test_lora_is_a_row_of_the_order(monkeypatch):
 
 def test_every_row_of_the_order_is_shown():
     strategies = {"context", "tensor", "expert", "fsdp1", "fsdp2", "embeddings with a gradient"}
-    strategies |= {"FP8 scales", "disk"}
+    # The latter: tests/models/test_casting.py.
+    strategies |= {"FP8 scales", "disk", "copies of weights"}
     # The latter two: test_float8.py and test_rotary.py of tests/models/patches.
     hidden = {"compile", "FP8 products", "rotary positions by document"}
     assert {row.name for row in order.BEFORE_LOADING} == {*SHOWN_BY, *strategies, *hidden}

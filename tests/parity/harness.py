@@ -135,6 +135,8 @@ BESIDE_ADAMW = ("muon", EIGHT_BIT, EIGHT_BIT + CURVE, ADAMW)
 """Variants: cells whose updates are not SGD's."""
 COPY = "-copy"
 """Suffix of a reference: plain weights, which were stored in the base's format and read back."""
+COPIES = "bfloat16-copies"
+"""Variant: `training.cast` is weights, also where layers are recomputed."""
 STILL = "still"
 """Variant of a control, float32 at the learning rate of the bfloat16 cells; or suffix of one."""
 FASTER = 4.0
@@ -294,7 +296,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3
             # of it.
             lr=0.0
-            if cell.variant == "bfloat16" or cell.variant.endswith(STILL)
+            if "bfloat16" in cell.variant or cell.variant.endswith(STILL)
             else 1.0
             if is_sgd
             else 0.01,
@@ -315,6 +317,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             offload_activations=cell.variant in ACTIVATIONS,
             compile="aot_eager" if cell.variant.endswith("compile") else "none",
             precision=_precision(cell),
+            cast="weights" if cell.variant.endswith(COPIES) else "products",
             matmul=_matmul(cell),
             device="cpu",
         ),
@@ -356,8 +359,8 @@ def _overflows(cell: Cell) -> bool:
 
 
 def _precision(cell: Cell) -> str:
-    name = cell.variant.partition("-")[0]
-    return name if name in ("float16", "bfloat16") else "float32"
+    names = cell.variant.split("-")
+    return next((name for name in names if name in ("float16", "bfloat16")), "float32")
 
 
 def _lora(cell: Cell) -> Lora:

@@ -90,6 +90,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"optimizer.name": name} for name in ("sgd", "muon", "adamw8bit")},
     "dora": {"lora.dora": True},
     "plain loss": {"training.loss": "plain"},
+    "copies": {"training.cast": "weights"},
     "kept": {"parallel.reshard_after_forward": False},
     "offload": {"parallel.offload": "optimizer"},
     "naive": {"parallel.fsdp1_wrap": "naive"},
@@ -211,6 +212,8 @@ def _varied() -> Iterator[Cell]:
     data = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2")
     for layout in (*data, "tp", "1f1b"):
         yield cell(layout, "full", STORED_SHORT)
+        if layout != "fsdp1":
+            yield cell(layout, "full", "bfloat16", variant="copies")
     for layout in data:
         if layout != "fsdp1":
             yield cell(layout, "full", STORED_SHORT, variant="float32 sums")

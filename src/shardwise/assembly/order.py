@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import Lora, RunConfig, require
+from shardwise.models import casting
 from shardwise.models.adapters import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
@@ -141,6 +142,8 @@ BEFORE_LOADING: tuple[OrderEntry[Apply], ...] = (
     OrderEntry("expert", lambda cfg: cfg.parallel.ep > 1, expert_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.
     OrderEntry("compile", lambda cfg: cfg.training.is_compiled, compile.apply),
+    # Around compiled code and inside checkpointing, which makes the copies once more.
+    OrderEntry("copies of weights", lambda cfg: cfg.training.casts_weights, casting.apply),
     # Inside the wrappers, so that their hooks lie outside.
     OrderEntry(
         "activation checkpointing",

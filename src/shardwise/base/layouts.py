@@ -55,6 +55,8 @@ class StrategyFacts:
     """Whether it cannot run on a single rank."""
     frees_weights: bool = False
     """Whether it gathers weights that `parallel.reshard_after_forward` lets it free early."""
+    gathers_copies: bool = False
+    """Whether it gathers weights in the dtype that `training.cast: weights` gives them."""
     is_flat: bool = False
     """Whether parameters are views into flat ones, which hold plain floating-point tensors only."""
     takes_stages: bool = True

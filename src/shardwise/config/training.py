@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from shardwise.config.optimizers import OptimizerName
@@ -147,6 +147,11 @@ class Training(Section):
     """`bfloat16`, `float16`: matrix products in that dtype (autocast); weights, reductions and the
     optimizer keep theirs. float16 scales the loss so that small gradients do not become 0, and
     skips a step whose gradients overflow."""
+    cast: Literal["products", "weights"] = with_facts("products", rounds=True)
+    """Numbers that are cast to `precision`. `products`: the operands of each matrix product, by
+    autocast; hidden states keep the dtype of the weights. `weights`: a copy of a layer's weights
+    before it computes; hidden states have `precision`, too, and fsdp2 gathers the copies. It is for
+    full training, as with FSDP2's MixedPrecisionPolicy, Megatron and DeepSpeed."""
     matmul: Literal["default", "fp8_tensorwise", "fp8_rowwise"] = with_facts("default", rounds=True)
     """`fp8_tensorwise`, `fp8_rowwise`: the products of the layers' linears in 8-bit floating point,
     with one scale of an operand or one for each of its rows (docs/guides/fp8.md). `default`: in
@@ -264,6 +269,15 @@ class Training(Section):
         chosen = self.checkpointing
         gib = chosen.budget_gib if isinstance(chosen, Recomputation) else None
         return None if gib is None else int(gib * 2**30)
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether layers compute with copies of their weights in `precision`."""
+        return self.cast == "weights"
+
+    def in_float32(self) -> Training:
+        """Return it with products in float32."""
+        return replace(self, precision="float32", cast="products")
 
     @property
     def is_compiled(self) -> bool:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from shardwise.base.layouts import strategy_facts
 from shardwise.base.schedule.context import reach_of, way_taken
 from shardwise.base.schedules import HALVING
 from shardwise.config import RunConfig, way_of
 from shardwise.kernels.attention.blocks import computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
-from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.dtypes import autocast_dtype, copied_names, hidden_dtype
 from shardwise.models.elementwise import SharedRows
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.facts import context_facts
@@ -65,17 +66,23 @@ class UnitMemory(NamedTuple):
 
 
 def unit_memory(
-    cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, unit_index: int
+    cfg: RunConfig,
+    hf: PreTrainedModel,
+    spec: ModelSpec,
+    unit_index: int,
+    has_whole_experts: bool = False,
 ) -> UnitMemory:
     """Return the memory of a unit, from the embedding (0) up, of a model on any device.
 
-    Every rank of `tp` counts as the first one, whose share is the largest. The cores are the
-    project's own (kernels/*); those of other packages keep somewhat more or less.
+    `has_whole_experts`: each data rank has experts of its own, which nothing gathers. Every rank of
+    `tp` counts as the first one, whose share is the largest. The cores are the project's own
+    (kernels/*); those of other packages keep somewhat more or less.
     """
-    memory = _Unit(cfg, hf, spec, unit_index).memory_of_unit()
+    unit = partial(_Unit, cfg, hf, spec, unit_index, has_whole_experts)
+    memory = unit().memory_of_unit()
     if cfg.parallel.schedule not in HALVING:
         return memory
-    halved = _Unit(cfg, hf, spec, unit_index, is_halved=True).memory_of_unit()
+    halved = unit(is_halved=True).memory_of_unit()
     return memory._replace(late=halved.late, inputs=halved.backward)
 
 
@@ -112,8 +119,15 @@ class _Unit:
     """One unit of a run, whose forward can be run on a tape."""
 
     def __init__(
-        self, cfg: RunConfig, hf: Any, spec: ModelSpec, unit_index: int, is_halved: bool = False
+        self,
+        cfg: RunConfig,
+        hf: Any,
+        spec: ModelSpec,
+        unit_index: int,
+        has_whole_experts: bool = False,
+        is_halved: bool = False,
     ) -> None:
+        self.has_whole_experts = has_whole_experts
         self.cfg, self.hf, self.spec, self.unit_index = cfg, hf, spec, unit_index
         self.tape = Tape(is_halved=is_halved)
         self.hidden = hidden_dtype(cfg).itemsize
@@ -235,11 +249,11 @@ class _Unit:
 
     def _block(self, path: str, layer: LayerSpec | None) -> TapedBlock:
         cfg, module = self.cfg, self.hf.get_submodule(path)
-        cast = autocast_dtype(cfg.training.precision)
+        cast = autocast_dtype(cfg)
         cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
         stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
         within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
-        return taped(
+        block = taped(
             *(self.tape, module, self.hf.config, cuts, within),
             rows=cfg.training.micro_batch_size,
             length=self.length,
@@ -250,6 +264,23 @@ class _Unit:
             spreads_experts=cfg.parallel.ep > 1,
             is_windowed=is_windowed(layer),
         )
+        return self._reading_copies(block, path, layer) if cfg.training.casts_weights else block
+
+    def _reading_copies(self, block: TapedBlock, path: str, layer: LayerSpec | None) -> TapedBlock:
+        """Return a block that reads weights in the dtype of hidden states: as they are gathered, or
+        copies.
+        """
+        copied_ones, read = copied_names(self.cfg, self.hf), dict(block.parameters)
+        are_gathered = strategy_facts(self.cfg.parallel).gathers_copies
+        experts = {name for name, _, _ in self._cuts_of_ep(path, layer)}
+        for name, weight in block.parameters.items():
+            if f"{path}.{name}" not in copied_ones:
+                continue
+            copied = None
+            if not are_gathered or (self.has_whole_experts and name in experts):
+                copied = block.as_dtype(weight.on_tape, self.hidden)
+            read[name] = replace(weight, itemsize=self.hidden, copied=copied)
+        return replace(block, parameters=read)
 
     def _shared_rows(self, layer: LayerSpec | None) -> SharedRows | None:
         parallel, kinds = self.cfg.parallel, [b.kind for b in layer.attention] if layer else []

@@ -43,7 +43,7 @@ class CausalLM(ModelPart):
         whole_model: PreTrainedModel | None = None,
     ) -> None:
         """Take a model; `whole_model` is the one that `hf` is a stage of, if it is a stage."""
-        super().__init__(spec, cfg.training.precision, cfg.training.seed)
+        super().__init__(spec, cfg)
         self.hf = hf
         self.family = family
         self.num_routers = len(routers_of(whole_model or hf, family))

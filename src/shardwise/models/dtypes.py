@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
+from transformers import PreTrainedModel
 
-from shardwise.config import RunConfig
+from shardwise.config import Model, RunConfig
+from shardwise.models.load import build_meta
 
 
-def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of matrix products by `training.precision`; None: that of the operands."""
-    return None if precision == "float32" else getattr(torch, precision)
+def autocast_dtype(cfg: RunConfig) -> torch.dtype | None:
+    """Return the dtype to which autocast casts the operands of products; None: it casts none."""
+    training = cfg.training
+    is_cast = training.precision != "float32" and not training.casts_weights
+    return getattr(torch, training.precision) if is_cast else None
 
 
 def product_dtype(cfg: RunConfig) -> torch.dtype:
     """Return the dtype of a run's matrix products and of what they give."""
-    return autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
+    return autocast_dtype(cfg) or hidden_dtype(cfg)
 
 
 def hidden_dtype(cfg: RunConfig) -> torch.dtype:
-    """Return the dtype of hidden states between layers: that of the weights, autocast or not.
+    """Return the dtype of hidden states between layers: that in which weights are read, autocast or
+    not.
 
     The residual sum adds the output of products, in the dtype of autocast, to embeddings. float16
     products of bfloat16 weights add up in float32, but not yet after the embedding; a rule refuses
     them in a pipeline.
     """
-    return getattr(torch, cfg.model.dtype)
+    is_cast = cfg.training.casts_weights
+    return getattr(torch, cfg.training.precision if is_cast else cfg.model.dtype)
+
+
+def copied_names(cfg: RunConfig, hf: PreTrainedModel) -> frozenset[str]:
+    """Return the names of what a layer reads in 16 bits under `training.cast: weights`.
+
+    They are what the class has in 16 bits when it is built so, but for the buffers that a folder
+    has, such as biases on the scores of routers, which grow by less than 16 bits tell apart.
+    """
+    return _copied_names(cfg.model, cfg.training.precision, hf)
+
+
+@lru_cache(maxsize=2)
+def _copied_names(model: Model, precision: str, hf: PreTrainedModel) -> frozenset[str]:
+    built = build_meta(replace(model, dtype=precision), hf.config)
+    kept = built.state_dict().keys() - dict(built.named_parameters()).keys()
+    tensors = (*built.named_parameters(), *built.named_buffers())
+    dtype = getattr(torch, precision)
+    return frozenset(name for name, tensor in tensors if tensor.dtype == dtype and name not in kept)

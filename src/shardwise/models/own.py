@@ -133,7 +133,7 @@ class OwnPart(ModelPart):
     """A complete module of the caller."""
 
     def __init__(self, module: nn.Module, spec: ModelSpec, cfg: RunConfig) -> None:
-        super().__init__(spec, cfg.training.precision, cfg.training.seed)
+        super().__init__(spec, cfg)
         self.hf = module
 
     def forward(self, batch: AnyBatch) -> torch.Tensor:
@@ -150,7 +150,7 @@ class OwnStage(StagePart):
         self, module: nn.Module, spec: ModelSpec, cfg: RunConfig, complete: GivesStages
     ) -> None:
         """Take a stage, the paths of its layers, and the module that it was cut from."""
-        super().__init__(spec, cfg.training.precision, cfg.training.seed)
+        super().__init__(spec, cfg)
         self.hf = module
         self.passed_on = complete.passed_on
 

@@ -21,11 +21,13 @@ class Parameter:
     """Format in which it is stored in few bits, if it is."""
     name: str = field(default="", compare=False)
     """Name of the parameter in the layer, as torch gives it."""
+    copied: Tensor | None = field(default=None, compare=False)
+    """Copy of `itemsize` bytes an element that is read in its place, where there is one."""
 
     @property
     def on_tape(self) -> Tensor:
-        """The weight on a tape."""
-        return parameter(prod(self.shape), self.itemsize, self.is_trained, self.name)
+        """The weight on a tape, or its copy."""
+        return self.copied or parameter(prod(self.shape), self.itemsize, self.is_trained, self.name)
 
     def reading(self, itemsize: int) -> tuple[int, int]:
         """Return the bytes of the values that a product reads, and the most while they are read.

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.base.batches import AnyBatch, Batch
 from shardwise.base.interfaces import Part
+from shardwise.config import RunConfig
 from shardwise.kernels.backward_half import BackwardHalf
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype
@@ -23,12 +24,12 @@ class ModelPart(Part):
     offloaded_bytes: int = 0
     """Activations that this rank has moved to the CPU so far."""
 
-    def __init__(self, spec: ModelSpec, precision: str, seed: int) -> None:
-        """Take the paths of the modules, `training.precision` and `training.seed`."""
+    def __init__(self, spec: ModelSpec, cfg: RunConfig) -> None:
+        """Take the paths of the modules; of the run, its dtypes and its seed."""
         super().__init__()
         self.spec = spec
-        self.autocast_dtype = autocast_dtype(precision)
-        self.dropout = DropoutState(seed)
+        self.autocast_dtype = autocast_dtype(cfg)
+        self.dropout = DropoutState(cfg.training.seed)
         self.isolated = False
         # A pipeline that halves backwards sets it, and the LoRA linears read it.
         self.backward_half = BackwardHalf()

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.base.interfaces import Mesh, ParallelModel
 from shardwise.config import RunConfig
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.dtypes import copied_names, hidden_dtype
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import are_gradients_few, axes_of, free_dim, materialise, odd_dtype
@@ -61,12 +63,23 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 
 def _shard(part: ModelPart, mesh: Mesh, cfg: RunConfig) -> None:
+    is_cast = cfg.training.casts_weights
+    wide: set[nn.Parameter] = set()
+    if is_cast:
+        assert isinstance(part, CausalLM)
+        copied = copied_names(cfg, part.hf)
+        wide = {p for name, p in part.hf.named_parameters() if name not in copied}
     options: dict[str, Any] = {
         "mesh": mesh.along(*_axes((), mesh)),
-        # Autocast chooses the dtype of the computation, as under every strategy. Sums are float32.
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        # Shards are cast before they are gathered, or autocast chooses the dtype of the
+        # computation, as under every strategy. Sums are float32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=hidden_dtype(cfg) if is_cast else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        ),
         "shard_placement_fn": _placement(mesh),
-        "ignored_params": set(left_replicated(part, mesh)),
+        "ignored_params": {*left_replicated(part, mesh), *wide},
     }
     if cfg.parallel.offload == "all":
         # Sharded weights and gradients are on the CPU. A unit's are copied to the device, gathered

@@ -64,6 +64,7 @@ class ShardedHolding(Whole):
     def __init__(
         self, units: ChunkUnits, rest: Collection[Weight] = (), whole: Collection[Weight] = ()
     ) -> None:
+        self.whole = frozenset(whole)
         super().__init__(units)
         sharded = [[w for w in unit.weights if w not in whole] for unit in self.units]
         root_weights = [weight for weights in sharded for weight in weights if weight in rest]

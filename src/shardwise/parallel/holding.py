@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwise.base.layouts import strategy_facts
 from shardwise.config import RunConfig
 from shardwise.parallel.weights import Weight, gradient_bytes
 
@@ -74,6 +75,8 @@ class Whole:
         is_kept = self.cfg.training.loss != "plain" and self.units[-1].name == "the head"
         if is_kept and all(weight.itemsize == 4 for weight in self.units[-1].trained):
             self.largest[-1] = 0  # Among what the loss keeps is the gradient of its weight.
+        if self.cfg.training.casts_weights and not strategy_facts(self.cfg.parallel).gathers_copies:
+            self.largest = [0] * len(self.units)  # They come from those of copies, at a unit's end.
         self.total = sum(self.gradients)
         self.is_first = self.is_last = True
         self.is_gathered = False

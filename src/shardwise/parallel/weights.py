@@ -34,6 +34,8 @@ class Weight:
     """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
     is_selected: bool = False
     """Whether the run's optimizer selects it: see `UpdateRule.selected`."""
+    is_wide: bool = False
+    """Whether a layer reads it in float32 where it reads copies of others in 16 bits."""
     shared_numels: tuple[int, ...] = ()
     """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
 
@@ -109,6 +111,11 @@ class ChunkWeights:
     def ends(self) -> tuple[Weight, ...]:
         """The weights of no layer."""
         return (*self.by_layer["start"], *self.by_layer["end"])
+
+
+def is_whole_expert(weight: Weight) -> bool:
+    """Return whether a weight belongs to experts of which each data rank has others."""
+    return weight.ep_dim is not None and weight.num_shards == 1
 
 
 def are_few(gradient_bytes: float, layer_bytes: Iterable[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Rules on products in 8-bit floating point."""
+"""Rules on products in 8-bit floating point, and on copies of weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,33 @@ def _kernel(case: Case) -> str:
 
 
 RULES = (
+    Rule(
+        "copies of weights in the dtype that they have",
+        applies=lambda case: (
+            case.training.casts_weights
+            and (case.training.precision == "float32" or case.cfg.model.dtype != "float32")
+        ),
+        problem=(
+            "training.cast weights computes with copies of float32 weights in 16 bits, but "
+            "model.dtype is {cfg.model.dtype} and training.precision {training.precision}"
+        ),
+        way_out="set model.dtype to float32 and precision to bfloat16, or cast to products",
+        why="the key would have no effect",
+    ),
+    Rule(
+        "copies of frozen weights",
+        applies=lambda case: case.training.casts_weights and case.cfg.lora is not None,
+        problem="training.cast weights would hold a frozen base twice, in float32 and in 16 bits",
+        way_out="set model.dtype to bfloat16 and cast to products: factors are float32 anyway",
+        why="what is never updated needs no float32",
+    ),
+    Rule(
+        "copies of flat weights",
+        applies=lambda case: case.training.casts_weights and case.strategy.is_flat,
+        problem="training.cast weights does not reach the flat weights of {parallel.data}",
+        way_out="use fsdp2, which gathers the copies",
+        why="torch gives its views to a layer beside the place that others read",
+    ),
     Rule(
         "products in 8 bits of a stored base",
         applies=lambda case: _is_fp8(case) and case.cfg.model.base != "none",
@@ -59,6 +86,13 @@ RULES = (
 )
 
 MODEL_RULES = (
+    Rule(
+        "copies of an own module's weights",
+        applies=lambda case: case.training.casts_weights and case.model.is_own,
+        problem="training.cast weights is for transformers models, and {model.family} is your own",
+        way_out="set cast to products, or cast the weights in its forward",
+        why="which weights it needs in float32 is known to itself alone",
+    ),
     Rule(
         "products in 8 bits of a family that is not listed",
         applies=lambda case: _is_fp8(case) and not (case.model.is_listed or case.model.is_own),

@@ -41,7 +41,7 @@ from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.holding import ChunkUnits, HeldUnit, Whole
 from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.strategies import strategy_of
-from shardwise.parallel.weights import Weight
+from shardwise.parallel.weights import Weight, is_whole_expert
 
 NORM_ELEMENTS = 2**16
 """Elements of a gradient that are squared together for the norm, on a CPU."""
@@ -165,15 +165,20 @@ class Rank:
         training, parallel = self.cfg.training, self.cfg.parallel
         layout = training.micro_batch_size, parallel.schedule in HALVING, parallel.cp, parallel.ep
         layout = *layout, parallel.tp, parallel.sequence_parallel
+        layout = *layout, training.casts_weights and self.strategy.gathers_copies
         for number in numbers:
             unit_weights = weights.get(number, ())
             layer = model.layers[number - 1] if 0 < number < last else None
             facts = tuple((w.shape, w.itemsize, w.is_trained) for w in unit_weights if not layer)
+            has_whole_experts = any(map(is_whole_expert, unit_weights))
             kind = 1 + places[layer.name] if layer else number
             way = way_of(training.checkpointing, layer.number, layer.kind) if layer else "none"
             key = (layout, way, kind, is_trained or chunk.needs_input_gradient, facts)
+            key = *key, has_whole_experts
             if key not in self.memories:
-                self.memories[key] = unit_memory(self.cfg, self.run.hf, model, number)
+                self.memories[key] = unit_memory(
+                    *(self.cfg, self.run.hf, model, number), has_whole_experts
+                )
             ends = {0: "the embedding", last: "the head"}
             name = layer.name if layer else ends[number]
             units.append(HeldUnit(name, self.memories[key], unit_weights))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.models.alike import first_alike
+from shardwise.models.dtypes import copied_names
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.quantise import as_stored
 from shardwise.models.spec import ModelSpec
@@ -28,7 +29,8 @@ def cut_weights(cfg: RunConfig, run: Description, rank: int) -> Mapping[str, tup
     """
     parallel, hf = cfg.parallel, as_stored(run.hf, cfg.model.base)
     cut = parallel.tp, parallel.ep, parallel.sequence_parallel, rank
-    return _cut_weights(hf, run.hf, cfg.optimizer.name, run.spec, *cut)
+    copied = copied_names(cfg, run.hf) if cfg.training.casts_weights else None
+    return _cut_weights(hf, run.hf, cfg.optimizer.name, copied, run.spec, *cut)
 
 
 def shapes_of(cfg: RunConfig, run: Description) -> dict[str, tuple[int, ...]]:
@@ -51,7 +53,7 @@ def _rows(hf: PreTrainedModel, spec: ModelSpec) -> Mapping[str, WeightRow]:
 
 @lru_cache(maxsize=2)
 def _whole_weights(
-    hf: PreTrainedModel, optimizer: str, spec: ModelSpec
+    hf: PreTrainedModel, optimizer: str, copied: frozenset[str] | None, spec: ModelSpec
 ) -> Mapping[str, tuple[Weight, ...]]:
     """Return the weights by layer as one process holds them."""
     selected = OPTIMIZERS[optimizer].selected(hf, spec)
@@ -67,6 +69,7 @@ def _whole_weights(
                 row.is_trained,
                 num_shards=1,
                 is_selected=row.name in selected,
+                is_wide=copied is not None and row.name not in copied,
             )
         )
     return {name: tuple(group) for name, group in groups.items()}
@@ -77,6 +80,7 @@ def _cut_weights(
     stored: PreTrainedModel,
     hf: PreTrainedModel,
     optimizer: str,
+    copied: frozenset[str] | None,
     spec: ModelSpec,
     num_ranks: int,
     num_expert_ranks: int,
@@ -84,7 +88,7 @@ def _cut_weights(
     rank: int,
 ) -> Mapping[str, tuple[Weight, ...]]:
     """See `cut_weights`. Layers that are alike in `hf` are cut once."""
-    whole = _whole_weights(stored, optimizer, spec)
+    whole = _whole_weights(stored, optimizer, copied, spec)
     if num_ranks == num_expert_ranks == 1:
         return whole
     places = first_alike(hf, spec, "none")

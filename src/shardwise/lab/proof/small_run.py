@@ -26,6 +26,7 @@ from shardwise.config import (
     require,
     rules,
 )
+from shardwise.config.section import facts_in
 from shardwise.lab.proof.harness import RandomRows
 from shardwise.lab.proof.shrink import Small, shrink
 from shardwise.models import tensor_plan
@@ -243,7 +244,7 @@ def in_float32(cfg: RunConfig) -> RunConfig:
         cfg,
         model=replace(cfg.model, dtype="float32"),
         lora=cfg.lora and replace(cfg.lora, dtype="float32"),
-        training=replace(cfg.training, precision="float32"),
+        training=cfg.training.in_float32(),
     )
 
 
@@ -262,17 +263,17 @@ def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
     if cfg.parallel.sequence_parallel:
         stretches *= cfg.parallel.tp
     length = -(-length // stretches) * stretches
+    # Rounding to 8 bits would hide wrong scales: cells of the matrix bend numbers instead.
+    names = [key for key, facts in facts_in(Training).items() if facts.rounds and key != "matmul"]
+    roundings: dict[str, Any] = {name: getattr(cfg.training, name) for name in names}
     training = Training(
         output_dir=str(folder),
         steps=STEPS,
         micro_batch_size=min(cfg.training.micro_batch_size, 2),
-        precision=cfg.training.precision,
-        accumulation=cfg.training.accumulation,
         checkpointing=cfg.training.checkpointing,
-        compile=cfg.training.compile,
-        loss=cfg.training.loss,
         seed=cfg.training.seed,
         device="cpu",
+        **roundings,
     )
     return replace(
         cfg,

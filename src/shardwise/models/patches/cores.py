@@ -25,7 +25,7 @@ from shardwise.kernels.rotary import (
     rotate_pairs,
     rotate_repeated,
 )
-from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.dtypes import product_dtype
 from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
 from shardwise.models.patches.elementwise import code_of, reference
@@ -120,7 +120,7 @@ def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str,
 
     Raises UserError where a slow one would run on a GPU and `model.slow_cores` does not allow it.
     """
-    dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
+    dtype = product_dtype(cfg)
     kinds = {block.kind for layer in spec.layers for block in layer.mixers}
     used = {backend.core: backend for kind in kinds for backend in kind.backends}
     isolated, is_cut = cfg.data.keeps_documents_apart, cfg.parallel.cp > 1

@@ -23,7 +23,7 @@ from shardwise.kernels import gated_activation, rms_norm
 from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.gated_activation.clamped import clamped_gate
 from shardwise.kernels.gated_norm import gated_norm
-from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.dtypes import product_dtype
 from shardwise.models.routed_experts import has_silu
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def backends(cfg: RunConfig, device: torch.device) -> dict[str, str]:
     """
     if device.type != "cuda":
         return {}
-    dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
+    dtype = product_dtype(cfg)
     used = {"norms": rms_norm.backend, "gates": gated_activation.backend}
     is_compiled = cfg.training.is_compiled
     return {n: "torch" if is_compiled else by(device, dtype) for n, by in used.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig
@@ -18,11 +18,21 @@ from shardwise.parallel.sent import (
     weight_bytes,
 )
 from shardwise.parallel.strategy import Strategy
-from shardwise.parallel.weights import ChunkWeights, Weight, odd_dtype
+from shardwise.parallel.weights import (
+    ChunkWeights,
+    Weight,
+    gradient_bytes,
+    is_whole_expert,
+    odd_dtype,
+)
 
 if TYPE_CHECKING:
     from shardwise.base.interfaces import Mesh, ParallelModel
     from shardwise.models.spec import ModelSpec
+
+
+HALF = 2
+"""The bytes of a number of `training.precision` in 16 bits."""
 
 
 class Fsdp2(Strategy):
@@ -35,6 +45,7 @@ class Fsdp2(Strategy):
     sharded = ("weights", "gradients", "optimizer")
     offloads = ("none", "optimizer", "all")
     frees_weights = True
+    gathers_copies = True
     is_before_loading = True
 
     def apply(
@@ -58,11 +69,13 @@ class Fsdp2(Strategy):
         `parallel.fsdp2.left_replicated`) and, as a collective has one dtype, those of an odd one.
         """
         itemsizes = {weight.itemsize for weight in chunk.unlike if weight.is_trained}
-        if all(map(_is_divided, chunk.unlike)) and len(itemsizes) <= 1:
+        has_wide = any(weight.is_wide for weight in chunk.unlike)
+        if all(map(_is_divided, chunk.unlike)) and len(itemsizes) <= 1 and not has_wide:
             return frozenset()
         undivided = {weight for weight in chunk.weights if not _is_divided(weight)}
         odd = odd_dtype([weight for weight in chunk.weights if weight.is_trained])
-        return frozenset(undivided | odd)
+        wide = {weight for weight in chunk.weights if weight.is_wide}
+        return frozenset(undivided | odd | wide)
 
     def kept(self, weight: Weight, rank: int) -> tuple[int, int, int]:
         """Return a shard of all three: weight and gradient have as many rows on each rank, the last
@@ -112,7 +125,7 @@ class Fsdp2(Strategy):
                     stays_gathered = in_pipeline and (backward_gathers or not is_freed)
                     gathers = (1 if stays_gathered else m) + backward_gathers
                     axis = step.data_axis(weights[0])
-                    num_bytes = gathers * weight_bytes(weights)
+                    num_bytes = gathers * _gathered_bytes(step.cfg, weights)
                     yield Messages("all-gather", axis, gathers, num_bytes, when="layers")
                     if trained := [weight for weight in weights if weight.is_trained]:
                         num_bytes, shard = (size := float32_bytes(trained)), size // step.size(axis)
@@ -149,7 +162,13 @@ class Fsdp2Holding(ShardedHolding):
         """The bytes of the shards' gradients after the backward of a micro-batch."""
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
-        return sum(w.padded_numel * w.itemsize for w in weights)
+        return _gathered_bytes(self.cfg, weights)
+
+    def _gradient(self, weight: Weight) -> int:
+        """Return the bytes of a gradient before it is reduced: that of a gathered copy."""
+        if not self.cfg.training.casts_weights or weight in self.whole:
+            return super()._gradient(weight)
+        return weight.numel * HALF
 
     def _partial_sums(self) -> int:
         return self.sent_last
@@ -169,7 +188,9 @@ class Fsdp2Holding(ShardedHolding):
         if sent:
             copy, part = sent if self.is_gloo else 0, self.sums[place]
             gradients = self.shards + self._complete(place)
-            yield Held("reduction", gradients, below + sent, runs=False)
+            # On a CPU torch joins gradients of copies before it widens them.
+            joined = sent // 4 * HALF if self.is_gloo and self.cfg.training.casts_weights else 0
+            yield Held("reduction", gradients, below + sent + joined, runs=False)
             whole = self.whole_gradients[place] if self.is_first else 0
             yield Held("reduction", self.shards + part + whole, below + sent + copy, runs=False)
             is_new = self.is_first or self.is_moved
@@ -223,8 +244,12 @@ class StageHolding(Fsdp2Holding):
     """fsdp2 in a pipeline: torch's stage keeps complete gradients until the end of a step.
 
     It frees no weights after a backward. So they are there in what comes next, in which a forward
-    frees one unit after the other, unless they are kept.
+    frees one unit after the other, unless they are kept. Gradients add up in float32.
     """
+
+    def _gradient(self, weight: Weight) -> int:
+        """See Whole."""
+        return gradient_bytes(self.cfg, weight.numel, weight.itemsize)
 
     @property
     def gathered_bytes(self) -> int:
@@ -268,6 +293,13 @@ class StageHolding(Fsdp2Holding):
             left += self.kept[place] if self.has_shards else 0
 
 
+def _gathered_bytes(cfg: RunConfig, weights: Iterable[Weight]) -> int:
+    """Return the bytes of weights that a rank gathers, as they are or cast."""
+    if not cfg.training.casts_weights:
+        return weight_bytes(weights)
+    return sum(HALF * weight.padded_numel for weight in weights)
+
+
 def _is_divided(weight: Weight) -> bool:
     """Return whether each data rank has other elements of a weight, unless its dtype is odd."""
-    return weight.shard_dim is not None and (weight.ep_dim is None or weight.num_shards > 1)
+    return weight.shard_dim is not None and not is_whole_expert(weight)
