@@ -14,11 +14,12 @@ experts beside them; attention with sinks."""
 LAYOUTS = (
     *((layout, 2, "") for layout in ("ddp", "zero1", "zero2", "fsdp2", "tp", "tp-sp", "cp")),
     ("pp", 2, "1f1b"),
-    ("pp", 2, "zbv"),
     *((layout, 4, "") for layout in ("hsdp", "fsdp2-tp", "fsdp2-cp", "zero1-tp")),
     ("pp-fsdp2", 4, "1f1b"),
     ("pp-tp", 4, "1f1b"),
 )
+HALVED = ("pp", 2, "zbv")
+"""For models of four layers."""
 WITH_EXPERTS = (("ddp-ep", 2, ""), ("fsdp2-ep", 2, ""), ("fsdp2-ep", 4, ""))
 CELLS = tuple(
     Cell(family, layout, "full", nproc, variant, schedule)
@@ -26,6 +27,7 @@ CELLS = tuple(
     for layout, nproc, schedule, variant in (
         *((*place, COPIES) for place in LAYOUTS),
         *((*place, COPIES) for place in WITH_EXPERTS if family in FAMILIES[3:]),
+        *((*HALVED, COPIES) for _ in range(family != "kimi_linear")),
         ("fsdp2", 2, "", f"checkpointing-{COPIES}"),
     )
 )

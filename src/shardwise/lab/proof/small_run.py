@@ -264,15 +264,15 @@ def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
         stretches *= cfg.parallel.tp
     length = -(-length // stretches) * stretches
     # Rounding to 8 bits would hide wrong scales: cells of the matrix bend numbers instead.
-    names = [key for key, facts in facts_in(Training).items() if facts.rounds and key != "matmul"]
-    roundings: dict[str, Any] = {name: getattr(cfg.training, name) for name in names}
+    fixed = {"matmul": "default", "device": "cpu"}
+    names = [key for key, facts in facts_in(Training).items() if facts.rounds]
+    roundings: dict[str, Any] = {name: getattr(cfg.training, name) for name in names} | fixed
     training = Training(
         output_dir=str(folder),
         steps=STEPS,
         micro_batch_size=min(cfg.training.micro_batch_size, 2),
         checkpointing=cfg.training.checkpointing,
         seed=cfg.training.seed,
-        device="cpu",
         **roundings,
     )
     return replace(
