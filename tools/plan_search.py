@@ -50,8 +50,7 @@ def main() -> None:
     logging.set_verbosity_error()
     rows = {}
     for line in QUESTIONS.strip().splitlines():
-        question = asked(line)
-        found, wider = (looked(question, effort) for effort in (1, EFFORT))
+        found, wider = (looked(asked(line), effort) for effort in (1, EFFORT))
         regret = round(found["step"] / wider["step"] - 1, 4)
         rows[line] = {"found": found, "wider": wider, "regret": regret}
         print(f"{regret:.1%} {found['seconds']} s: {line}", flush=True)
@@ -62,9 +61,8 @@ def main() -> None:
 def asked(line: str) -> Question:
     """Return the question of a command line."""
     args = with_published(parse(["plan", *shlex.split(line)]))
-    cluster = cluster_of(args.devices, args.nodes, args.link)
     sections, fixed = sections_of(args)
-    return question_of(sections, fixed, cluster, args.run)
+    return question_of(sections, fixed, cluster_of(args.devices, args.nodes, args.link), args.run)
 
 
 def looked(question: Question, effort: int) -> dict[str, Any]:
@@ -74,10 +72,9 @@ def looked(question: Question, effort: int) -> dict[str, Any]:
     answer = search(question, effort=effort)
     seconds = time.process_time() - start
     gc.enable()
-    best = answer.best
     return {
-        "layout": f"{best.title}, {best.details}",
-        "step": round(best.time.total, 4),
+        "layout": f"{answer.best.title}, {answer.best.details}",
+        "step": round(answer.best.time.total, 4),
         "computed": len(answer.computed),
         "seconds": round(seconds, 1),
     }
