@@ -101,7 +101,7 @@ MOST_LINES = {
     "parallel": 6_665,
     "data": 5_350,
     "kernels": 7_230,
-    "planner schedule metrics": 10_736,
+    "planner schedule metrics": 10_740,
     "proof": 1_130,
     "benchmark report drawing records": 6_450,
 }
