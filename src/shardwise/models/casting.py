@@ -44,11 +44,12 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 def _read_copies(module: nn.Module, path: str, names: Sequence[str], dtype: torch.dtype) -> None:
     """Replace a module's forward by one that reads copies in `dtype` of what has these names."""
-    places = []
+    places: list[tuple[dict[str, Any], str]] = []
     for name in names:
         owner, _, leaf = name.removeprefix(f"{path}.").rpartition(".")
         found = module.get_submodule(owner)
-        places.append((found._parameters if leaf in found._parameters else found._buffers, leaf))
+        tensors: Any = found._parameters if leaf in found._parameters else found._buffers
+        places.append((tensors, leaf))
     if not places:
         return
     # What is called has been replaced before, and may be another module's method.
@@ -66,4 +67,4 @@ def _read_copies(module: nn.Module, path: str, names: Sequence[str], dtype: torc
             for (tensors, leaf), tensor in zip(places, held):
                 tensors[leaf] = tensor
 
-    module.forward = forward  # ty: ignore[invalid-assignment]
+    module.forward = forward

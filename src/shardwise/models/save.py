@@ -111,9 +111,10 @@ def checkpoint_entries(
     # One parameter at a time is converted back to the checkpoint's names and layout. That is right
     # as long as no entry of a checkpoint is made of several parameters: some of towers are.
     joining = [
-        transform.reverse_transform()
+        joined
         for transform in get_model_conversion_mapping(model, add_legacy=False)
-        if isinstance(transform, WeightConverter) and len(transform.target_patterns) > 1
+        if len(transform.target_patterns) > 1
+        and isinstance(joined := transform.reverse_transform(), WeightConverter)
     ]
     for name, tensor in state:
         if apply_converters(name, joining)[1] is not None:

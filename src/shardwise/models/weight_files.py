@@ -117,7 +117,11 @@ def weights_from_files(
                 _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
                 continue
             codes = {} if own is None else _own_codes(skeleton, first, source, read, path, own)
-            if own is not None and codes and all(text_name(name) in own.wanted for name in codes):
+            if (
+                own is not None
+                and codes
+                and all(str(text_name(name)) in own.wanted for name in codes)
+            ):
                 tensors = {name: state[name] for name in codes}
             else:
                 tensors = _convert(skeleton, state[first].dtype, first, source, read, path)
