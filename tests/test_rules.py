@@ -588,7 +588,7 @@ OWN: dict[str, tuple[type[torch.nn.Module], Sections, int]] = {
     "an own module with a key of transformers models": (Classifier, {"lora": LORA}, 1),
     "an own module in a pipeline, without stages": (Plain, {"parallel": PIPELINE}, 2),
     "an own module in a pipeline, with tied weights": (Tied, {"parallel": PIPELINE}, 2),
-    "copies of an own module's weights": (Classifier, {"training": COPIES}, 1),
+    "copies of weights of a family that is not listed": (Classifier, {"training": COPIES}, 1),
     "an own module under tp, without cuts": (Plain, {"parallel": {"tp": 2}}, 2),
 }
 """By rule, a module of the caller, sections of its run, and a number of processes."""

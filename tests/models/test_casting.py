@@ -73,7 +73,7 @@ def by_transformers(cfg: RunConfig) -> tuple[float, dict[str, torch.Tensor]]:
     return total / num_targets, sums
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "falcon_h1", "gpt2", "lfm2"])
 def test_a_step_is_that_of_the_class_in_bfloat16_with_float32_weights(family):
     """Half of such updates would be lost in bfloat16 weights; here they are the gradients."""
     cfg = config(family)

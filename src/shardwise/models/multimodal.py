@@ -117,7 +117,7 @@ def class_in_files(model: Model, text: PreTrainedModel) -> tuple[PreTrainedModel
 def _within(model: Model, text: PreTrainedModel, config: PretrainedConfig, name: str) -> Multimodal:
     """Return the class of this name, with the language model in it."""
     way_out = "take `architectures` out of config.json to keep the language model alone"
-    if not hasattr(transformers, name):
+    if not hasattr(transformers, str(name)):
         raise UserError(
             f"{model.path}: config.json names {name}, which transformers does not have; {way_out}"
         )

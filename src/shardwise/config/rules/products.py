@@ -87,11 +87,14 @@ RULES = (
 
 MODEL_RULES = (
     Rule(
-        "copies of an own module's weights",
-        applies=lambda case: case.training.casts_weights and case.model.is_own,
-        problem="training.cast weights is for transformers models, and {model.family} is your own",
-        way_out="set cast to products, or cast the weights in its forward",
-        why="which weights it needs in float32 is known to itself alone",
+        "copies of weights of a family that is not listed",
+        applies=lambda case: case.training.casts_weights and not case.model.is_listed,
+        problem=(
+            "training.cast is weights, but {model.family} is not a family that shardwise knows "
+            "(`shardwise models` lists them)"
+        ),
+        way_out="set cast to products",
+        why="it may read weights outside the forwards that make copies, as Mamba2's class does",
     ),
     Rule(
         "products in 8 bits of a family that is not listed",
