@@ -20,13 +20,13 @@ CUT, SPREAD, SHARDED, STAGES, POWERS, POWERS_OF_EXPERTS, *_ = FIXED
 
 
 def scales_of_another_rank():
-    quantise_whole = state.quantise
+    quantise_whole = state.quantised
 
-    def rolled(matrix, fmt):
-        tensors = quantise_whole(matrix, fmt)
+    def rolled(matrix, fmt, name):
+        tensors = quantise_whole(matrix, fmt, name)
         return {**tensors, "scales": tensors["scales"].roll(matrix.shape[-2] // 2, -2)}
 
-    state.quantise = rolled
+    state.quantised = rolled
 
 
 def rows_of_scales_in_the_order_of_the_file():

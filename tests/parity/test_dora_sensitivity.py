@@ -74,13 +74,13 @@ def no_gradient_in_the_second_half():
 
 def start_from_the_weights_of_the_files():
     """Magnitudes start from weights that the run does not compute with."""
-    quantise, read = state.quantise, []
+    quantise, read = state.quantised, []
 
     def noting(full, *args):
         read[:] = [full]
         return quantise(full, *args)
 
-    state.quantise, state.dequantise = noting, lambda *args: read[0]
+    state.quantised, state.dequantise = noting, lambda *args: read[0]
 
 
 def start_from_one():
