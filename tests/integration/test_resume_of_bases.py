@@ -70,14 +70,14 @@ def test_a_resume_goes_on_as_if_it_had_not_ended(nproc, parallel, whole):
 
 def statistics_lost(cfg: RunConfig) -> None:
     """The planted bug: the least scale and the step of each row are those of no row."""
-    quantise = state.quantise
+    quantise = state.quantised
 
-    def without(matrix, fmt):
-        tensors = quantise(matrix, fmt)
+    def without(matrix, fmt, name):
+        tensors = quantise(matrix, fmt, name)
         return {**tensors, "steps": torch.zeros_like(tensors["steps"])}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "quantise", without)
+        patch.setattr(state, "quantised", without)
         run(cfg)
 
 
