@@ -48,7 +48,8 @@ def copied_names(cfg: RunConfig, hf: PreTrainedModel) -> frozenset[str]:
 @lru_cache(maxsize=2)
 def _copied_names(model: Model, precision: str, hf: PreTrainedModel) -> frozenset[str]:
     built = build_meta(replace(model, dtype=precision), hf.config)
-    tensors = dict(built.named_parameters(remove_duplicate=False))  # a tied one by both names
+    tensors: dict[str, torch.Tensor] = {}
+    tensors |= built.named_parameters(remove_duplicate=False)  # a tied one by both names
     tensors |= {name: b for name, b in built.named_buffers() if name not in built.state_dict()}
     dtype = getattr(torch, precision)
     return frozenset(name for name, tensor in tensors.items() if tensor.dtype == dtype)
