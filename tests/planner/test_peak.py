@@ -100,7 +100,7 @@ MODEL = str(Path(__file__).parents[2] / "configs" / "models" / "qwen3_5-0.8b")
 ROWS = 16
 
 
-def simple_units(cfg: RunConfig, hf: Any, spec: Any, unit_index: int) -> UnitMemory:
+def simple_units(cfg: RunConfig, hf: Any, spec: Any, unit_index: int, *_: Any) -> UnitMemory:
     """Return sizes that grow with the tokens of a micro-batch, by hidden states."""
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
     hidden = 4 * tokens * spec.hidden_size
