@@ -39,8 +39,8 @@ def hidden_dtype(cfg: RunConfig) -> torch.dtype:
 def copied_names(cfg: RunConfig, hf: PreTrainedModel) -> frozenset[str]:
     """Return the names of what a layer reads in 16 bits under `training.cast: weights`.
 
-    They are what the class has in 16 bits when it is built so, but for the buffers that a folder
-    has, such as biases on the scores of routers, which grow by less than 16 bits tell apart.
+    They are what the class has in 16 bits when it is built so. Buffers that a folder has stay as
+    they are: biases on the scores of routers grow by less than 16 bits tell apart.
     """
     return _copied_names(cfg.model, cfg.training.precision, hf)
 
@@ -50,6 +50,7 @@ def _copied_names(model: Model, precision: str, hf: PreTrainedModel) -> frozense
     built = build_meta(replace(model, dtype=precision), hf.config)
     tensors: dict[str, torch.Tensor] = {}
     tensors |= built.named_parameters(remove_duplicate=False)  # a tied one by both names
-    tensors |= {name: b for name, b in built.named_buffers() if name not in built.state_dict()}
+    kept = built.state_dict().keys()
+    tensors |= {name: buffer for name, buffer in built.named_buffers() if name not in kept}
     dtype = getattr(torch, precision)
     return frozenset(name for name, tensor in tensors.items() if tensor.dtype == dtype)

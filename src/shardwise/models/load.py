@@ -1,4 +1,4 @@
-"""From the config of a model folder or hub id to a transformers model: on meta, with weights."""
+"""Transformers models by the config of a model folder or hub id: on meta, and with weights."""
 
 from __future__ import annotations
 
