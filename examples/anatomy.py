@@ -28,7 +28,7 @@ from shardwise.config.presets import MODELS, STARTER
 from shardwise.config.run_file import parse_config
 from shardwise.data.loader import Loaders, build_loaders
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.models import load
+from shardwise.models import folder_config
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.evaluate import evaluate
 from shardwise.training.step import training_step
@@ -81,7 +81,7 @@ def rows(cfg: RunConfig, mesh: Mesh) -> tuple[PreTrainedTokenizerBase, Start, Lo
     """Open the data: this rank reads its slots of each global batch."""
     print("3. The tokenizer is read; it may have no token without an embedding.")
     tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    num_rows = load.check_vocabulary(load.read_config(cfg.model), tokenizer)
+    num_rows = folder_config.check_vocabulary(folder_config.read_config(cfg.model), tokenizer)
     show(f"{len(tokenizer)} tokens")
 
     print("4. Row j of every step is a function of (seed, step, j), whatever the layout.")

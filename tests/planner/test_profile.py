@@ -246,6 +246,7 @@ TIMED: dict[str, Any] = {
     "data.packing": "isolated",
     "training.micro_batch_size": 1,
     "training.precision": "bfloat16",
+    "training.cast": "weights",
     "training.accumulation": "float32",
     "training.checkpointing": "full",
     "training.compile": "aot_eager",
