@@ -35,7 +35,7 @@ NUM_CELLS = {
     "rows": 30,
     "microbatches": 12,
     "compositions": 26,
-    "processes": 42,
+    "processes": 84,
     "seeds": 30,
     "gpu": 32,
 }
