@@ -138,7 +138,7 @@ def memory_on(
     cfg = replace(cfg, training=training, parallel=Parallel(data=data, offload=offload))
     axis = "dp_shard" if data in ("fsdp1", "fsdp2") else "dp_replicate"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peak, "unit_memory", simple_units)
+        patch.setattr(peak, "memory_of_unit", simple_units)
         return memory_of_run(cfg, replace(run, sizes=run.sizes | {axis: num_ranks}))
 
 
@@ -198,7 +198,7 @@ def test_parts_add_up_and_a_moment_has_a_name():
 @pytest.mark.parametrize("data", ["single", "fsdp2"])
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_the_middle_of_a_long_step_changes_no_peak(schedule, data, monkeypatch):
-    monkeypatch.setattr(peak, "unit_memory", simple_units)
+    monkeypatch.setattr(peak, "memory_of_unit", simple_units)
     cfg, run = described("full")
     num_virtual = {"1f1b": 1, "gpipe": 1}.get(schedule, 2)
     parallel = Parallel(data=data, pp=4, schedule=schedule, virtual_stages=num_virtual)
@@ -218,7 +218,7 @@ def test_the_middle_of_a_long_step_changes_no_peak(schedule, data, monkeypatch):
 
 def test_stages_pass_on_the_hidden_states_of_all_tokens(monkeypatch):
     """Also where ranks of `tp` have their shares of the tokens between blocks."""
-    monkeypatch.setattr(peak, "unit_memory", simple_units)
+    monkeypatch.setattr(peak, "memory_of_unit", simple_units)
     cfg, run = described("full")
     messages = []
     for is_sequence in (False, True):

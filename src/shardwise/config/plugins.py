@@ -5,6 +5,7 @@ Everything else here and in `base/` leads to nothing above it: docs/decisions/03
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -19,6 +20,7 @@ def names_in(folder: Folder) -> tuple[str, ...]:
     return tuple(file.name for file in iter_modules([str(PARALLEL / folder)]))
 
 
+@cache  # a search asks for strategies many thousand times
 def plugins(folder: Folder) -> dict[str, Any]:
     """Return what a folder of `parallel/` has, by its names; it is loaded as a run needs it."""
     return vars(import_module(f"shardwise.parallel.{folder}"))[folder.upper()]

@@ -20,6 +20,7 @@ from shardwise.config import RunConfig, way_of
 from shardwise.kernels.attention.blocks import computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
+from shardwise.models.alike import known
 from shardwise.models.dtypes import autocast_dtype, copied_names, hidden_dtype
 from shardwise.models.elementwise import SharedRows
 from shardwise.models.expert_plan import cuts_of as expert_cuts_of
@@ -32,7 +33,7 @@ from shardwise.models.quantise import stored_paths
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tape import Memory, Moves, Slot, Tape, Tensor
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
-from shardwise.models.walk import is_windowed, norm_of, run_layer, taped
+from shardwise.models.walk import is_windowed, norm_of, run_layer, tables_of
 
 
 class UnitMoves(NamedTuple):
@@ -248,13 +249,11 @@ class _Unit:
         return _chunked_loss(block, h, kernel == "triton")
 
     def _block(self, path: str, layer: LayerSpec | None) -> TapedBlock:
-        cfg, module = self.cfg, self.hf.get_submodule(path)
-        cast = autocast_dtype(cfg)
-        cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
-        stored = _stored(self.hf, cfg.model.base) if cfg.model.base != "none" else {}
-        within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
-        block = taped(
-            *(self.tape, module, self.hf.config, cuts, within),
+        cfg, cast = self.cfg, autocast_dtype(self.cfg)
+        layout = path, cfg.parallel.tp, cfg.parallel.ep, cfg.model.base
+        block = TapedBlock(
+            self.tape,
+            **known(self.hf, ("tables", layout), lambda: self._tables(path, layer)),
             rows=cfg.training.micro_batch_size,
             length=self.length,
             hidden=self.hidden,
@@ -265,6 +264,13 @@ class _Unit:
             is_windowed=is_windowed(layer),
         )
         return self._reading_copies(block, path, layer) if cfg.training.casts_weights else block
+
+    def _tables(self, path: str, layer: LayerSpec | None) -> dict[str, Any]:
+        cuts = [*self._cuts_of_tp(path, layer), *self._cuts_of_ep(path, layer)]
+        base, hf = self.cfg.model.base, self.hf
+        stored = _stored(hf, base) if base != "none" else {}
+        within = {n.removeprefix(f"{path}."): f for n, f in stored.items() if n.startswith(path)}
+        return tables_of(hf.get_submodule(path), hf.config, cuts, within)
 
     def _reading_copies(self, block: TapedBlock, path: str, layer: LayerSpec | None) -> TapedBlock:
         """Return a block that reads weights in the dtype of hidden states: as they are gathered, or

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -15,6 +17,18 @@ from shardwise.models.spec import ModelSpec
 # A search asks for many layouts of one model, of which these take most of the time. What is cached
 # is not freed: these are for models on meta.
 counts_of = lru_cache(maxsize=1)(count_model)
+
+
+_KNOWN: WeakKeyDictionary[PreTrainedModel, dict[object, Any]] = WeakKeyDictionary()
+"""Answers by model, which is on meta and no longer changes."""
+
+
+def known(hf: PreTrainedModel, key: object, compute: Callable[[], Any]) -> Any:
+    """Return what was computed for this key of a model, or compute it."""
+    found = _KNOWN.setdefault(hf, {})
+    if key not in found:
+        found[key] = compute()
+    return found[key]
 
 
 def first_alike(

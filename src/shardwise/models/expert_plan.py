@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, DimCut]
     """
     cuts: dict[str, DimCut] = {}
     sizes: dict[str, int] = {}
-    for row in weights_of(hf, spec):
+    for row in chain.from_iterable(weights_of(hf, spec, layer.name) for layer in spec.layers):
         if not row.is_of_stack or row.is_original:
             continue
         if not row.is_adapter:

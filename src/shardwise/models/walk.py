@@ -61,14 +61,25 @@ def taped(
 
     `cuts`: names of parameters of which a rank has a part, a dim, and its size there.
     """
+    return TapedBlock(tape, **tables_of(module, config, cuts, stored), **options)
+
+
+def tables_of(
+    module: nn.Module,
+    config: PretrainedConfig,
+    cuts: Iterable[tuple[str, int, int]],
+    stored: Mapping[str, Format],
+) -> dict[str, Any]:
+    """Return what `taped` reads off a module, whatever runs on it."""
     parameters, adapters = _tensors_of(module, cuts, stored)
-    return TapedBlock(
-        *(tape, parameters, adapters, config),
-        is_rotated=all(_is_rotated(m, config) for m in module.modules()),
-        is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
-        buffers=frozenset(name for name, _ in module.named_buffers()),
-        **options,
-    )
+    return {
+        "parameters": parameters,
+        "adapters": adapters,
+        "config": config,
+        "is_rotated": all(_is_rotated(m, config) for m in module.modules()),
+        "is_transposed": any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
+        "buffers": frozenset(name for name, _ in module.named_buffers()),
+    }
 
 
 def _is_rotated(module: nn.Module, config: PretrainedConfig) -> bool:

@@ -108,14 +108,17 @@ class WeightRow:
         return "" if self.layer is None else self.target.removeprefix(f"{self.layer.name}.")
 
 
-def weights_of(model: nn.Module, spec: ModelSpec | None = None) -> Iterator[WeightRow]:
+def weights_of(
+    model: nn.Module, spec: ModelSpec | None = None, within: str = ""
+) -> Iterator[WeightRow]:
     """Yield the rows of a model, in the order of its parameters.
 
-    Without a spec, of a part of a model, of which neither layers nor kinds are known.
+    Without a spec, of a part of a model, of which neither layers nor kinds are known. `within`: the
+    path of the only module whose rows are asked for.
     """
     layers = {} if spec is None else {layer.name: layer for layer in spec.layers}
     ends = () if spec is None else tuple(f"{path}." for path in (spec.embed, spec.head) if path)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.get_submodule(within).named_parameters(prefix=within):
         owner, path, part, num_experts = _place(model, name)
         layer = layers.get(_first_in(layers, path))
         blocks = {} if layer is None else {f"{layer.name}.{b.path}": b for b in layer.blocks}

@@ -21,7 +21,7 @@ from shardwise.lab.planner.cluster import efficiency
 from shardwise.lab.planner.divisions import Division, layout_name, most_sharded
 from shardwise.lab.planner.exact import usable_bytes
 from shardwise.lab.planner.unit_time import seconds_of_units
-from shardwise.models.activations import unit_memory
+from shardwise.lab.planner.units import memory_of_unit
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.models.expert_plan import experts_of
@@ -202,11 +202,11 @@ class Estimates(Traffic):
         """Return the bytes that each unit but the head keeps; of like layers one is looked at."""
         run, found = self.subject.run, dict[object, int]()
         alike = first_alike(run.hf, run.spec, cfg.training.checkpointing)
-        kept = [unit_memory(cfg, run.hf, run.spec, 0).kept]
+        kept = [memory_of_unit(cfg, run.hf, run.spec, 0).kept]
         for place, layer in enumerate(run.spec.layers, 1):
             key = alike[layer.name], self.subject.counts.units[place - 1].backward
             if key not in found:
-                found[key] = unit_memory(cfg, run.hf, run.spec, place).kept
+                found[key] = memory_of_unit(cfg, run.hf, run.spec, place).kept
             kept.append(found[key])
         return kept
 

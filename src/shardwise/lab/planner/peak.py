@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from math import prod
 
@@ -34,8 +34,9 @@ from shardwise.lab.planner.passes import (
     progress_of,
 )
 from shardwise.lab.planner.share import boundaries_of, share_of
+from shardwise.lab.planner.units import memory_of_unit
 from shardwise.lab.planner.update import summed_bytes
-from shardwise.models.activations import UnitMemory, offloaded, unit_memory
+from shardwise.models.activations import UnitMemory, offloaded
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.holding import ChunkUnits, HeldUnit, Whole
@@ -176,7 +177,7 @@ class Rank:
             key = (layout, way, kind, is_trained or chunk.needs_input_gradient, facts)
             key = *key, has_whole_experts
             if key not in self.memories:
-                self.memories[key] = unit_memory(
+                self.memories[key] = memory_of_unit(
                     *(self.cfg, self.run.hf, model, number), has_whole_experts
                 )
             ends = {0: "the embedding", last: "the head"}
@@ -252,7 +253,7 @@ class Rank:
                 yield self.base.plus(
                     gradients=held.gradients + others, buffers=held.buffers
                 )._replace(moment=f"{held.moment} of gradients")
-        yield from self._after()
+        yield from self._last_moments
 
     def _holding(self, units: Sequence[HeldUnit], chunk: ChunkShare) -> Whole:
         spec, name = chunk.spec, f"{chunk.spec.embed}.weight"
@@ -345,6 +346,10 @@ class Rank:
             if is_batched and chunk.sends_to is not None:
                 number += now.has_answered[place]
         return number * self.passed_on
+
+    @cached_property
+    def _last_moments(self) -> tuple[PeakBytes, ...]:
+        return tuple(self._after())
 
     def _after(self) -> Iterator[PeakBytes]:
         """Yield the moments after the last backward: sums of gradients, clipping, the update."""

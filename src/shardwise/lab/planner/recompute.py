@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -30,9 +31,11 @@ from shardwise.lab.planner.peak import Rank, memory_of_run
 from shardwise.lab.planner.share import boundaries_of, counts_of
 from shardwise.lab.planner.shares import Shares
 from shardwise.lab.planner.unit_work import work_of_units
+from shardwise.lab.planner.units import seen_by_units
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import UnitMemory
 from shardwise.models.adapters import peft_config
+from shardwise.models.alike import first_alike, known
 from shardwise.parallel.reduce import from_every_rank
 
 WAYS: tuple[Way, ...] = ("none", "operators", "full")
@@ -113,8 +116,17 @@ def within_budget(
     splits = dict.fromkeys([boundaries or boundaries_of(as_way(cfg, way), run) for way in ways])
     prices, source = _measured(cfg, run, ways) if is_here else ({}, "")
     if not prices:
-        prices, source = _counted(cfg, run, ways), "FLOPs"
-    plans = [_Stages(_on(cfg, device), run, split, ways, prices, memories) for split in splits]
+        key = "prices", seen_by_units(cfg, "checkpointing"), run.spec, ways
+        prices = known(run.hf, key, lambda: _counted(cfg, run, ways))
+        source = "FLOPs"
+    open_cfg = as_way(_on(cfg, device), "none")
+
+    def stages(split: Boundaries) -> _Stages:
+        # Other budgets ask for the same ones.
+        key = "stages", repr((open_cfg, run.sizes, split, ways, prices))
+        return known(run.hf, key, lambda: _Stages(open_cfg, run, split, ways, prices, memories))
+
+    plans = [*map(stages, splits)]
     found = [plan.choice(int(USABLE * budget)) for plan in plans]
     chosen = [replace(one, source=source, budget_bytes=budget) for one in found if one is not None]
     if not chosen and not tells_least:
@@ -166,14 +178,17 @@ def _counted(cfg: RunConfig, run: Description, ways: Sequence[Way]) -> Prices:
     counts = with_gradients(counts_of(run.hf, run.spec), cfg.parallel.schedule)
     length, prices = cfg.data.sequence_length, dict[Way, list[int]]()
     tokens = cfg.training.micro_batch_size * length
+    alike = first_alike(run.hf, run.spec, "none")
+    firsts = [1 + alike.get(unit.name, place - 1) for place, unit in enumerate(counts.units)]
     for way in ways:
         works = work_of_units(as_way(cfg, way), run.hf, run.spec)
         elements = [int(work.rest_again.elements) for work in works]
-        flops = [
-            unit_flops_per_token(unit, length, way).recomputed
-            - unit_flops_per_token(unit, length, "none").recomputed
-            for unit in counts.units
-        ]
+        flops_of = {
+            place: unit_flops_per_token(counts.units[place], length, way).recomputed
+            - unit_flops_per_token(counts.units[place], length, "none").recomputed
+            for place in {*firsts}
+        }
+        flops = [flops_of[place] for place in firsts]
         prices[way] = [(round(f * tokens) << 64) + e for f, e in zip(flops, elements, strict=True)]
     return prices
 
@@ -192,7 +207,8 @@ class _Stages:
     ) -> None:
         self.cfg, self.run, self.ways, self.prices = cfg, run, ways, prices
         self.boundaries, self.memories = boundaries, memories
-        self.shares = Shares(as_way(cfg, "none"), run, boundaries)
+        self.shares = Shares(cfg, run, boundaries)
+        self._peak = cache(self._peak_of)
         self.num_stages = run.sizes["pp"]
         num_units = len(run.spec.layers) + 2
         pipeline, edges = run.pipeline, boundaries or (0, num_units)
@@ -253,7 +269,7 @@ class _Stages:
                 high = middle
         return high
 
-    def _peak(self, stage: int, way: Way) -> int:
+    def _peak_of(self, stage: int, way: Way) -> int:
         return self.ranks[stage][way].peak().total
 
     def _of_rank(self, stage: int, most: int) -> list[tuple[int, ...]] | None:
@@ -262,6 +278,8 @@ class _Stages:
         for number, way in enumerate(self.ways):
             if self._peak(stage, way) <= most:
                 alike.append([tuple(number for _ in chunk) for chunk in self.places[stage]])
+        if alike and self._price(stage, alike[0]) == 0:  # no mixture is cheaper
+            return alike[0]
         mixed = self._within(stage, most)
         choices = alike if mixed is None else [*alike, mixed]
         if not choices:

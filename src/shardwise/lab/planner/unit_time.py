@@ -16,10 +16,10 @@ from shardwise.base.layouts import num_microbatches, num_strategy_ranks
 from shardwise.config import RunConfig
 from shardwise.lab.planner.cluster import Cluster, efficiency
 from shardwise.lab.planner.unit_work import Product, RestQuantities, UnitWork, work_of_units
+from shardwise.lab.planner.units import gradients_are_few, moves_of_unit, seen_by_units
 from shardwise.lab.planner.weights import shapes_of
-from shardwise.models.activations import unit_moves
+from shardwise.models.alike import known
 from shardwise.models.dtypes import hidden_dtype, product_dtype
-from shardwise.parallel.place import are_gradients_few
 from shardwise.parallel.strategies import strategy_of
 
 Direction = Literal["forward", "backward"]
@@ -75,7 +75,10 @@ def seconds_of_units(
     is_on_cpu = calibration is not None and calibration.device == "cpu"
     priced: dict[int, UnitSeconds] = {}
     units = []
-    works = work_of_units(cfg, run.hf, run.spec, _shapes(cfg, run))
+    works = known(
+        *(run.hf, ("work", seen_by_units(cfg), run.spec)),
+        lambda: work_of_units(cfg, run.hf, run.spec, _shapes(cfg, run)),
+    )
     for unit_index, work in enumerate(works):
         if id(work) not in priced:
             others = work.rest_backward.trained - work.trained_experts
@@ -105,7 +108,7 @@ def _shards_added(cfg: RunConfig, run: Description) -> tuple[int, int]:
     It is added up whole where it is not reduced after each backward.
     """
     parallel = cfg.parallel
-    if not strategy_of(cfg).reduces_each(parallel.pp, are_gradients_few(run.hf, run.spec)):
+    if not strategy_of(cfg).reduces_each(parallel.pp, gradients_are_few(run.hf, run.spec)):
         return 1, 1
     number = num_strategy_ranks(cfg, run.sizes)
     return number, number // parallel.ep
@@ -172,7 +175,7 @@ def in_bytes(cfg: RunConfig, run: Description, unit_index: int, work: UnitWork) 
     Elements are the bytes that eager operators move, casts of weights included, and trained weights
     count in bytes. So a price holds for other dtypes and kinds of layers than were measured.
     """
-    moves = unit_moves(_on_gpu(cfg), run.hf, run.spec, unit_index)
+    moves = moves_of_unit(_on_gpu(cfg), run.hf, run.spec, unit_index)
     forward, backward = float(sum(moves.forward)), float(sum(moves.backward))
     if cfg.training.compile not in ("none", "aot_eager") and _is_compiled(cfg, work.key):
         # Compiled code reads and writes once what eager operators read and write one by one, and
