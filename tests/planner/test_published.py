@@ -38,13 +38,15 @@ def test_each_run_has_a_source_and_says_what_it_does_otherwise():
 
 
 def test_plans_are_as_far_from_published_runs_as_is_said():
-    """Of programs that do nearly the same work: too fast by a fifth, and none by more than 1.8."""
+    """Of programs that do nearly the same work half are within a tenth, most within 30 %."""
     runs, of_all = published_runs(), ratios()
     alike = {name: of_all[name] for name, run in runs.items() if run.get("alike", True)}
-    assert statistics.median(abs(ratio - 1) for ratio in alike.values()) <= 0.26
-    assert 1.15 < statistics.median(alike.values()) < 1.25
-    assert all(0.7 < ratio < 1.8 for ratio in alike.values())
-    assert all(0.45 < ratio < 6 for name, ratio in of_all.items() if name not in alike)
+    errors = [abs(ratio - 1) for ratio in alike.values()]
+    assert statistics.median(errors) <= 0.1
+    assert statistics.mean(error <= 0.3 for error in errors) >= 0.85
+    assert 0.95 < statistics.median(alike.values()) < 1.1
+    assert all(0.8 < ratio < 1.6 for ratio in alike.values())
+    assert all(0.45 < ratio < 3 for name, ratio in of_all.items() if name not in alike)
 
 
 def test_the_page_has_what_is_planned():

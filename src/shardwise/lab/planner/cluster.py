@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,13 @@ class Device:
     """Bytes per second."""
     source: str
     """The datasheet."""
+    assumed: Mapping[str, float] = field(default_factory=lambda: _table()["assumed"]["any"])
+    """What a run reaches of these figures, as `devices.yaml` says of this kind of device."""
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes per second that a long copy reads and writes."""
+        return self.memory_bandwidth * self.assumed["memory"]
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s in a dtype, or those in float32 where it has none of its own."""
@@ -155,8 +163,8 @@ def cluster_of(devices: str, nodes: int = 1, link: str | None = None) -> Cluster
 
 
 def efficiency(part: str) -> float:
-    """Return the share of a datasheet's figure that a run is assumed to reach."""
-    return _table()["efficiency"][part]
+    """Return the share of a figure that a run is assumed to reach, whatever the device."""
+    return _table()["assumed"]["any"][part]
 
 
 def preset_of(torch_name: str) -> str | None:
@@ -211,7 +219,9 @@ def _own_figures(path: str) -> dict[str, Any]:
 def _device(row: dict[str, Any]) -> Device:
     flops = row.get("flops") or published_flops(row["torch_name"])
     gib = int(row["gib"] * 2**30)
-    return Device(row["name"], gib, flops, row["memory_bandwidth"], row["source"])
+    table = _table()["assumed"]
+    assumed = table["any"] | (table[row["kind"]] if "kind" in row else {})
+    return Device(row["name"], gib, flops, row["memory_bandwidth"], row["source"], assumed)
 
 
 def _link(name: str) -> Link:

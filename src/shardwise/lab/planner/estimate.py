@@ -17,7 +17,6 @@ from shardwise.lab.planner.axes import AXES
 from shardwise.lab.planner.axes.axis import Traffic
 from shardwise.lab.planner.candidates import Candidate, Question, Subject, recomputations
 from shardwise.lab.planner.choices import Recomputed, as_checkpointing, is_budget
-from shardwise.lab.planner.cluster import efficiency
 from shardwise.lab.planner.divisions import Division, layout_name, most_sharded
 from shardwise.lab.planner.exact import usable_bytes
 from shardwise.lab.planner.unit_time import seconds_of_units
@@ -57,7 +56,7 @@ class Estimates(Traffic):
         cfg, run = self.question.cfg, self.subject.run
         self.num_layers = len(self.subject.units) - 2
         self.cluster = self.question.cluster
-        bandwidth = self.cluster.device.memory_bandwidth * efficiency("memory")
+        bandwidth = self.cluster.device.reached_bandwidth
         self.adding_seconds = 3 * self.subject.total("gradient_bytes") / bandwidth
         """Seconds of adding the gradients of a micro-batch to a sum."""
         weight_seconds = self.subject.total("weight_seconds")
@@ -101,8 +100,9 @@ class Estimates(Traffic):
         self._states, self.work = cache(self._states_of), cache(self._seconds_of_work)
         self._row, self.kept = cache(self._seconds_of_a_row), cache(self._kept_of)
 
-    def _seconds_of_a_row(self, choice: Recomputed, ep: int) -> tuple[float, float]:
-        """Return the seconds of a row in all layers, and in the head, on one device.
+    def _seconds_of_a_row(self, choice: Recomputed, ep: int) -> tuple[float, float, float]:
+        """Return the seconds of a row in all layers, and in the head, on one device, and those of
+        its host.
 
         `ep`: it has so many devices' tokens for its share of the experts, whose weights it reads as
         often as those of all experts for its own.
@@ -121,7 +121,7 @@ class Estimates(Traffic):
         run = replace(run, sizes=axis_sizes(one, ep))
         units = seconds_of_units(one, run, question.cluster, question.cluster.num_devices)
         *layers, head = (unit.total for unit in units)
-        return sum(layers), head
+        return sum(layers), head, sum(unit.host_forward + unit.host_backward for unit in units)
 
     def state_bytes(self, division: Division, offload: str = "none") -> float:
         """Return a lower bound of the states on the fullest rank."""
@@ -269,6 +269,8 @@ class Estimates(Traffic):
         division, size = candidate.division, candidate.micro_batch_size
         num_micro = max(1, self.rows // (division.num_data * size))
         computed, within = self.work(division, str(candidate.recomputation))
+        *_, host = self._row(self.choices[str(candidate.recomputation)], division.ep)
+        computed = max(computed, num_micro * host / division.pp)
         idle = (division.pp - 1) / (num_micro * candidate.num_virtual)
         if candidate.schedule == "zbv":
             idle *= self.left_idle
@@ -306,7 +308,7 @@ class Estimates(Traffic):
 
     def _seconds_of_work(self, division: Division, recomputation: str) -> tuple[float, float]:
         """Return the seconds of a rank in its layers, and in messages that it waits for there."""
-        layers, head = self._row(self.choices[recomputation], division.ep)
+        layers, head, _ = self._row(self.choices[recomputation], division.ep)
         if division.pp > 1:  # the last stage has a layer less, in place of the head
             head = max(0.0, head - layers / self.num_layers)
         seconds = (layers / division.pp + head) / division.tp / division.cp

@@ -81,7 +81,7 @@ class Answer:
     @property
     def faster_bases(self) -> dict[str, Choice]:
         """Where the best choice leads with a frozen base in fewer bits, by the form of the base, if
-        that is clearly faster: the simplest that is.
+        that is clearly faster: of the simplest that are, the fastest.
         """
         best, question = self.best, self.question
         stored = [
@@ -90,7 +90,7 @@ class Answer:
             if choice.cfg.model.base != best.cfg.model.base and choice.fits
             if TIE * choice.time.total < best.time.total
         ]
-        first = sorted(stored, key=lambda choice: intricacy(choice, question))[:1]
+        first = sorted(stored, key=lambda choice: (intricacy(choice, question), choice.order()))[:1]
         return {choice.cfg.model.base: choice for choice in first}
 
     @property

@@ -37,11 +37,10 @@ from shardwise.parallel.sent import When, ranks_along
 
 RINGS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 """Messages whose bytes go round all ranks."""
+COPIED = ("all-gather", "reduce-scatter")
+"""Messages of whose tensors FSDP and ZeRO make one and take it apart."""
 ADAMW_BYTES = 10 * 4
 """Bytes that AdamW moves of an element in float32, with the gradient norm and clipping."""
-
-MOST_FOLLOWED = 64
-"""Micro-batches that are followed one by one."""
 
 HOST_MEMORY_BANDWIDTH = 5e10
 """Bytes per second of a rank's share of its host's memory, where an offloaded optimizer works:
@@ -62,8 +61,8 @@ class StepTime:
     bubble: float = 0.0
     """A rank of a pipeline waits, for others or for messages between stages."""
     host: float = 0.0
-    """A GPU waits for its host, which queues its work more slowly than it is done. 0 on presets:
-    no datasheet tells it."""
+    """A GPU waits for its host, which queues its work more slowly than it is done. On presets each
+    operator has one assumed price."""
     optimizer: float = 0.0
     data: float = 0.0
     """0: rows are read ahead while a step runs."""
@@ -115,6 +114,7 @@ def time_of_step(
     if not _is_cpu(cluster):
         hidden = min(messages.beside_layers, forwards + backwards)
         hidden += min(messages.last_backward, backwards / m, forwards + backwards - hidden)
+    taken = hidden * cluster.device.assumed["taken_by_messages"] * (cluster.calibration is None)
     calibration = cluster.calibration
     jitter = others_busy * calibration.jitter if calibration and num_ranks > 1 else 0.0
     head = [i for i in busiest if i == len(units) - 1]
@@ -122,7 +122,7 @@ def time_of_step(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),
         recomputation=again,
-        communication=sum(messages) - hidden + jitter * (forwards + backwards),
+        communication=sum(messages) - hidden + taken + jitter * (forwards + backwards),
         bubble=bubble,
         host=_waits_for_host([units[i] for i in busiest], m),
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
@@ -135,20 +135,17 @@ def _waits_for_host(units: Sequence[UnitSeconds], num_microbatches: int) -> floa
     """Return the seconds of a step in which a GPU waits for its host, from first to last pass.
 
     Both begin together. The host queues one pass after the other, and none ends before it is queued
-    as a whole. Of many micro-batches the last ones are taken to be alike.
+    as a whole. Of many micro-batches either the host or the GPU is the slower one in all but one.
     """
-    if not any(unit.host_forward for unit in units):
-        return 0.0
     passes = [(unit.forward, unit.host_forward) for unit in units]
     passes += [(unit.backward + unit.recomputed, unit.host_backward) for unit in reversed(units)]
-    queued, done, ends = 0.0, 0.0, [0.0]
-    for _ in range(min(num_microbatches, MOST_FOLLOWED)):
-        for seconds, host_seconds in passes:
-            queued += host_seconds
-            done = max(done + seconds, queued)
-        ends.append(done)
-    done += (num_microbatches - len(ends) + 1) * (ends[-1] - ends[-2])
-    return max(0.0, done - num_microbatches * sum(seconds for seconds, _ in passes))
+    computed, queued = (sum(part) for part in zip(*passes, strict=True))
+    one, left, queued_before = computed, computed, 0.0
+    for seconds, host_seconds in passes:
+        left -= seconds
+        queued_before += host_seconds
+        one = max(one, queued_before + left)
+    return one - computed + (num_microbatches - 1) * max(0.0, queued - computed)
 
 
 def alike_ranks(cfg: RunConfig, run: Description, boundaries: Sequence[int]) -> list[int]:
@@ -187,6 +184,8 @@ class MessageSeconds(NamedTuple):
 
     within_layers: float
     """Messages of tp, cp and ep, and the few numbers of a step: they are waited for."""
+    copies: float
+    """What gathers and scatters copy besides, which nothing hides: FSDP and ZeRO do."""
     waited: float
     """Messages of data parallelism, while nothing is computed."""
     beside_layers: float
@@ -198,7 +197,10 @@ def _messages(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) 
     step = step_of(cfg, run, share)
     within = _message_seconds(add_up(within_layers(step)), cluster, step.sizes, "")
     data_parallelism = [*data_messages(step)]
-    # FSDP and ZeRO copy what they gather and scatter.
+    copies = 0.0
+    if cluster.calibration is None and not _is_cpu(cluster):  # measured else
+        copied = sum(m.num_bytes for m in data_parallelism if m.kind in COPIED)
+        copies = 2 * copied / cluster.device.reached_bandwidth  # read and written
     waited, beside, last = (
         _message_seconds(
             add_up(message for message in data_parallelism if message.when == when),
@@ -206,7 +208,8 @@ def _messages(cfg: RunConfig, run: Description, cluster: Cluster, share: Share) 
         )
         for when in get_args(When)
     )
-    return MessageSeconds(within, waited, beside + _over_host(cfg, run, cluster, share), last)
+    beside += _over_host(cfg, run, cluster, share)
+    return MessageSeconds(within, copies, waited, beside, last)
 
 
 def _message_seconds(
@@ -221,7 +224,7 @@ def _message_seconds(
         if kind == "send" and axis == "pp":
             continue
         priced = kind
-        if kind in ("all-gather", "reduce-scatter"):
+        if kind in COPIED:
             priced = f"{kind}{copies}"
         elif axis == "cp" and kind == "send":
             priced = "exchange"
@@ -259,8 +262,8 @@ def _optimizer(cfg: RunConfig, run: Description, cluster: Cluster, share: Share)
         seconds = per_tensor * len(numels) + per_element * moved / ADAMW_BYTES
         return seconds + flops / calibration.best_rate
     if _is_cpu(cluster) or not is_offloaded:
-        seconds = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
-        rate = cluster.device.rate(dtype) * efficiency("product")
+        seconds = moved / cluster.device.reached_bandwidth
+        rate = cluster.device.rate(dtype) * cluster.device.assumed["product"]
         return seconds + flops / rate
     update = moved / (HOST_MEMORY_BANDWIDTH * efficiency("memory"))
     if cfg.parallel.offload == "all":  # gradients and weights are there

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from shardwise.assembly.describe import Description
 from shardwise.base.layouts import num_microbatches, num_strategy_ranks
 from shardwise.config import RunConfig
-from shardwise.lab.planner.cluster import Cluster, efficiency
+from shardwise.lab.planner.cluster import Cluster
 from shardwise.lab.planner.unit_work import Product, RestQuantities, UnitWork, work_of_units
 from shardwise.lab.planner.units import gradients_are_few, moves_of_unit, seen_by_units
 from shardwise.lab.planner.weights import shapes_of
@@ -143,29 +143,44 @@ def _measured(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -
 def _roofline(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -> UnitSeconds:
     """Return the seconds of a unit by a datasheet's figures; `num_busy` does not matter."""
     device = cluster.device
-    bandwidth = device.memory_bandwidth * efficiency("memory")
-    rate = device.rate(product_dtype(cfg)) * efficiency("core")
+    assumed, peak = device.assumed, device.rate(product_dtype(cfg))
+    # Ranks of cp attend by FlashAttention, which returns the sums that they exchange.
+    is_flash = cfg.model.attention in ("flash", "flash_attention_2") or cfg.parallel.cp > 1
+    attention = "flash" if is_flash else "attention"
 
-    def seconds(products: Sequence[Product], rest: RestQuantities) -> PassSeconds:
-        in_products = sum(_product_seconds(cfg, cluster, product) for product in products)
+    def seconds(
+        products: Sequence[Product], direction: Direction, rest: RestQuantities
+    ) -> PassSeconds:
+        in_products = sum(_product_seconds(cfg, cluster, work, product) for product in products)
+        in_cores = (
+            rest.core_flops
+            / peak
+            * (
+                work.attention_share / assumed[f"{attention}_{direction}"]
+                + (1 - work.attention_share) / assumed[f"scan_{direction}"]
+            )
+        )
         # A gradient is read, added to a sum, and the sum is written.
         moved = rest.elements + 3 * rest.trained
-        return PassSeconds(in_products + rest.core_flops / rate, moved / bandwidth)
+        return PassSeconds(in_products + in_cores, moved / device.reached_bandwidth)
 
     read_back = _read_back(cfg, cluster, work)
     none = PassSeconds(0.0, 0.0)
-    forward = seconds(work.forward, work.rest_forward)
+    forward = seconds(work.forward, "forward", work.rest_forward)
     backward = again = none
     if work.has_backward:
-        backward = seconds(work.backward, work.rest_backward)
-        again = seconds(work.again, work.rest_again)
+        backward = seconds(work.backward, "backward", work.rest_backward)
+        again = seconds(work.again, "forward", work.rest_again)
+    host_forward, host_backward = (assumed["launch_seconds"] * number for number in work.launches)
     return UnitSeconds(
         forward=sum(forward) + read_back,
         backward=sum(backward) + read_back * work.has_backward,
         recomputed=sum(again) + read_back * (work.way == "full"),
         elementwise=forward.elementwise + backward.elementwise + again.elementwise,
         weight_gradients=work.has_backward
-        * sum(_product_seconds(cfg, cluster, product) for product in work.weight_gradients),
+        * sum(_product_seconds(cfg, cluster, work, product) for product in work.weight_gradients),
+        host_forward=host_forward,
+        host_backward=work.has_backward * (host_backward + (work.way != "none") * host_forward),
     )
 
 
@@ -177,11 +192,14 @@ def in_bytes(cfg: RunConfig, run: Description, unit_index: int, work: UnitWork) 
     """
     moves = moves_of_unit(_on_gpu(cfg), run.hf, run.spec, unit_index)
     forward, backward = float(sum(moves.forward)), float(sum(moves.backward))
+    num_products = len(work.forward), len(work.backward)
+    launches = len(moves.forward) + num_products[0], len(moves.backward) + num_products[1]
     if cfg.training.compile not in ("none", "aot_eager") and _is_compiled(cfg, work.key):
         # Compiled code reads and writes once what eager operators read and write one by one, and
         # still copies weights.
         once = 2 * work.rest_forward.elements * product_dtype(cfg).itemsize + moves.weight_bytes
         forward, backward = min(forward, once), min(backward, once)
+        launches = 2 * num_products[0], 2 * num_products[1]  # one between two products
     again, itemsize = work.rest_again, hidden_dtype(cfg).itemsize
 
     def of(rest: RestQuantities, elements: float) -> RestQuantities:
@@ -189,6 +207,7 @@ def in_bytes(cfg: RunConfig, run: Description, unit_index: int, work: UnitWork) 
 
     return replace(
         work,
+        launches=launches,
         rest_forward=of(work.rest_forward, forward),
         rest_backward=of(work.rest_backward, backward),
         rest_again=of(again, forward) if again.calls else again,
@@ -204,23 +223,33 @@ def _is_compiled(cfg: RunConfig, key: str) -> bool:
 
     Experts run as they are where tokens are sent or dropped; all of their layer is priced so.
     """
-    is_layer = not key.startswith(("embed, ", "head, "))
     are_eager = cfg.parallel.ep > 1 or cfg.model.expert_capacity is not None
-    return is_layer and not (are_eager and ", moe, " in key)
+    return _is_layer(key) and not (are_eager and ", moe, " in key)
+
+
+def _is_layer(key: str) -> bool:
+    return not key.startswith(("embed, ", "head, "))
 
 
 def _read_back(cfg: RunConfig, cluster: Cluster, work: UnitWork) -> float:
     """Return the seconds in which stored matrices are read and written in the dtype of products."""
     form = 0.5 if "4" in cfg.model.base else 1.0
     moved = work.stored * (form + product_dtype(cfg).itemsize)
-    share = 1.0 if cluster.calibration else efficiency("memory")
-    return moved / (cluster.device.memory_bandwidth * share)
+    device = cluster.device
+    return moved / (device.memory_bandwidth if cluster.calibration else device.reached_bandwidth)
 
 
-def _product_seconds(cfg: RunConfig, cluster: Cluster, product: Product) -> float:
+def _product_seconds(cfg: RunConfig, cluster: Cluster, work: UnitWork, product: Product) -> float:
     rows, inner, columns = product.rows, product.inner, product.columns
-    rate = cluster.device.rate(product_dtype(cfg)) * efficiency("product")
+    device, dtype = cluster.device, product_dtype(cfg)
+    assumed, tokens = device.assumed, inner if product.of == "weight" else rows
+    rate = device.rate(dtype) * assumed["product"] * tokens / (tokens + assumed["half_speed_rows"])
+    moved = dtype.itemsize * (rows * inner + inner * columns + rows * columns)
+    casts = 0.0
+    if cfg.training.matmul != "default" and _is_layer(work.key):
+        rate *= assumed["fp8"]
+        casts = (dtype.itemsize + 1) * (rows * inner + inner * columns)
     flops = 2 * rows * inner * columns / rate
-    moved = product_dtype(cfg).itemsize * (rows * inner + inner * columns + rows * columns)
-    traffic = moved / (cluster.device.memory_bandwidth * efficiency("memory"))
-    return product.times * max(flops, traffic)
+    return product.times * (
+        max(flops, moved / device.reached_bandwidth) + casts / device.reached_bandwidth
+    )

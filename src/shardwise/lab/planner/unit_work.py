@@ -70,6 +70,10 @@ class UnitWork:
     """The rest of the forward that the backward runs again."""
     trained_experts: float
     """Trained elements of experts, which `rest_backward` counts too."""
+    launches: tuple[int, int] = (0, 0)
+    """Operators of the forward and the backward that a GPU's host launches."""
+    attention_share: float = 0.0
+    """The share of attention in the FLOPs of its cores."""
     stored: float = 0.0
     """Elements of matrices in a form of `model.base`, which each pass reads back."""
 
@@ -167,6 +171,8 @@ def _work(
     core_forward, core_backward, core_again = (
         share * flops for flops in _core_flops(unit, length, way, with_maps)
     )
+    by_core = [(core.per_token(length)[0], core.is_kept) for core in unit.core_flops]
+    in_attention = sum(flops for flops, is_attention in by_core if is_attention)
     trained_experts = _trained_experts(unit, shapes)
     trained, trained_forward = trained_experts + _trained_others(cfg, unit, shapes), 0.0
     if unit.kind == "head" and cfg.training.loss != "plain":
@@ -183,6 +189,7 @@ def _work(
         again=tuple(again),
         rest_again=NOTHING if way == "none" else RestQuantities(1.0, elements, core_again, 0.0),
         trained_experts=trained_experts,
+        attention_share=in_attention / max(1.0, sum(flops for flops, _ in by_core)),
     )
 
 
