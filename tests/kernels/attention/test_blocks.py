@@ -114,6 +114,14 @@ def test_more_keys_than_are_computed_together(monkeypatch, window, offset, apart
     check(*inputs(100, 110, (2, 1)), sight, within=1e-12)
 
 
+def test_causal_queries_need_no_mask_wherever_they_lie_in_the_row():
+    """A rank that gathers all keys computes its queries on those before them, then on their own."""
+    kilo = 1024
+    pieces = blocks.computed(range(16 * kilo, 20 * kilo), range(128 * kilo), None)
+    assert pieces == [(4 * kilo, 16 * kilo, False), (4 * kilo, 4 * kilo, False)]
+    assert blocks.computed(range(4 * kilo), range(128 * kilo), None) == [(4 * kilo,) * 2 + (False,)]
+
+
 def test_documents_take_no_memory_that_grows_with_the_keys():
     def added_bytes(num_keys: int) -> int:
         q, k, v, grad_out = inputs(32, num_keys, (2, 1), dtype=torch.float32)
