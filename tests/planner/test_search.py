@@ -38,7 +38,13 @@ and the stages of a hybrid may have smaller ones."""
 
 
 def question(
-    preset: str, devices: str, nodes: int = 1, rows: int = 16, lora: bool = True, length: int = 2048
+    preset: str,
+    devices: str,
+    nodes: int = 1,
+    rows: int = 16,
+    lora: bool = True,
+    length: int = 2048,
+    link: str | None = None,
 ) -> Question:
     cfg = RunConfig(
         Model(str(MODELS / preset), dtype="bfloat16" if lora else "float32"),
@@ -46,7 +52,7 @@ def question(
         Training("any", global_batch_size=rows, precision="bfloat16"),
         lora=Lora() if lora else None,
     )
-    return Question(cfg, cluster_of(devices, nodes, None))
+    return Question(cfg, cluster_of(devices, nodes, link))
 
 
 @cache

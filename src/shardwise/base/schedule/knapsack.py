@@ -9,7 +9,7 @@ choose for the lowest layers, only those remain that no other one beats in bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -122,6 +122,7 @@ def choose(chunks: Sequence[ChunkOptions]) -> tuple[Choice, ...] | None:
     these are few, or no others are in flight, the choice is the cheapest one; else there may be a
     cheaper one between two totals.
     """
+    chunks = [ChunkOptions(chunk.units, [*_joined(chunk.bounds)]) for chunk in chunks]
     totals: Iterable[Sequence[int] | None] = [None]
     if any(any(numbers) for chunk in chunks for numbers, _ in chunk.bounds):
         most = max(2, int(MOST_TOTALS ** (1 / len(chunks))))
@@ -129,6 +130,18 @@ def choose(chunks: Sequence[ChunkOptions]) -> tuple[Choice, ...] | None:
     found = [_with_totals(chunks, one) for one in totals]
     priced = [one for one in found if one is not None]
     return min(priced, key=lambda one: one[0])[1] if priced else None
+
+
+def _joined(
+    bounds: Iterable[tuple[tuple[int, ...], Bounds]],
+) -> Iterator[tuple[tuple[int, ...], Bounds]]:
+    """Yield the lowest bounds of the passes with as many micro-batches in flight."""
+    alike: dict[tuple[int, ...], list[Bounds]] = {}
+    for numbers, one in bounds:
+        alike.setdefault(numbers, []).append(one)
+    for numbers, ones in alike.items():
+        parts = ((one.forward, one.backward, one.kept) for one in ones)
+        yield numbers, Bounds(*([*map(min, zip(*part))] for part in zip(*parts)))
 
 
 def _with_totals(

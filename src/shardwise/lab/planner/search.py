@@ -155,14 +155,14 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         answer.changes |= with_other_losses(climb, plain)
         answer.choices = [plain]
     best_of_each = _best_of_each(exact)
-    if best_of_each:
-        answer.fastest = best_of_each[0]
     for choice in reversed(best_of_each):  # the best of a layout at last
         if (name := layout_name(choice.candidate.division)) in answer.simpler:
             answer.simpler[name] = choice
     others = [choice for choice in best_of_each if choice not in answer.choices]
     answer.choices = (answer.choices + others)[:top]
     answer.computed = [choice for choice in exact.choices.values() if choice is not None]
+    if fitting := [choice for choice in answer.computed if choice.fits]:
+        answer.fastest = min(fitting, key=lambda choice: choice.time.total)
     # Refused choices explain nothing where others of the same layout are computed.
     choices_refused = {} if answer.computed else space.refused_choices
     answer.refused = space.refused | choices_refused | exact.refused
