@@ -280,7 +280,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "fsdp1 with tp": ("llama", {"parallel": {"data": "fsdp1", "tp": 2}}, 4),
     "zero2 with tp": ("llama", {"parallel": {"data": "zero2", "tp": 2}}, 4),
-    "zero or fsdp1 in a pipeline": ("llama", {"parallel": {"data": "zero1", "pp": 2}}, 4),
+    "zero2 or fsdp1 in a pipeline": ("llama", {"parallel": {"data": "zero2", "pp": 2}}, 4),
     "fsdp1 naive with adapters of another dtype": (
         "llama",
         {"parallel": {"data": "fsdp1", "fsdp1_wrap": "naive"}, "lora": LORA, "model": BFLOAT16},
@@ -977,7 +977,7 @@ def test_what_is_offered_is_what_no_rule_refuses():
     offered = rules.offered_layouts()
     assert len(offered) == 2 * 29 + 50  # each with and without `cp`, and those with `ep`
     assert {"single", "pp-fsdp2-tp-sp", "hsdp"} <= set(offered)
-    assert not {"fsdp1-tp", "zero2-tp-sp", "pp-zero1", "pp-fsdp1-tp"} & set(offered)
+    assert not {"fsdp1-tp", "zero2-tp-sp", "pp-zero2", "pp-fsdp1-tp"} & set(offered)
 
 
 def test_what_pp_cp_and_tp_leave_goes_to_data(folder_of):

@@ -30,13 +30,15 @@ ALONE = {
 """In both modes, on so many processes. Their compositions are sums of the same formulas, each
 counted in one mode."""
 TOGETHER = {
-    **{"pp-ddp": "lora", "pp-fsdp2": "full", "pp-hsdp": "lora"},
+    **{"pp-ddp": "lora", "pp-zero1": "full", "pp-fsdp2": "full", "pp-hsdp": "lora"},
     **{"ddp-tp": "lora", "zero1-tp": "lora", "fsdp2-tp": "full", "hsdp-tp": "lora"},
     **{"ddp-tp-sp": "full", "zero1-tp-sp": "full", "fsdp2-tp-sp": "lora", "hsdp-tp-sp": "full"},
-    **{"pp-tp": "full", "pp-ddp-tp": "lora", "pp-fsdp2-tp": "lora", "pp-hsdp-tp": "full"},
+    **{"pp-tp": "full", "pp-ddp-tp": "lora", "pp-zero1-tp": "full", "pp-fsdp2-tp": "lora"},
     **{
+        "pp-hsdp-tp": "full",
         "pp-tp-sp": "lora",
         "pp-ddp-tp-sp": "full",
+        "pp-zero1-tp-sp": "lora",
         "pp-fsdp2-tp-sp": "full",
         "pp-hsdp-tp-sp": "lora",
     },
@@ -131,7 +133,7 @@ CELLS = [
     *(cell(family, "tp-sp", "lora", 2) for family in ("olmo_hybrid", "jamba", "falcon_h1")),
     # Rates that tp shards have no other dim for fsdp2 or zero1; a tied weight has two stages.
     *(cell("qwen3_5_text", layout, "full", 4) for layout in ("fsdp2-tp", "zero1-tp")),
-    cell("qwen3_5_text", "pp-fsdp2", "full", 4, "tied"),
+    *(cell("qwen3_5_text", name, "full", 4, "tied") for name in ("pp-fsdp2", "pp-zero1")),
     # 2 key/value heads, and 2 groups of Mamba2, are held by two of 4 ranks each.
     cell("jamba", "tp", "full", 4),
     *(cell("granitemoehybrid", "tp", mode, 4) for mode in ("lora", "full")),
@@ -290,9 +292,13 @@ def test_float32_adapters_beside_a_bfloat16_head():
 def test_float32_sums_of_bfloat16_weights():
     cells = [cell("llama", layout, "full", 2) for layout in ("ddp", "zero1", "zero2", "fsdp2")]
     cells.append(cell("qwen3_moe", "ddp-ep", "full", 2))
-    for rank, each in enumerate(run_ranks(2, count_each, tuple(cells), "bfloat16", "float32")):
-        for one, counted in zip(cells, each, strict=True):
-            assert counted.sent == counted.predicted, f"{one.layout}, rank {rank}"
+    stages = [cell("qwen3_5_text", name, "full", 4, "tied") for name in ("pp-ddp", "pp-zero1")]
+    for nproc, group in ((2, cells), (4, stages)):
+        for rank, each in enumerate(
+            run_ranks(nproc, count_each, tuple(group), "bfloat16", "float32")
+        ):
+            for one, counted in zip(group, each, strict=True):
+                assert counted.sent == counted.predicted, f"{one.layout}, rank {rank}"
 
 
 def test_every_layout_is_counted():

@@ -10,6 +10,7 @@ from tests.parity.references import reference
 
 CELLS = [
     Cell("llama", "zero1-tp", "full", 4, ADAMW),  # zero has the second dim, so shards are strided
+    Cell("qwen3_5_text", "pp-zero1", "lora", 4, ADAMW, "1f1b"),
     Cell("qwen3_5_text", "zero2", "lora", 2, ADAMW),
     Cell("qwen3_5_text", "fsdp2", "full", 2, ADAMW),
 ]

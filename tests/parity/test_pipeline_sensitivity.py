@@ -90,6 +90,14 @@ def tied_gradient_counted_twice_in_the_norm():
     after_tying(lambda pm, tied, mesh: replace(tied, make_optimizer=pm.make_optimizer))
 
 
+def tied_gradients_exchanged_before_zero_reduces_them():
+    def change(pm, tied, mesh):
+        *_, add_up = tied.reduce_grads
+        return replace(tied, reduce_grads=(add_up, *pm.reduce_grads))
+
+    after_tying(change)
+
+
 def embedding_multiplier_applied_by_every_stage():
     share = stage._share
 
@@ -116,8 +124,8 @@ def router_losses_of_lower_stages_not_scaled():
 def lowest_trained_stage_gets_no_gradient_of_its_input():
     init = pipeline_stage.ScheduledStage.__init__
 
-    def trusting(self, *args):
-        init(self, *args)
+    def trusting(self, *args, **options):
+        init(self, *args, **options)
         self.trained = True
 
     pipeline_stage.ScheduledStage.__init__ = trusting
@@ -128,8 +136,8 @@ def lowest_trained_stage_gets_no_gradient_of_its_input():
 def no_gradient_through_a_frozen_stage():
     init = pipeline_stage.ScheduledStage.__init__
 
-    def short_sighted(self, part, *args):
-        init(self, part, *args)
+    def short_sighted(self, part, *args, **options):
+        init(self, part, *args, **options)
         self.trained = any(parameter.requires_grad for parameter in part.parameters())
 
     pipeline_stage.ScheduledStage.__init__ = short_sighted
@@ -165,6 +173,7 @@ def recomputed_with_the_masks_of_a_later_micro_batch():
 
 PLAIN = cell("llama", "1f1b", "lora")
 TIED = cell("qwen3_5_text", "1f1b", "full", variant="tied")
+TIED_SHARDS = Cell("qwen3_5_text", "pp-zero1", "full", 4, "tied", "1f1b")
 ROUTED = cell("qwen3_next", "interleaved-1f1b", "full")
 
 BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
@@ -175,7 +184,8 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (norm_of_one_stage_only, PLAIN),
     (one_buffer_for_all_micro_batches, cell("llama", "gpipe", "full")),
     (tied_gradient_summed_on_one_side_only, TIED),
-    (tied_gradient_counted_twice_in_the_norm, TIED),
+    *((tied_gradient_counted_twice_in_the_norm, tied) for tied in (TIED, TIED_SHARDS)),
+    (tied_gradients_exchanged_before_zero_reduces_them, TIED_SHARDS),
     *(
         (embedding_multiplier_applied_by_every_stage, cell(name, "1f1b", "lora"))
         for name in ("granitemoehybrid", "afmoe")

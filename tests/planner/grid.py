@@ -77,6 +77,8 @@ COMPOSED: dict[str, dict[str, Any]] = {
     "fsdp2-tp-sp": {"data": "fsdp2", "tp": 2, "sequence_parallel": True},
     "ddp-ep": {"data": "ddp", "ep": 2},
     "zero1-ep": {"data": "zero1", "ep": 2},
+    "1f1b-zero1": {"data": "zero1", "pp": 2},
+    "interleaved-zero1": {"data": "zero1", "pp": 2, "schedule": "interleaved-1f1b"},
 }
 """Further compositions, each of four ranks."""
 HALVED: dict[str, dict[str, Any]] = {

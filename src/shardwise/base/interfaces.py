@@ -296,6 +296,8 @@ class ParallelModel:
     """Where what this rank holds lies. Whoever reads weights outside of forwards asks it."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)
     """Facts of the parameters that have any; strategies add to it."""
+    shards: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """ZeRO's shards of trained parameters, which have their gradients after `reduce_grads`."""
     flat: tuple[nn.Parameter, ...] = ()
     """The parameters that the named ones are views into, as are their gradients, if they are."""
 

@@ -59,8 +59,8 @@ class StrategyFacts:
     """Whether it gathers weights in the dtype that `training.cast: weights` gives them."""
     is_flat: bool = False
     """Whether parameters are views into flat ones, which hold plain floating-point tensors only."""
-    takes_stages: bool = True
-    """Whether it is proven in a pipeline."""
+    unfit_for_stages: str = ""
+    """Why it is refused in a pipeline, in words; "": it is proven there."""
     takes_late_sums: bool = True
     """Whether gradients may be completed after the last backward, as `tp` completes some."""
     shares: str = ""

@@ -87,6 +87,11 @@ class Whole:
         """The bytes of gathered weights between actions of a pipeline, if they are there."""
         return 0
 
+    @property
+    def reduced(self) -> int:
+        """The bytes of gradients after `last_reduction`."""
+        return self.total
+
     def _gradient(self, weight: Weight) -> int:
         return gradient_bytes(self.cfg, weight.numel, weight.itemsize)
 

@@ -212,7 +212,7 @@ class _Runner:
 def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
     """Keep the tied weight equal on the first and the last stage: its two gradients are added up.
 
-    In V-shaped schedules the two stages are on one rank, and share the parameter.
+    They are those of a rank's shard, where ZeRO has reduced them before. In V-shaped schedules the two stages are on one rank, and share the parameter.
     """
     ends = (0, mesh.size("pp") - 1)
     rank = mesh.rank("pp")
@@ -222,7 +222,8 @@ def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
     other = dist.get_global_rank(group, sum(ends) - rank)
 
     def add_up() -> None:
-        (gradient,) = (p.grad for n, p in pm.named_parameters() if n == name)
+        (whole,) = (p for n, p in pm.named_parameters() if n == name)
+        gradient = pm.shards.get(name, whole).grad
         assert gradient is not None
         sent = local(gradient).to(mesh.device)
         received = torch.empty_like(sent)
@@ -240,6 +241,7 @@ def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
         if rank:
             for other_name, parameter in named:
                 if other_name == name:  # The first stage has it too, and counts it.
+                    parameter = pm.shards.get(name, parameter)
                     known = pm.parameter_facts.get(parameter, ParameterFacts())
                     pm.parameter_facts[parameter] = replace(known, is_copy=True)
         return pm.make_optimizer(named)

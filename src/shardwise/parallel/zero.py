@@ -179,17 +179,17 @@ def apply(pm: ParallelModel, mesh: Mesh, in_backward: bool) -> ParallelModel:
         shards.reduce_all()
         sum_over_copies(replicated, mesh)
 
+    by_name = {name: entry.shard for name, entry in sharded.items()}
+    split = replace(pm, make_optimizer=make_optimizer, shards=by_name)
     if not in_backward:
-        return replace(pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, reduce))
+        return replace(split, reduce_grads=(*pm.reduce_grads, reduce))
     assert not replicated, "only tensor parallelism leaves some, with which zero2 is refused"
     for bucket in shards.buckets:
         for entry in bucket.entries:
             entry.whole.register_post_accumulate_grad_hook(
                 lambda _, bucket=bucket: shards.arrive(bucket)
             )
-    return replace(
-        pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, shards.finish_backward)
-    )
+    return replace(split, reduce_grads=(*pm.reduce_grads, shards.finish_backward))
 
 
 def _trained(whole: nn.Parameter, dim: int, mesh: Mesh) -> Trained:

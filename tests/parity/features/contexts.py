@@ -41,6 +41,7 @@ def _all() -> Iterator[Cell]:
         for schedule in ORDERS:
             if schedule != "1f1b":
                 yield Cell("qwen3_5_text", "pp-cp", mode, 4, schedule=schedule)
+        yield Cell("qwen3_5_text", "pp-zero1-cp", mode, 8, schedule="1f1b")
     yield Cell("llama", "cp", "lora", 4, "isolated-ring")
     for family in ("llama", "qwen3_5_text", "kimi_linear", "nemotron_h", "jamba"):
         for precision in ("bfloat16", f"float16-{STILL}"):

@@ -15,6 +15,7 @@ LAYOUTS = (
     *((layout, 2, "") for layout in ("ddp", "zero1", "zero2", "fsdp2", "tp", "tp-sp", "cp")),
     ("pp", 2, "1f1b"),
     *((layout, 4, "") for layout in ("hsdp", "fsdp2-tp", "fsdp2-cp", "zero1-tp")),
+    ("pp-zero1", 4, "1f1b"),
     ("pp-fsdp2", 4, "1f1b"),
     ("pp-tp", 4, "1f1b"),
 )

@@ -15,7 +15,7 @@ LAYOUTS = (
     ("cp", 2, ""),
     *(("pp", 2, schedule) for schedule in ("1f1b", "zbv")),
     *((layout, 4, "") for layout in ("hsdp", "fsdp2-tp", "zero1-tp", "fsdp2-cp")),
-    *((layout, 4, "1f1b") for layout in ("pp-fsdp2", "pp-tp")),
+    *((layout, 4, "1f1b") for layout in ("pp-zero1", "pp-fsdp2", "pp-tp")),
 )
 WITH_EXPERTS = (("ddp-ep", 2), ("fsdp2-ep", 4))
 """Layouts that shard frozen experts, beside adapters on everything else."""

@@ -12,7 +12,7 @@ FAMILIES = ("llama", "qwen3_5_text", "granitemoehybrid", "qwen3_moe", "kimi_line
 LAYOUTS = (
     *((layout, 2, "") for layout in ("ddp", "zero1", "zero2", "fsdp2", "tp", "tp-sp", "cp")),
     ("pp", 2, "1f1b"),
-    *((layout, 4, "1f1b") for layout in ("pp-ddp", "pp-fsdp2", "pp-tp")),
+    *((layout, 4, "1f1b") for layout in ("pp-ddp", "pp-zero1", "pp-fsdp2", "pp-tp")),
     *((layout, 4, "") for layout in ("zero2", "fsdp2", "hsdp", "tp", "zero1-tp", "fsdp2-tp")),
     *((layout, 4, "") for layout in ("fsdp2-tp-sp", "fsdp2-cp", "cp-tp")),
 )

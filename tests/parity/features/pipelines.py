@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardwise.base.layouts import data_parts, parallel_of, strategy_facts
 from shardwise.base.schedule.orders import ORDERS
-from shardwise.base.schedules import HALVING
+from shardwise.base.schedules import HALVING, V_SHAPED
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from tests.parity.harness import FAMILIES, Cell
+from tests.parity.layouts import PROVEN
 
 MODES = ("lora", "full")
 SINGLE = ("gpipe", "1f1b")  # one stage per rank; the others have two
@@ -20,11 +22,12 @@ FEW_LAYERS = (
     "kimi_linear",
 )  # two or three in the tiny models
 SPINE = ("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h")
-WITH_DATA = (
-    "pp-ddp",
-    "pp-fsdp2",
-    "pp-hsdp",
-)  # two stages' ranks, and as many replicas or shards as there are ranks left
+WITH_DATA = tuple(layout for data in data_parts() if (layout := f"pp-{data}") in PROVEN)
+"""Two stages' ranks, and as many replicas or shards as there are ranks left."""
+V_SHARED = tuple(
+    layout for layout in WITH_DATA if "weights" not in strategy_facts(parallel_of(layout)).sharded
+)
+"""Those that a tied weight has in a V, where one rank has both ends: two shards share none."""
 
 
 def cell(
@@ -116,9 +119,7 @@ def _variants() -> Iterator[Cell]:
     for schedule in ORDERS:
         for mode in MODES:
             yield cell("qwen3_5_text", schedule, mode, variant="tied")
-            # Two shards cannot share a parameter, so fsdp2 and a V, which has both ends on one
-            # rank, are refused.
-            layouts = ("pp-ddp",) if schedule in ("zbv", "dualpipe-v") else WITH_DATA
+            layouts = V_SHARED if schedule in V_SHAPED else WITH_DATA
             yield from (
                 Cell("qwen3_5_text", layout, mode, 4, "tied", schedule) for layout in layouts
             )
@@ -168,6 +169,7 @@ FIXED = (
     cell("llama", "1f1b", "lora", variant="lower"),
     Cell("llama", "pp-ddp", "lora", 4, schedule="zbv"),
     Cell("llama", "pp-fsdp2", "full", 4, schedule="1f1b"),
+    Cell("qwen3_5_text", "pp-zero1", "full", 4, "tied", "1f1b"),
     cell("llama", "1f1b", "full", 4, split=(0, 1, 3, 0)),
     replace(cell("llama", "interleaved-zero-bubble", "lora", 4), rows=4),
     cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout"),

@@ -13,7 +13,8 @@ COMPOSED = {
     **dict.fromkeys(("ddp-ep", "zero1-ep", "zero2-ep", "fsdp2-ep"), (2, 4)),
     "hsdp-ep": (4,),
     **dict.fromkeys(("cp-ep", "ddp-cp-ep", "fsdp2-cp-ep"), (4,)),
-    **dict.fromkeys(("ddp-ep-tp", "fsdp2-ep-tp", "ddp-ep-tp-sp", "pp-ddp-ep", "pp-fsdp2-ep"), (4,)),
+    **dict.fromkeys(("ddp-ep-tp", "fsdp2-ep-tp", "ddp-ep-tp-sp"), (4,)),
+    **dict.fromkeys(("pp-ddp-ep", "pp-zero1-ep", "pp-fsdp2-ep"), (4,)),
     **dict.fromkeys(("pp-fsdp2-ep-tp", "fsdp2-cp-ep-tp"), (8,)),
 }
 """Layouts with the numbers of processes: of 2 ranks along each axis, `ep` of 2."""

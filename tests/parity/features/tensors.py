@@ -78,7 +78,8 @@ def _variants() -> Iterator[Cell]:
         yield cell("qwen3_5_text", layout, "full", "tied")
         yield cell("llama", layout, "lora", "dropout")
         yield cell("qwen3_next", layout, "lora", "checkpointing")
-    yield cell("qwen3_5_text", "zero1-tp", "full", "tied")
+    for layout in ("zero1-tp", "pp-zero1-tp"):
+        yield cell("qwen3_5_text", layout, "full", "tied")
 
 
 CELLS = (*_plain(), *_variants())

@@ -59,7 +59,7 @@ class Case:
 
 Text = str | Callable[[Case], str]
 """Part of a message: a template whose fields are `cfg`, its sections `parallel` and `training`,
-`adapters`, `model`, `layout` and `optimizer`, its name, or a function."""
+`adapters`, `model`, `strategy`, `layout` and `optimizer`, its name, or a function."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Rule:
         cfg = case.cfg
         fields: dict[str, object] = {"cfg": cfg, "parallel": cfg.parallel, "training": cfg.training}
         fields |= {"adapters": case.facts.adapters, "model": case.facts.model}
-        fields["optimizer"] = cfg.optimizer.name
+        fields |= {"optimizer": cfg.optimizer.name, "strategy": case.strategy}
         fields["layout"] = layout_of(cfg.parallel)
         texts = (self.problem, self.way_out)
         return "; ".join(

@@ -186,10 +186,10 @@ RULES = (
         ),
     ),
     Rule(
-        "zero or fsdp1 in a pipeline",
-        applies=lambda case: _is_pipeline(case) and not case.strategy.takes_stages,
-        problem="{layout} is not offered: {parallel.data} is not proven in a pipeline",
-        way_out="use ddp or fsdp2",
+        "zero2 or fsdp1 in a pipeline",
+        applies=lambda case: _is_pipeline(case) and bool(case.strategy.unfit_for_stages),
+        problem="{layout} is not offered: {strategy.unfit_for_stages}",
+        way_out="use zero1, ddp or fsdp2",
         why="no cell of the parity matrix runs both",
     ),
     Rule(

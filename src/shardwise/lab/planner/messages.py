@@ -78,9 +78,9 @@ class Step(DataStep):
         """The bytes of hidden states between blocks."""
         return self.hidden_numel * hidden_dtype(self.cfg).itemsize
 
-    def num_pieces(self, weight: Weight) -> int:
-        """Return into how many shards data parallelism has cut a weight and its gradient."""
-        is_cut = "weights" in strategy_of(self.cfg).sharded and weight.shard_dim is not None
+    def num_pieces(self, weight: Weight, part: str = "weights") -> int:
+        """Return into how many shards data parallelism has cut a weight, or another part of it."""
+        is_cut = part in strategy_of(self.cfg).sharded and weight.shard_dim is not None
         return weight.num_shards if is_cut else 1
 
 

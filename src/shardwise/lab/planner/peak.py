@@ -42,7 +42,7 @@ from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.holding import ChunkUnits, HeldUnit, Whole
 from shardwise.parallel.optimizers import update_rule_of
 from shardwise.parallel.strategies import strategy_of
-from shardwise.parallel.weights import Weight, is_whole_expert
+from shardwise.parallel.weights import Weight, gradient_bytes, is_whole_expert
 
 NORM_ELEMENTS = 2**16
 """Elements of a gradient that are squared together for the norm, on a CPU."""
@@ -247,12 +247,14 @@ class Rank:
 
     def after(self) -> Iterator[PeakBytes]:
         """Yield the moments after the last backward of `passes`."""
-        for holding in self.holdings:
-            others = sum(h.total for h in self.holdings if h is not holding)
+        others = sum(holding.total for holding in self.holdings)
+        for holding in reversed(self.holdings):
+            others -= holding.total
             for held in holding.last_reduction():
                 yield self.base.plus(
                     gradients=held.gradients + others, buffers=held.buffers
                 )._replace(moment=f"{held.moment} of gradients")
+            others += holding.reduced
         yield from self._last_moments
 
     def _holding(self, units: Sequence[HeldUnit], chunk: ChunkShare) -> Whole:
@@ -366,7 +368,8 @@ class Rank:
             moment="sum of gradients over tp"
         )
         if self.share.tied is not None:
-            size = self.share.tied.numel * self.share.tied.itemsize
+            weight = self.share.tied
+            size = gradient_bytes(self.cfg, self._local_numel(weight), weight.itemsize)
             yield base.plus(buffers=size)._replace(moment="sum of the tied weight's gradients")
         numels = {weight: self._local_numel(weight) for weight in trained}
         if not numels:

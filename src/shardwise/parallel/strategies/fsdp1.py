@@ -30,7 +30,7 @@ class Fsdp1(Strategy):
     is_searched = False
     needs_ranks = True
     is_flat = True
-    takes_stages = False
+    unfit_for_stages = "fsdp1 is not proven in a pipeline"
     is_before_loading = True
 
     def apply(

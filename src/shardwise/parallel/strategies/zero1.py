@@ -30,7 +30,6 @@ class Zero1(Strategy):
     name = "zero1"
     order = 2
     sharded = ("gradients", "optimizer")
-    takes_stages = False
     shares = "the optimizer's states; each has other rows"
 
     def apply(
@@ -85,6 +84,12 @@ class Zero1Holding(Whole):
 
     A bucket is copied into a buffer in float32 and freed; its sum is 1/n of it (parallel/zero.py).
     """
+
+    @property
+    def reduced(self) -> int:
+        """See Whole."""
+        sharded = [w for unit in self.units for w in unit.trained if w.shard_dim is not None]
+        return self.total - sum(map(self._gradient, sharded)) + self._of_shards(sharded)
 
     def last_reduction(self) -> Iterator[Held]:
         """See Whole."""

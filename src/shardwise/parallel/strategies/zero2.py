@@ -15,6 +15,7 @@ class Zero2(Zero1):
 
     name = "zero2"
     order = 3
+    unfit_for_stages = "zero2 reduces gradients in every backward, which schedules may halve"
     takes_late_sums = False
     shares = "the optimizer's states and gradients; each has other rows"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardwise.lab.planner.axes.axis import AxisMessages
 from shardwise.lab.planner.messages import Step
 from shardwise.parallel.sent import Messages
+from shardwise.parallel.weights import gradient_bytes
 
 
 class PipelineMessages(AxisMessages):
@@ -17,7 +18,8 @@ class PipelineMessages(AxisMessages):
     def messages(self, step: Step) -> Iterator[Messages]:
         """Yield BTD per micro-batch and cut: hidden states up, and their gradient down.
 
-        Once a step the first and the last stage exchange their gradients of a tied weight.
+        Once a step the first and the last stage exchange their gradients of a tied weight, or of
+        their shards of it.
         """
         m = step.num_microbatches
         for chunk in step.share.chunks:
@@ -26,6 +28,7 @@ class PipelineMessages(AxisMessages):
                 if receiver is not None:
                     yield Messages("send", "pp", m, m * step.hidden_bytes, receiver)
         if (tied := step.share.tied) is not None:
-            num_bytes = tied.itemsize * tied.padded_numel // step.num_pieces(tied)
+            numel = tied.padded_numel // step.num_pieces(tied, "optimizer")
+            num_bytes = gradient_bytes(step.cfg, numel, tied.itemsize)
             is_first = any(chunk.spec.first for chunk in step.share.chunks)
             yield Messages("send", "pp", 1, num_bytes, step.sizes["pp"] - 1 if is_first else 0)
