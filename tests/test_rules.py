@@ -975,7 +975,7 @@ def test_shortened_layouts_are_all_of_them():
 
 def test_what_is_offered_is_what_no_rule_refuses():
     offered = rules.offered_layouts()
-    assert len(offered) == 2 * 29 + 50  # each with and without `cp`, and those with `ep`
+    assert len(offered) == 2 * 32 + 56  # each with and without `cp`, and those with `ep`
     assert {"single", "pp-fsdp2-tp-sp", "hsdp"} <= set(offered)
     assert not {"fsdp1-tp", "zero2-tp-sp", "pp-zero2", "pp-fsdp1-tp"} & set(offered)
 

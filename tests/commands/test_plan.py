@@ -455,13 +455,17 @@ def test_a_published_run_that_cannot_fit_is_shown_as_it_is(capsys):
     assert "pp:16-fsdp2:64-tp:8-sp: interleaved-1f1b x4" in out
     assert "nothing fits on 8192 x H100-80GB" in err
     assert "give --training.checkpointing=full, more --devices" in err
+    # No zero-bubble schedule recomputes.
+    assert cli.main(["plan", "published:deepseek-v3"]) == 2
+    out, err = capsys.readouterr()
+    assert "pp:16-zero1:128-ep:64: dualpipe-v x2" in out
+    assert "give --training.checkpointing=full --parallel.schedule=1f1b, more --devices" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["published:olmo-7"], "published:olmo-7: no such run; did you mean olmo-7b?"),
-        (["published:deepseek-v3"], "pp-zero1-ep is not offered"),
         (["published:gemma-2-27b"], "in words (768 replicas x 8 shards); give a model"),
         (["tiny-llama"], "--devices is missing; give the devices of a node, such as"),
         (["published:yi-34b", "--lora", "r=8", "--full"], "--lora and --full: give one of them"),

@@ -32,8 +32,8 @@ def small(folder: Path, name: str, **training: Any) -> RunConfig:
     cfg = config(
         folder,
         name,
-        **{"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "eval_every": STEPS},
-        **{"save_every": 4, **training},
+        **{"steps": STEPS, "micro_batch_size": 1, "eval_every": STEPS},
+        **{"global_batch_size": 4, "save_every": 4, **training},
     )
     model = replace(cfg.model, path=str(CONFIGS / "tiny-llama"))
     return replace(replace_measure(cfg, warmup_steps=1), model=model)
@@ -42,14 +42,15 @@ def small(folder: Path, name: str, **training: Any) -> RunConfig:
 def by_own_clock(cfg: RunConfig, slow: float, wrong: float) -> RunRecord | None:
     """Run `cfg` on this rank, by a clock that only the forwards of layers move on.
 
-    A layer of rank 1 takes `slow` times LAYER_SECONDS. The costs of layer 0 are taken to be `wrong`
+    A layer of the last stage takes `slow` times LAYER_SECONDS. The costs of layer 0 are taken to be `wrong`
     times what they are.
     """
     seconds, forward, costs = 0.0, Stage.forward, Description.costs
 
     def slowed(stage: Stage, *args: Any, **kwargs: Any) -> Any:
         nonlocal seconds
-        seconds += len(stage.spec.layers) * LAYER_SECONDS * (slow if dist.get_rank() == 1 else 1)
+        is_last = 2 * dist.get_rank() >= dist.get_world_size()
+        seconds += len(stage.spec.layers) * LAYER_SECONDS * (slow if is_last else 1)
         return forward(stage, *args, **kwargs)
 
     def now(clock: Clock) -> float:
@@ -71,21 +72,21 @@ def by_own_clock(cfg: RunConfig, slow: float, wrong: float) -> RunRecord | None:
         return run(cfg)
 
 
-@pytest.fixture(scope="module")
-def single(folder) -> RunRecord:
-    return run_on(1, small(folder, "single"))
-
-
 @pytest.mark.parametrize(
-    ("slow", "wrong", "before", "after"),
+    ("slow", "wrong", "before", "after", "data"),
     [
-        pytest.param(3.0, 1.0, [2, 2], [3, 1], id="a slow rank"),
-        pytest.param(1.0, 10.0, [1, 3], [2, 2], marks=pytest.mark.slow, id="wrong costs"),
+        pytest.param(3.0, 1.0, [2, 2], [3, 1], "single", id="a slow rank"),
+        pytest.param(3.0, 1.0, [2, 2], [3, 1], "zero1", id="shards of states move"),
+        pytest.param(1.0, 10.0, [1, 3], [2, 2], "single", marks=pytest.mark.slow, id="wrong costs"),
     ],
 )
-def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, after):
-    cfg = replace(small(folder, f"slow-{slow:g}"), parallel=Parallel(pp=2, split="dynamic"))
-    record, _ = run_ranks(2, by_own_clock, cfg, slow, wrong)
+def test_layers_move_and_the_curve_goes_on(folder, slow, wrong, before, after, data):
+    replicas = 2 if data == "zero1" else 1
+    rows = {"global_batch_size": 4 * replicas}
+    single = run_on(1, small(folder, f"single-{slow:g}-{data}", **rows))
+    cfg = small(folder, f"slow-{slow:g}-{data}", **rows)
+    cfg = replace(cfg, parallel=Parallel(data, pp=2, split="dynamic"))
+    record, *_ = run_ranks(2 * replicas, by_own_clock, cfg, slow, wrong)
     # Ranks add up the norm that clips gradients, which rounds otherwise.
     assert record.losses == pytest.approx(single.losses, rel=1e-6)
     for mine, theirs in zip(record.eval, single.eval, strict=True):
@@ -104,6 +105,6 @@ def test_layers_move_and_the_curve_goes_on(folder, single, slow, wrong, before, 
     assert written == {key: value for key, value in move.items() if key != "measured_seconds"}
     # What was saved after the move resumes on one process, and keeps the history.
     checkpoint = Path(cfg.training.output_dir) / "checkpoints" / "step-4"
-    again = run_on(1, small(folder, f"resumed-{slow:g}", resume=str(checkpoint)))
+    again = run_on(1, small(folder, f"resumed-{slow:g}-{data}", resume=str(checkpoint), **rows))
     assert again.losses == pytest.approx(single.losses, rel=1e-6)
     assert again.resplits == [written]

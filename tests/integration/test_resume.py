@@ -52,6 +52,7 @@ PIPELINES = {
     "pp": Parallel(pp=2),
     "pp-interleaved": Parallel(pp=2, schedule="interleaved-1f1b"),
     "pp-ddp": Parallel("ddp", pp=2),
+    "pp-zero1": Parallel("zero1", pp=2),
     "pp-fsdp2": Parallel("fsdp2", pp=2),
 }
 TENSOR = {"tp": Parallel(tp=2), "fsdp2-tp": Parallel("fsdp2", tp=2, sequence_parallel=True)}
@@ -68,7 +69,7 @@ PARALLEL = {
 PROCESSES = (
     dict.fromkeys(PARALLEL, 2)
     | {"single": 1}
-    | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2", "fsdp2-tp"), 4)
+    | dict.fromkeys(("hsdp", "pp-ddp", "pp-zero1", "pp-fsdp2", "fsdp2-tp"), 4)
 )
 """Of every layout; under `offload` the optimizer has copies of the weights."""
 ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "pp")
@@ -76,7 +77,10 @@ ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "pp")
 
 `make parity` resumes the rest.
 """
-LATER = ("pp-interleaved", "pp-ddp", "pp-fsdp2", "zero1", "hsdp", "cp", "fsdp2-tp")
+LATER = (
+    *("pp-interleaved", "pp-ddp", "pp-zero1", "pp-fsdp2"),
+    *("zero1", "hsdp", "cp", "fsdp2-tp"),
+)
 """Layouts that `make parity` alone resumes: `make test` resumes pipelines, replicas, shards, zero2,
 whose states are those of zero1, and tp; hsdp has the shards of fsdp2, and cp copies of all."""
 PAIRS = [(name, name in ADAPTERS_OF) for name in PROCESSES if name not in LATER]
@@ -341,26 +345,23 @@ def test_each_part_under_another_layout_and_number_of_processes(ran):
 @pytest.mark.slow
 def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
     def deep(name: str, **training: Any) -> RunConfig:
-        cfg = config(ran, name, steps=4, micro_batch_size=1, eval_batches=1, **training)
+        cfg = config(ran, name, steps=5, micro_batch_size=1, eval_batches=1, **training)
         return replace(cfg, model=replace(cfg.model, path=str(DEEP / "deep-llama")))  # of 8 layers
 
     one, noise = deep("deep"), deep("deep-noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
     run_ranks(1, run_all, one, noise)
     parts = [
-        (Parallel(pp=2), 1),
-        (Parallel("fsdp2"), 2),
-        (Parallel(pp=4, schedule="zbv"), 3),
-        (Parallel(), 4),
+        (4, Parallel("zero1", pp=2)),
+        (2, Parallel("fsdp2")),
+        (4, Parallel(pp=4, schedule="zbv")),
+        (4, Parallel("zero1", pp=2, schedule="interleaved-1f1b")),
+        (1, Parallel()),
     ]
-    for parallel, last in parts:
-        resume = "latest" if last > 1 else None
-        cfg = replace(deep("deep-chain", save_every=last, resume=resume), parallel=parallel)
-        run_ranks(
-            max(parallel.pp, 1 if last == 4 else 2),
-            *([run] if last == 4 else [run_until, last]),
-            cfg,
-        )
+    for step, (nproc, parallel) in enumerate(parts, 1):
+        resume = "latest" if step > 1 else None
+        cfg = replace(deep("deep-chain", save_every=step, resume=resume), parallel=parallel)
+        run_ranks(nproc, *([run] if step == len(parts) else [run_until, step]), cfg)
     assert [line["step"] for line in metrics(cfg)] == [line["step"] for line in metrics(one)]
     for apart in (losses_apart, weights_apart):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))

@@ -197,6 +197,8 @@ PIPELINES = [
         Cell("qwen3_5_text", "pp-ddp", mode, 4, schedule="interleaved-1f1b")
         for mode in ("lora", "full")
     ),
+    Cell("qwen3_5_text", "pp-zero1", "full", 4, "tied", "1f1b"),
+    Cell("qwen3_moe", "pp-zero1-ep", "lora", 4, "experts", "1f1b"),
     *(Cell("qwen3_5_text", "pp-fsdp2", mode, 4, schedule="1f1b") for mode in ("lora", "full")),
     Cell("qwen3_5_text", "pp-hsdp", "full", 4, schedule="1f1b"),
 ]
@@ -254,6 +256,7 @@ LATER = {
         Cell("qwen3_5_text", "pp-ddp", mode, 4, schedule="interleaved-1f1b")
         for mode in ("lora", "full")
     ),
+    Cell("qwen3_moe", "pp-zero1-ep", "lora", 4, "experts", "1f1b"),
     Cell("qwen3_5_text", "pp-fsdp2", "lora", 4, schedule="1f1b"),
     Cell("qwen3_5_text", "pp-hsdp", "full", 4, schedule="1f1b"),
 }
