@@ -42,8 +42,8 @@ def small(folder: Path, name: str, **training: Any) -> RunConfig:
 def by_own_clock(cfg: RunConfig, slow: float, wrong: float) -> RunRecord | None:
     """Run `cfg` on this rank, by a clock that only the forwards of layers move on.
 
-    A layer of the last stage takes `slow` times LAYER_SECONDS. The costs of layer 0 are taken to be `wrong`
-    times what they are.
+    A layer of the last stage takes `slow` times LAYER_SECONDS. The costs of layer 0 are taken to be
+    `wrong` times what they are.
     """
     seconds, forward, costs = 0.0, Stage.forward, Description.costs
 

@@ -100,7 +100,7 @@ REFUSED = {
         "the uniform split takes .* on a rank and the limit is 1e-05; .*balanced",
     ),
     **{
-        layout: (config(data=layout), rf"pp-{layout} is not offered: {why}; use zero1, ddp or fsdp2")
+        layout: (config(data=layout), rf"pp-{layout} is not offered: {why}; use zero1, ddp or")
         for layout, why in (("zero2", "zero2 reduces .* in every backward, .*"), ("fsdp1", ".*"))
     },
     "halves and resharding": (

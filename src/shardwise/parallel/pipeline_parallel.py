@@ -212,7 +212,8 @@ class _Runner:
 def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
     """Keep the tied weight equal on the first and the last stage: its two gradients are added up.
 
-    They are those of a rank's shard, where ZeRO has reduced them before. In V-shaped schedules the two stages are on one rank, and share the parameter.
+    They are those of a rank's shard, where ZeRO has reduced them before. In V-shaped schedules the
+    two stages are on one rank, and share the parameter.
     """
     ends = (0, mesh.size("pp") - 1)
     rank = mesh.rank("pp")

@@ -180,10 +180,7 @@ RULES = (
             "sums are complete"
         ),
         way_out="use zero1 or fsdp2",
-        why=(
-            "zero2 reduce-scatters a gradient in its hook, tensor parallelism sums some after the "
-            "last backward"
-        ),
+        why="zero2 reduce-scatters a gradient in its hook, tp sums some after the last backward",
     ),
     Rule(
         "zero2 or fsdp1 in a pipeline",
