@@ -381,5 +381,6 @@ def num_microbatches(cfg: RunConfig, num_ranks: int) -> int:
 
 def length_steps(parallel: Parallel) -> int:
     """Return the tokens of which the length of a row is a multiple: `cp` and `tp` cut it evenly."""
-    tokens = SHARED_IN_STEPS if parallel.cp > 1 else TOKENS_IN_STEPS
+    is_shared = "cp" in layout_of(parallel).split("-")
+    tokens = SHARED_IN_STEPS if is_shared else TOKENS_IN_STEPS
     return parallel.cp * lcm(parallel.tp, tokens)

@@ -136,7 +136,6 @@ def said(args: Namespace, fixed: frozenset[str], answer: Answer) -> Iterator[Any
 
 
 def _why_nothing_fits(fixed: frozenset[str], answer: Answer) -> str:
-    from shardwise.base.schedules import HALVING
     from shardwise.base.words import size
     from shardwise.lab.planner.exact import usable_bytes
     from shardwise.lab.planner.plan_page import needs
@@ -147,8 +146,7 @@ def _why_nothing_fits(fixed: frozenset[str], answer: Answer) -> str:
         return ["no layout of this run was found", *answer.refused.values()][-1]
     ways = ["more --devices", "a shorter --sequence"]
     if "training.checkpointing" in fixed and question.cfg.training.checkpointing == "none":
-        halves = question.cfg.parallel.schedule in HALVING  # no such schedule recomputes
-        ways.insert(0, "--training.checkpointing=full" + " --parallel.schedule=1f1b" * halves)
+        ways.insert(0, "--training.checkpointing=full")
     if question.cfg.lora is None:
         ways.append("--lora in place of --full")
     advice = f"give {', '.join(ways[:-1])}, or {ways[-1]}"

@@ -77,7 +77,8 @@ class Whole:
             self.largest[-1] = 0  # Among what the loss keeps is the gradient of its weight.
         if self.cfg.training.casts_weights and not strategy_facts(self.cfg.parallel).gathers_copies:
             self.largest = [0] * len(self.units)  # They come from those of copies, at a unit's end.
-        self.total = sum(self.gradients)
+        self.total = self.reduced = sum(self.gradients)
+        """The bytes of gradients before and after `last_reduction`."""
         self.is_first = self.is_last = True
         self.is_gathered = False
         """Whether the weights of all units are there as an action of a pipeline begins."""
@@ -86,11 +87,6 @@ class Whole:
     def gathered_bytes(self) -> int:
         """The bytes of gathered weights between actions of a pipeline, if they are there."""
         return 0
-
-    @property
-    def reduced(self) -> int:
-        """The bytes of gradients after `last_reduction`."""
-        return self.total
 
     def _gradient(self, weight: Weight) -> int:
         return gradient_bytes(self.cfg, weight.numel, weight.itemsize)

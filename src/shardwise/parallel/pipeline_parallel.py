@@ -212,8 +212,7 @@ class _Runner:
 def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
     """Keep the tied weight equal on the first and the last stage: its two gradients are added up.
 
-    They are those of a rank's shard, where ZeRO has reduced them before. In V-shaped schedules the
-    two stages are on one rank, and share the parameter.
+    ZeRO has reduced them to shards before. In a V the stages of one rank share the parameter.
     """
     ends = (0, mesh.size("pp") - 1)
     rank = mesh.rank("pp")
@@ -223,8 +222,7 @@ def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
     other = dist.get_global_rank(group, sum(ends) - rank)
 
     def add_up() -> None:
-        (whole,) = (p for n, p in pm.named_parameters() if n == name)
-        gradient = pm.shards.get(name, whole).grad
+        (gradient,) = (pm.shards.get(n, p).grad for n, p in pm.named_parameters() if n == name)
         assert gradient is not None
         sent = local(gradient).to(mesh.device)
         received = torch.empty_like(sent)

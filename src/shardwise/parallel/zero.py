@@ -167,11 +167,10 @@ def apply(pm: ParallelModel, mesh: Mesh, in_backward: bool) -> ParallelModel:
             sharded[name] = _trained(parameter, dim, mesh)
     # A backward makes gradients in the reverse order of the model.
     shards = Shards(_buckets(reversed(sharded.values()), mesh))
+    by_name = {name: entry.shard for name, entry in sharded.items()}
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        optimizer = pm.make_optimizer(
-            [(name, sharded[name].shard if name in sharded else p) for name, p in named]
-        )
+        optimizer = pm.make_optimizer([(name, by_name.get(name, p)) for name, p in named])
         optimizer.register_step_post_hook(lambda *_: shards.gather())
         return optimizer
 
@@ -179,7 +178,6 @@ def apply(pm: ParallelModel, mesh: Mesh, in_backward: bool) -> ParallelModel:
         shards.reduce_all()
         sum_over_copies(replicated, mesh)
 
-    by_name = {name: entry.shard for name, entry in sharded.items()}
     split = replace(pm, make_optimizer=make_optimizer, shards=by_name)
     if not in_backward:
         return replace(split, reduce_grads=(*pm.reduce_grads, reduce))

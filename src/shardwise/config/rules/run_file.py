@@ -175,10 +175,7 @@ RULES = (
     Rule(
         "zero2 with tp",
         applies=lambda case: not case.strategy.takes_late_sums and case.parallel.tp > 1,
-        problem=(
-            "{layout} is not offered: zero2 reduces gradients before those that tensor parallelism "
-            "sums are complete"
-        ),
+        problem="{layout} is not offered: zero2 reduces gradients before tp has completed them",
         way_out="use zero1 or fsdp2",
         why="zero2 reduce-scatters a gradient in its hook, tp sums some after the last backward",
     ),

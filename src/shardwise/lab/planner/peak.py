@@ -188,17 +188,13 @@ class Rank:
         if not stage.first and not below.keeps_input:  # torch's stage holds its input
             kept = below._replace(kept=below.kept + self.hidden, keeps_input=True)
             units[0] = replace(units[0], memory=kept)
-        if self._moves_activations:
+        if self.cfg.training.offload_activations and not self.is_gloo:
             layers = slice(stage.first, len(units) - stage.last)
             moved = offloaded([unit.memory for unit in units[layers]])
             units[layers] = [
                 replace(u, memory=m) for u, m in zip(units[layers], moved, strict=True)
             ]
         return units
-
-    @property
-    def _moves_activations(self) -> bool:
-        return self.cfg.training.offload_activations and not self.is_gloo
 
     def _mask_bytes(self) -> int:
         """Return the bytes of a mask of windows, which recomputed layers read again."""
@@ -367,9 +363,8 @@ class Rank:
         yield base.plus(buffers=summed_bytes(self.cfg, partial))._replace(
             moment="sum of gradients over tp"
         )
-        if self.share.tied is not None:
-            weight = self.share.tied
-            size = gradient_bytes(self.cfg, self._local_numel(weight), weight.itemsize)
+        if (tied := self.share.tied) is not None:
+            size = gradient_bytes(self.cfg, self._local_numel(tied), tied.itemsize)
             yield base.plus(buffers=size)._replace(moment="sum of the tied weight's gradients")
         numels = {weight: self._local_numel(weight) for weight in trained}
         if not numels:

@@ -38,8 +38,7 @@ class Zero1(Strategy):
         """See Strategy."""
         from shardwise.parallel import zero
 
-        in_backward = self.reduces_each(cfg.parallel.pp, are_few=False)
-        return zero.apply(pm, mesh, in_backward)
+        return zero.apply(pm, mesh, self.reduces_each(cfg.parallel.pp, are_few=False))
 
     def left_whole(self, cfg: RunConfig, chunk: ChunkWeights) -> frozenset[Weight]:
         """See Strategy."""
@@ -85,12 +84,6 @@ class Zero1Holding(Whole):
     A bucket is copied into a buffer in float32 and freed; its sum is 1/n of it (parallel/zero.py).
     """
 
-    @property
-    def reduced(self) -> int:
-        """See Whole."""
-        sharded = [w for unit in self.units for w in unit.trained if w.shard_dim is not None]
-        return self.total - sum(map(self._gradient, sharded)) + self._of_shards(sharded)
-
     def last_reduction(self) -> Iterator[Held]:
         """See Whole."""
         left, shards = self.total, 0
@@ -98,6 +91,7 @@ class Zero1Holding(Whole):
             yield from self._scattered(bucket, left + shards)
             left -= sum(map(self._gradient, bucket))
             shards += self._of_shards(bucket)
+        self.reduced = left + shards
 
     def _of_shards(self, weights: Iterable[Weight]) -> int:
         """Return the bytes of a rank's gradients of shards of these weights."""

@@ -18,8 +18,7 @@ class PipelineMessages(AxisMessages):
     def messages(self, step: Step) -> Iterator[Messages]:
         """Yield BTD per micro-batch and cut: hidden states up, and their gradient down.
 
-        Once a step the first and the last stage exchange their gradients of a tied weight, or of
-        their shards of it.
+        Once a step the first and the last stage exchange gradients, or shards, of a tied weight.
         """
         m = step.num_microbatches
         for chunk in step.share.chunks:
