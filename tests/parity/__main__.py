@@ -131,7 +131,7 @@ def row_of(folder: Path, cell: Cell, outcomes: tuple[Outcome, ...] | None) -> di
         **row,
         "status": "wrong" if wrong else "ok",
         "reason": "; ".join(wrong),
-        "errors": errors,
+        "errors": {kind: float(f"{error:.3g}") for kind, error in errors.items()},
     }
 
 
