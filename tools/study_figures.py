@@ -243,8 +243,8 @@ def processes(study: Study) -> Drawn | None:
     draw_legend_below(figure, [*handles.items()])
     caption = (
         "One step of 8 rows, divided among more and more processes. Above, for each length of "
-        "rows (128 tokens where none is named): the peak of the fullest rank over that of one process. Below: what leaves the rank "
-        "that sends most, counted."
+        "rows (128 tokens where none is named): the peak of the fullest rank over that of one "
+        "process. Below: what leaves the rank that sends most, counted."
     )
     return Drawn("processes", "Memory by processes and length of rows", caption, figure)
 
