@@ -108,9 +108,14 @@ def ask(cfg: RunConfig, asked: cluster.Cluster) -> str:
     return "answered"
 
 
-@pytest.mark.parametrize("seed", range(DRAWS))
-def test_a_random_question_has_sound_numbers_and_more_memory_never_costs_time(seed):
-    ask(*drawn(seed))
+@pytest.mark.parametrize(
+    ("seed", "share_of_large"),
+    # Two had faults: a split by cost that fits only where some layers are computed again was not
+    # looked at, and a bubble was -9e-19 s.
+    [*((seed, 0.0) for seed in range(DRAWS)), (271, 0.1), (334, 0.1)],
+)
+def test_a_random_question_has_sound_numbers_and_more_memory_never_costs_time(seed, share_of_large):
+    ask(*drawn(seed, share_of_large))
 
 
 def main() -> int:

@@ -155,6 +155,14 @@ def no_more_again(exact: Exact, best: Choice) -> Choice:
     return best if choice is None or not choice.fits else min(best, choice, key=Choice.order)
 
 
+def as_it_fits(exact: Exact, choice: Choice) -> Choice:
+    """Return a choice, or where it does not fit what computes as much again as memory asks for."""
+    if choice.fits or "training.checkpointing" in exact.question.fixed:
+        return choice
+    again = choice.candidate._replace(recomputation=within_memory(exact.question))
+    return exact.of(again) or choice
+
+
 def split_otherwise(exact: Exact, best: Choice) -> dict[str, Choice]:
     """Return a pipeline whose layers are split by cost, not evenly, or the other way round."""
     candidate = best.candidate

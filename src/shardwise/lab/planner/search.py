@@ -18,6 +18,7 @@ from shardwise.config import UserError
 from shardwise.lab.planner.candidates import Candidate, Question, Space, Subject, subject_of
 from shardwise.lab.planner.changes import (
     Climb,
+    as_it_fits,
     bases,
     changes_of,
     no_more_again,
@@ -136,7 +137,8 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         # The second may have more to gain: another thing of it may fit.
         climb = Climb(exact, space, estimates, frozenset(divisions))
         best = min((climb.from_choice(choice) for choice in choices[:2]), key=Choice.order)
-        by_cost = [choice for choice in split_otherwise(exact, best).values() if choice.fits]
+        splits = (as_it_fits(exact, choice) for choice in split_otherwise(exact, best).values())
+        by_cost = [choice for choice in splits if choice.fits]
         best = min([best, *by_cost], key=Choice.order)
         best = climb.from_choice(no_more_again(exact, best))
         within = replace(climb, divisions=frozenset())

@@ -122,7 +122,7 @@ def time_of_step(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),
         recomputation=again,
-        communication=sum(messages) - hidden + taken + jitter * (forwards + backwards),
+        communication=max(0.0, sum(messages) - hidden) + taken + jitter * (forwards + backwards),
         bubble=bubble,
         host=_waits_for_host([units[i] for i in busiest], m),
         optimizer=max(_optimizer(cfg, run, cluster, share) for share in shares),
@@ -331,4 +331,4 @@ def _pipeline(
     places = [i for c in pipeline.chunks_of(rank) for i in range(boundaries[c], boundaries[c + 1])]
     num_ranks = prod(run.sizes.values())
     others = num_ranks // len(busy) * sum(busy) - busy[rank]
-    return places, seconds - busy[rank], others / (num_ranks - 1) / seconds
+    return places, max(0.0, seconds - busy[rank]), others / (num_ranks - 1) / seconds
