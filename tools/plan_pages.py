@@ -152,12 +152,12 @@ def _rows_of(name: str, run: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | {run['layout']} | {devices} | in words | | | | {published} |"
         return
     for checkpointing in dict.fromkeys((run.get("checkpointing", "none"), "full")):
+        title = name if checkpointing == "none" else f"{name}, layers recomputed"
         try:
             choice, _ = explain(_question_of(run, checkpointing))
         except UserError as error:
-            yield f"| {name} | refused: {error} | {devices} | | | | | {published} |"
+            yield f"| {title} | refused: {error} | {devices} | | | | | {published} |"
             return
-        title = name if checkpointing == "none" else f"{name}, layers recomputed"
         fits = "" if choice.fits else ", does not fit"
         yield (
             f"| {title} | `{choice.title}` | {devices} | {size(choice.memory.total)}{fits} | "
