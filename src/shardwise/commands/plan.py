@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from argparse import ArgumentParser, Namespace
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +44,9 @@ def run(args: Namespace) -> int:
 
     def computed() -> list[Any]:
         nonlocal found
-        with _without_collections():
-            found = searched(args, sections, fixed)
-            return [*said(args, fixed, found)]
+        gc.freeze()  # Python's collector would look through all that is imported, many times
+        found = searched(args, sections, fixed)
+        return [*said(args, fixed, found)]
 
     read = folders_of(sections, args.devices)
     if read and args.write is None and args.html is None:
@@ -86,18 +85,6 @@ def run(args: Namespace) -> int:
         for path in write_run_file(Path(args.write), args.run, sections, found):
             show(console, [f"wrote {path}"])
     return 0
-
-
-@contextmanager
-def _without_collections() -> Generator[None]:
-    """Leave Python's collector out, which would look through all that is imported, many times."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def searched(args: Namespace, sections: Mapping[str, Any], fixed: frozenset[str]) -> Answer:

@@ -52,6 +52,11 @@ class Model(Section):
     kernel."""
 
     @property
+    def takes_flash(self) -> bool:
+        """Whether attention is by FlashAttention, whatever else a device has."""
+        return self.attention in ("flash", "flash_attention_2")
+
+    @property
     def is_callers(self) -> bool:
         """Whether it is a module of the caller, which no folder holds."""
         return self.path == CALLERS

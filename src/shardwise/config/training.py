@@ -271,6 +271,11 @@ class Training(Section):
         return None if gib is None else int(gib * 2**30)
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether products of linears are in FP8."""
+        return self.matmul != "default"
+
+    @property
     def casts_weights(self) -> bool:
         """Whether layers compute with copies of their weights in `precision`."""
         return self.cast == "weights"

@@ -6,7 +6,7 @@ the forwards of models/kinds run on a tape of sizes (tape.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from shardwise.base.layouts import strategy_facts
 from shardwise.base.schedule.context import reach_of, way_taken
 from shardwise.base.schedules import HALVING
-from shardwise.config import RunConfig, way_of
+from shardwise.config import RunConfig, Way, way_of
 from shardwise.kernels.attention.blocks import computed
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
 from shardwise.kernels.quantised import Format
@@ -98,22 +98,25 @@ def unit_moves(cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, unit_index:
     return UnitMoves(unit.tape.forward_moves, unit.tape.backward_moves, unit.tape.weight_bytes)
 
 
-def offloaded(layers: Sequence[UnitMemory]) -> list[UnitMemory]:
-    """Return the memory of layers, from the lowest up, that keep nothing on the device.
+def seen_by_units(
+    cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, checkpointing: object = None
+) -> str:
+    """Return what units see of a run, as a key; `checkpointing`: in its place, by default all."""
+    parallel, hidden = cfg.parallel, ("global_batch_size", "checkpointing")
+    context = known(hf, ("context", spec), lambda: context_facts(hf, spec))
+    layout = parallel.cp, parallel.tp, parallel.ep, parallel.sequence_parallel
+    layout = *layout, context.way_and_cut(parallel)[0], parallel.schedule in HALVING
+    training = [value for key, value in vars(cfg.training).items() if key not in hidden]
+    training.append(cfg.training.checkpointing if checkpointing is None else checkpointing)
+    copies = strategy_facts(parallel).gathers_copies
+    return repr((layout, copies, training, cfg.model, cfg.data, cfg.lora))
 
-    While a layer runs, what the one below has kept is still on its way to the CPU, and in the
-    backward on its way back (parallel/activation_offload.py).
-    """
-    below = [0, *(layer.kept for layer in layers)]
-    return [
-        layer._replace(
-            kept=0,
-            forward=layer.forward + near,
-            backward=layer.kept + near + layer.backward,
-            inputs=layer.kept + near + layer.inputs,
-        )
-        for near, layer in zip(below, layers)
-    ]
+
+def way_of_unit(cfg: RunConfig, spec: ModelSpec, unit_index: int) -> Way:
+    """Return how the layer of a unit is recomputed; `none` of the embedding and the head."""
+    layers = spec.layers[max(0, unit_index - 1) : unit_index]
+    ways = [way_of(cfg.training.checkpointing, layer.number, layer.kind) for layer in layers]
+    return ways[0] if ways else "none"
 
 
 class _Unit:

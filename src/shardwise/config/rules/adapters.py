@@ -48,7 +48,7 @@ ON_THE_RUN_FILE = (
     ),
     Rule(
         "DoRA with products in 8 bits",
-        applies=lambda case: _is_dora(case) and case.training.matmul != "default",
+        applies=lambda case: _is_dora(case) and case.training.is_fp8,
         problem=(
             "lora.dora is true, but training.matmul {training.matmul} rounds the weights whose "
             "row lengths DoRA needs"

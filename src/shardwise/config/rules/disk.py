@@ -11,7 +11,7 @@ def _is_disk(case: Case) -> bool:
 
 def _casts_weights(case: Case) -> bool:
     is_wide = case.cfg.model.dtype == "float32" and case.training.precision != "float32"
-    return is_wide or case.training.matmul != "default"
+    return is_wide or case.training.is_fp8
 
 
 RULES = (

@@ -48,7 +48,7 @@ def _not_for_own(case: Case) -> str | None:
             f"model.{key}": value != getattr(default, key) for key, value in vars(cfg.model).items()
         },
         "training.compile": case.training.is_compiled,
-        "training.matmul": case.training.matmul != "default",
+        "training.matmul": case.training.is_fp8,
         "parallel.cp": case.parallel.cp > 1,
         "parallel.sequence_parallel": case.parallel.sequence_parallel,
         "parallel.memory_limit_gib": case.parallel.memory_limit_gib is not None,

@@ -7,10 +7,6 @@ from shardwise.config.rules.rule import Case, Rule
 WAY_OUT = "set training.matmul to default"
 
 
-def _is_fp8(case: Case) -> bool:
-    return case.training.matmul != "default"
-
-
 def _kernel(case: Case) -> str:
     return "auto" if case.cfg.lora is None else case.cfg.lora.kernel
 
@@ -45,7 +41,7 @@ RULES = (
     ),
     Rule(
         "products in 8 bits of a stored base",
-        applies=lambda case: _is_fp8(case) and case.cfg.model.base != "none",
+        applies=lambda case: case.training.is_fp8 and case.cfg.model.base != "none",
         problem=(
             "training.matmul is {training.matmul}, which would round the weights of model.base "
             "{cfg.model.base} a second time"
@@ -55,7 +51,7 @@ RULES = (
     ),
     Rule(
         "products in 8 bits with a kernel for others",
-        applies=lambda case: _is_fp8(case) and _kernel(case) in ("triton", "cuda"),
+        applies=lambda case: case.training.is_fp8 and _kernel(case) in ("triton", "cuda"),
         problem=(
             "training.matmul is {training.matmul}, but lora.kernel {cfg.lora.kernel} multiplies in "
             "the dtype of training.precision"
@@ -65,7 +61,9 @@ RULES = (
     ),
     Rule(
         "compiled products in 8 bits under cp",
-        applies=lambda case: _is_fp8(case) and case.training.is_compiled and case.parallel.cp > 1,
+        applies=lambda case: (
+            case.training.is_fp8 and case.training.is_compiled and case.parallel.cp > 1
+        ),
         problem=(
             "training.matmul is {training.matmul}: under parallel.cp, its largest values are "
             "reduced inside the code that training.compile compiles"
@@ -75,7 +73,7 @@ RULES = (
     ),
     Rule(
         "products in 8 bits with checkpointing of operators",
-        applies=lambda case: _is_fp8(case) and case.training.keeps_operators,
+        applies=lambda case: case.training.is_fp8 and case.training.keeps_operators,
         problem=(
             "training.checkpointing operators keeps the results of products, but not of those that "
             "training.matmul {training.matmul} makes"
@@ -98,7 +96,9 @@ MODEL_RULES = (
     ),
     Rule(
         "products in 8 bits of a family that is not listed",
-        applies=lambda case: _is_fp8(case) and not (case.model.is_listed or case.model.is_own),
+        applies=lambda case: (
+            case.training.is_fp8 and not (case.model.is_listed or case.model.is_own)
+        ),
         problem=(
             "training.matmul is {training.matmul}, but {model.family} is not a family that "
             "shardwise knows (`shardwise models` lists them)"
@@ -109,7 +109,7 @@ MODEL_RULES = (
     Rule(
         "no linear for products in 8 bits",
         applies=lambda case: (
-            _is_fp8(case) and case.model.is_listed and case.model.num_float8_linears == 0
+            case.training.is_fp8 and case.model.is_listed and case.model.num_float8_linears == 0
         ),
         problem=(
             "training.matmul is {training.matmul}, but no linear of this model has sizes that are "

@@ -38,7 +38,7 @@ class Device:
     source: str
     """The datasheet."""
     assumed: Mapping[str, float] = field(default_factory=lambda: _table()["assumed"]["any"])
-    """What a run reaches of these figures, as `devices.yaml` says of this kind of device."""
+    """Shares of these figures that a run reaches, as `devices.yaml` says of this kind of device."""
 
     @property
     def reached_bandwidth(self) -> float:

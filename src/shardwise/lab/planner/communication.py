@@ -108,7 +108,7 @@ def unknown(cfg: RunConfig) -> str | None:
         return f"whole scores (model.attention {cfg.model.attention}); set attention to auto"
     if parallel.tp > 1 and training.loss == "plain":
         return "what gathers all logits over tp (training.loss plain); set loss to chunked"
-    if training.matmul != "default" and (parallel.tp > 1 or parallel.cp > 1):
+    if training.is_fp8 and (parallel.tp > 1 or parallel.cp > 1):
         return (
             f"the scales that ranks of tp or cp share (training.matmul {training.matmul}); set "
             "matmul to default"

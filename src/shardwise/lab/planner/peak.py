@@ -34,9 +34,9 @@ from shardwise.lab.planner.passes import (
     progress_of,
 )
 from shardwise.lab.planner.share import boundaries_of, share_of
-from shardwise.lab.planner.units import memory_of_unit
+from shardwise.lab.planner.units import memory_of_unit, offloaded
 from shardwise.lab.planner.update import summed_bytes
-from shardwise.models.activations import UnitMemory, offloaded
+from shardwise.models.activations import UnitMemory
 from shardwise.models.alike import first_alike
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.parallel.holding import ChunkUnits, HeldUnit, Whole
@@ -188,13 +188,17 @@ class Rank:
         if not stage.first and not below.keeps_input:  # torch's stage holds its input
             kept = below._replace(kept=below.kept + self.hidden, keeps_input=True)
             units[0] = replace(units[0], memory=kept)
-        if self.cfg.training.offload_activations and not self.is_gloo:
+        if self._moves_activations:
             layers = slice(stage.first, len(units) - stage.last)
             moved = offloaded([unit.memory for unit in units[layers]])
             units[layers] = [
                 replace(u, memory=m) for u, m in zip(units[layers], moved, strict=True)
             ]
         return units
+
+    @property
+    def _moves_activations(self) -> bool:
+        return self.cfg.training.offload_activations and not self.is_gloo
 
     def _mask_bytes(self) -> int:
         """Return the bytes of a mask of windows, which recomputed layers read again."""

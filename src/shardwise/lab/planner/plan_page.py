@@ -93,7 +93,7 @@ def heading(question: Question, subject: Subject) -> Iterator[str]:
         if products not in cluster.device.flops:
             as_measured = f"those in {cluster.calibration.dtype}"
             yield f"not calibrated: products in {products} are priced as {as_measured}"
-        if cfg.training.matmul != "default":
+        if cfg.training.is_fp8:
             yield f"not calibrated: training.matmul {cfg.training.matmul} is priced as {products}"
         if cfg.training.is_compiled and question.device_type == "cuda":
             yield "not calibrated: the host is priced as without training.compile"

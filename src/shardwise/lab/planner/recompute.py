@@ -31,9 +31,8 @@ from shardwise.lab.planner.peak import Rank, memory_of_run
 from shardwise.lab.planner.share import boundaries_of, counts_of
 from shardwise.lab.planner.shares import Shares
 from shardwise.lab.planner.unit_work import work_of_units
-from shardwise.lab.planner.units import seen_by_units
 from shardwise.metrics.flops import unit_flops_per_token
-from shardwise.models.activations import UnitMemory
+from shardwise.models.activations import UnitMemory, seen_by_units
 from shardwise.models.adapters import peft_config
 from shardwise.models.alike import first_alike, known
 from shardwise.parallel.reduce import from_every_rank
@@ -116,7 +115,7 @@ def within_budget(
     splits = dict.fromkeys([boundaries or boundaries_of(as_way(cfg, way), run) for way in ways])
     prices, source = _measured(cfg, run, ways) if is_here else ({}, "")
     if not prices:
-        key = "prices", seen_by_units(cfg, "checkpointing"), run.spec, ways
+        key = "prices", seen_by_units(cfg, run.hf, run.spec, "any"), run.spec, ways
         prices = known(run.hf, key, lambda: _counted(cfg, run, ways))
         source = "FLOPs"
     open_cfg = as_way(_on(cfg, device), "none")

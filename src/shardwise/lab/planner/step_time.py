@@ -185,7 +185,7 @@ class MessageSeconds(NamedTuple):
     within_layers: float
     """Messages of tp, cp and ep, and the few numbers of a step: they are waited for."""
     copies: float
-    """What gathers and scatters copy besides, which nothing hides: FSDP and ZeRO do."""
+    """Copies of what is gathered and scattered, which nothing hides: FSDP and ZeRO make them."""
     waited: float
     """Messages of data parallelism, while nothing is computed."""
     beside_layers: float

@@ -16,8 +16,9 @@ from shardwise.base.layouts import num_microbatches, num_strategy_ranks
 from shardwise.config import RunConfig
 from shardwise.lab.planner.cluster import Cluster
 from shardwise.lab.planner.unit_work import Product, RestQuantities, UnitWork, work_of_units
-from shardwise.lab.planner.units import gradients_are_few, moves_of_unit, seen_by_units
+from shardwise.lab.planner.units import gradients_are_few, moves_of_unit
 from shardwise.lab.planner.weights import shapes_of
+from shardwise.models.activations import seen_by_units
 from shardwise.models.alike import known
 from shardwise.models.dtypes import hidden_dtype, product_dtype
 from shardwise.parallel.strategies import strategy_of
@@ -76,7 +77,7 @@ def seconds_of_units(
     priced: dict[int, UnitSeconds] = {}
     units = []
     works = known(
-        *(run.hf, ("work", seen_by_units(cfg), run.spec)),
+        *(run.hf, ("work", seen_by_units(cfg, run.hf, run.spec), run.spec)),
         lambda: work_of_units(cfg, run.hf, run.spec, _shapes(cfg, run)),
     )
     for unit_index, work in enumerate(works):
@@ -144,9 +145,6 @@ def _roofline(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -
     """Return the seconds of a unit by a datasheet's figures; `num_busy` does not matter."""
     device = cluster.device
     assumed, peak = device.assumed, device.rate(product_dtype(cfg))
-    # Ranks of cp attend by FlashAttention, which returns the sums that they exchange.
-    is_flash = cfg.model.attention in ("flash", "flash_attention_2") or cfg.parallel.cp > 1
-    attention = "flash" if is_flash else "attention"
 
     def seconds(
         products: Sequence[Product], direction: Direction, rest: RestQuantities
@@ -156,7 +154,7 @@ def _roofline(cfg: RunConfig, cluster: Cluster, num_busy: int, work: UnitWork) -
             rest.core_flops
             / peak
             * (
-                work.attention_share / assumed[f"{attention}_{direction}"]
+                work.attention_share / assumed[f"{work.attention}_{direction}"]
                 + (1 - work.attention_share) / assumed[f"scan_{direction}"]
             )
         )
@@ -246,7 +244,7 @@ def _product_seconds(cfg: RunConfig, cluster: Cluster, work: UnitWork, product: 
     rate = device.rate(dtype) * assumed["product"] * tokens / (tokens + assumed["half_speed_rows"])
     moved = dtype.itemsize * (rows * inner + inner * columns + rows * columns)
     casts = 0.0
-    if cfg.training.matmul != "default" and _is_layer(work.key):
+    if cfg.training.is_fp8 and _is_layer(work.key):
         rate *= assumed["fp8"]
         casts = (dtype.itemsize + 1) * (rows * inner + inner * columns)
     flops = 2 * rows * inner * columns / rate

@@ -72,6 +72,8 @@ class UnitWork:
     """Trained elements of experts, which `rest_backward` counts too."""
     launches: tuple[int, int] = (0, 0)
     """Operators of the forward and the backward that a GPU's host launches."""
+    attention: Literal["attention", "flash"] = "attention"
+    """The kernel of attention on a GPU: what torch takes, or FlashAttention-2."""
     attention_share: float = 0.0
     """The share of attention in the FLOPs of its cores."""
     stored: float = 0.0
@@ -189,6 +191,8 @@ def _work(
         again=tuple(again),
         rest_again=NOTHING if way == "none" else RestQuantities(1.0, elements, core_again, 0.0),
         trained_experts=trained_experts,
+        # Its kernel returns the sums that ranks of `cp` exchange.
+        attention="flash" if with_maps or cfg.model.takes_flash else "attention",
         attention_share=in_attention / max(1.0, sum(flops for flops, _ in by_core)),
     )
 
