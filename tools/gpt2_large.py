@@ -48,13 +48,13 @@ PUBLISHED_GIB = {
 """torch.cuda.max_memory_allocated by layout and rows per GPU: README of
 github.com/makramab/hybrid-parallelism, commit 7daabf26."""
 PUBLISHED_MFU = {
-    ("single", 8): 0.45,
-    ("ddp", 8): 0.43,
-    ("zero3", 8): 0.26,
-    ("fsdp2-tp", 8): 0.19,
-    ("fsdp2-tp", 32): 0.526,
+    ("single", 8): (None, 0.45),
+    ("ddp", 8): (0.332, 0.43),
+    ("zero3", 8): (0.198, 0.26),
+    ("fsdp2-tp", 8): (0.19, 0.19),
+    ("fsdp2-tp", 32): (0.526, 0.52),
 }
-"""The same project's README, commits 466339f4 and 7daabf26."""
+"""The same project's README, commits 7daabf26 and 4c0379c."""
 NAMES = {"single": "single", "ddp": "DDP", "zero3": "ZeRO-3", "fsdp2-tp": "ZeRO-3 x TP"}
 NUM_GPUS = {"single": 1, "ddp": 4, "zero3": 4, "fsdp2-tp": 4}
 ROWS = (8, 32)
@@ -98,9 +98,10 @@ def tables_of(rows: list[dict[str, Any]], small: dict[str, Any]) -> dict[str, li
         ("layout", "rows", "states", "peak", "with all logits", "published"),
         map(memory_cells, rows),
     )
-    columns = ("layout", "rows", "step", "layers", "recomputed", "messages", "elementwise")
-    speed = table((*columns, "MFU", "without elementwise", "published"), map(speed_cells, rows))
-    columns = ("layout", "processes", "states", "peak", "loss, off by", "tokens/s")
+    shares = "layers", "recomputed", "messages", "elementwise", "MFU", "without elementwise"
+    columns = "layout", "rows", "step", *shares, "published", "earlier"
+    speed = table(columns, map(speed_cells, rows))
+    columns = ("layout", "processes", "states", "peak", "loss, off by", "tokens/s", "samples/s")
     return {
         "memory": [memory],
         "speed": [speed],
@@ -127,7 +128,7 @@ def speed_cells(row: dict[str, Any]) -> list[str]:
     return [
         *(NAMES[row["layout"]], str(row["rows_per_device"]), f"{seconds:.2f} s"),
         *(f"{100 * share:.0f}" for share in shares),
-        NOTHING if published is None else f"{100 * published:.3g}",
+        *(NOTHING if number is None else f"{100 * number:.3g}" for number in published),
     ]
 
 
@@ -167,6 +168,7 @@ def small_cells(cell: dict[str, Any]) -> list[str]:
         size(max(cell["peak_memory_bytes"])),
         scientific(cell["largest_loss_difference"]),
         speed if cell["tokens_per_second"] else NOTHING,
+        number(cell["samples_per_second"]) if cell["tokens_per_second"] else NOTHING,
     ]
 
 
@@ -191,7 +193,7 @@ def row_of(layout: str, rows: int) -> dict[str, Any]:
             for loss, peak in peaks.items()
         },
         "plan": plan_of(cfg, NUM_GPUS[layout]),
-        "published_mfu": PUBLISHED_MFU.get((layout, rows)),
+        "published_mfu": PUBLISHED_MFU.get((layout, rows), (None, None)),
         "published_peak_gib": PUBLISHED_GIB.get((layout, rows)),
     }
 
