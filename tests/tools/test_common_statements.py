@@ -19,6 +19,7 @@ ROWS = [
     if line.startswith("| ") and not line.startswith("| what people say")
 ]
 LINK = re.compile(r"\[[^]]*\]\(([^)]+)\)")
+BACK = re.compile(r"common-statements\.md(?:#([\w-]+))?\)")
 NO_FIGURES = re.compile(r"`[^`]*`|GPT-2|1F1B|H200")
 FIGURE = re.compile(r"[-+]?\d[\d,]*(?:[./]\d+)?%?")
 
@@ -47,9 +48,22 @@ def in_record() -> set[str]:
     }
 
 
+def leads_to(*cells: str) -> set[Path]:
+    """Files of the project that cells lead to."""
+    links = {link.partition("#")[0] for cell in cells for link in LINK.findall(cell)}
+    return {(PAGE.parent / link).resolve() for link in links if "://" not in link}
+
+
+def pages_behind_rows() -> list[Path]:
+    """The docs pages that measured or source cells lead to, sorted."""
+    found = {path for row in ROWS for path in leads_to(*row[2:])}
+    docs = ROOT / "docs"
+    return sorted(path for path in found if path.is_relative_to(docs) and path.suffix == ".md")
+
+
 def without_source(measured: str) -> set[str]:
     """Figures of a cell that stand neither on the pages nor in the record that it leads to."""
-    targets = [(PAGE.parent / link.partition("#")[0]).resolve() for link in LINK.findall(measured)]
+    targets = leads_to(measured)
     assert all(target == RECORD or target.suffix == ".md" for target in targets)
     texts = [path.read_text(encoding="utf-8") for path in targets if path.suffix == ".md"]
     known = {figure.strip("-+") for text in texts for figure in FIGURE.findall(text)}
@@ -64,6 +78,19 @@ def test_a_number_stands_where_its_link_leads(row):
     assert holds != "–"
     assert {measured, source} != {"–"}
     assert not without_source(measured)
+
+
+@pytest.mark.parametrize("page", pages_behind_rows(), ids=lambda page: page.stem)
+def test_a_page_behind_a_row_leads_back(page):
+    assert BACK.search(page.read_text(encoding="utf-8"))
+
+
+def test_links_back_lead_to_a_section():
+    headings = re.findall(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    sections = {heading.lower().replace(" ", "-") for heading in headings}
+    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")]
+    named = {section for text in texts for section in BACK.findall(text)} - {""}
+    assert named == sections
 
 
 def test_a_number_from_nowhere_is_found():

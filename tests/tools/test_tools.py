@@ -48,6 +48,7 @@ def test_the_page_of_communication_is_what_the_formulas_say(tool):
 def test_the_page_of_cores_says_what_was_measured():
     root = TOOLS.parent
     page = (root / "docs" / "concepts" / "cores.md").read_text(encoding="utf-8")
+    alone = []
     for name in ("amd", "intel", "cpu-mamba2-kda"):
         file = root / "results" / "cores" / f"{name}.json"
         for family, row in json.loads(file.read_text(encoding="utf-8"))["rows"].items():
@@ -61,6 +62,10 @@ def test_the_page_of_cores_says_what_was_measured():
             cells += [f"{over[s]['median']:.2f}" if over else "–" for s in ("eager", "compiled")]
             cells += [f"{row['peak_ratio'][side]:.2f}" for side in ("eager", "compiled")]
             assert f"`{family}` | {' | '.join(cells)} |" in page
+            eager, compiled = (row["speed"][side]["rounds"] for side in ("eager", "compiled"))
+            alone.append(statistics.median(b / a for a, b in zip(eager, compiled, strict=True)))
+    gain = f"{min(alone):.2f} to {max(alone):.2f} times as fast"
+    assert f"makes our step {gain}" in page
 
 
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)
