@@ -132,8 +132,8 @@ def _largest_loss(choice: Choice) -> str:
 def published(names: Container[str] | None = None) -> Iterator[str]:
     """Yield the table of published layouts, by default of all, then where each comes from."""
     runs = {name: run for name, run in published_runs().items() if names is None or name in names}
-    yield "| run | layout | devices | memory | step | MFU | most time lost | published |"
-    yield "|---|---|---|---:|---:|---:|---|---|"
+    yield "| run | layout | devices | memory | step | tokens/s each | MFU | most lost | published |"
+    yield "|---|---|---|---:|---:|---:|---:|---|---|"
     for name, run in runs.items():
         yield from _rows_of(name, run)
     yield ""
@@ -149,20 +149,20 @@ def _rows_of(name: str, run: dict[str, Any]) -> Iterator[str]:
     nodes, published = run.get("nodes", 1), run.get("throughput", "")
     devices = f"{nodes} x {run['devices']}" if nodes > 1 else run["devices"]
     if "preset" not in run:
-        yield f"| {name} | {run['layout']} | {devices} | in words | | | | {published} |"
+        yield f"| {name} | {run['layout']} | {devices} | in words | | | | | {published} |"
         return
     for checkpointing in dict.fromkeys((run.get("checkpointing", "none"), "full")):
         title = name if checkpointing == "none" else f"{name}, layers recomputed"
         try:
-            choice, _ = explain(_question_of(run, checkpointing))
+            choice, _ = explain(asked := _question_of(run, checkpointing))
         except UserError as error:
-            yield f"| {title} | refused: {error} | {devices} | | | | | {published} |"
+            yield f"| {title} | refused: {error} | {devices} | | | | | | {published} |"
             return
         fits = "" if choice.fits else ", does not fit"
         yield (
             f"| {title} | `{choice.title}` | {devices} | {size(choice.memory.total)}{fits} | "
-            f"{seconds(choice.time.total)} | {_mfu(choice)} | {_largest_loss(choice)} | "
-            f"{published} |"
+            f"{seconds(choice.time.total)} | {choice.tokens_per_second / asked.num_ranks:,.0f} | "
+            f"{_mfu(choice)} | {_largest_loss(choice)} | {published} |"
         )
         if choice.fits:
             return
