@@ -115,7 +115,7 @@ def test_the_page_says_what_is_planned_for_a_step_that_a_gpu_has_run(tmp_path):
     cfg = lora_step(tmp_path)
     planned = time_of_step(cfg, describe(cfg, 1), cluster_of("1xH200")).total
     products = 28e-3
-    assert products < planned < 0.6 * profile["device_seconds"]
+    assert products < planned < profile["device_seconds"]
     page = (MEASURED.parents[2] / "docs/concepts/planning.md").read_text(encoding="utf-8")
     assert f"the plan predicts {1e3 * planned:.0f} ms" in " ".join(page.split())
 
