@@ -99,6 +99,15 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"data": {"train": [Entry("a", format="text", tools="tools")]}},
         1,
     ),
+    "pairs beside other documents": (
+        "llama",
+        {"data": {"format": "preference", "validation": [Entry("a", format="chat")]}},
+        1,
+    ),
+    **{
+        f"{key} of pairs": ("llama", {"data": {"format": "preference", key: value}}, 1)
+        for key, value in {"packing": "isolated", "long": "split", "train_on": "all"}.items()
+    },
     "separate turns of which every token is trained on": (
         "llama",
         {"data": {"format": "chat", "turns": "separate", "train_on": "all"}},

@@ -9,11 +9,14 @@ from typing import Any, ClassVar, Literal
 from shardwise.config.ranges import shown
 from shardwise.config.section import KeyFacts, Section, require, with_facts
 
-Format = Literal["text", "completion", "chat"]
+Format = Literal["text", "completion", "chat", "preference"]
 """Kinds of documents, by their fields."""
 
 Fields = dict[str, str | list[str]]
-"""The names in the data of `prompt`, `completion`, `messages` and `unused`."""
+"""The names in the data of the keys of FIELDS."""
+
+FIELDS = ("prompt", "completion", "messages", "chosen", "rejected", "label", "unused")
+"""Keys of `fields`: what fields of the data stand for; `unused` ones are left out on purpose."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Data(Section):
     format: Format = with_facts("text", timed=False)
     """`text`: every token is a target, also the end-of-text token behind it. `completion`: fields
     `prompt` and `completion`; the tokens of the completion are targets. `chat`: field `messages`,
-    written by a chat template; `train_on` says which tokens are targets."""
+    written by a chat template; `train_on` says which tokens are targets. `preference`: pairs, with
+    `prompt`, `chosen` and `rejected`, or answers, with `prompt`, `completion` and `label`."""
     chat_template: str | None = with_facts(None, timed=False)
     """Chat: a file with the Jinja template; null: the tokenizer's own."""
     template_arguments: dict[str, Any] | None = with_facts(None, timed=False, rows=True)
@@ -83,10 +87,10 @@ class Data(Section):
     text_field: str = with_facts("text", timed=False)
     """The field that holds the document (format `text`)."""
     fields: Fields | None = with_facts(None, timed=False)
-    """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
-    `{prompt: [instruction, input], completion: output}`: the texts of a list that are not empty
-    are joined by an empty line, and messages follow each other, the last field's alone as targets.
-    `unused` names fields that are left out on purpose."""
+    """Names of the fields in the data that stand for `prompt`, `completion`, `messages`, `chosen`,
+    `rejected` or `label`, such as `{prompt: [instruction, input], completion: output}`: the texts
+    of a list that are not empty are joined by an empty line, and messages follow each other, the
+    last field's alone as targets. `unused` names fields that are left out on purpose."""
     on_error: Literal["fail", "skip"] = with_facts("fail", timed=False)
     """A document that cannot be used ends the run, or is skipped and counted."""
     sequence_length: int = with_facts(
@@ -104,19 +108,30 @@ class Data(Section):
     `documents`."""
     long: Literal["cut", "split", "skip"] = with_facts("cut", timed=False, rows=True)
     """Packing `documents`: a document longer than a row is cut to its beginning, split into several
-    documents, or skipped. The record counts these documents."""
+    documents, or skipped; of a pair the beginning of the prompt is cut, then the ends of both
+    answers. The record counts these documents."""
     workers: int = with_facts(0, between=(0, 1_024), resumable=True, timed=False, decides=None)
     """Worker processes per rank that tokenise; the batches do not depend on their number."""
 
     def columns(self, name: str) -> tuple[str, ...]:
-        """Return the names in the data of `prompt`, `completion` or `messages`."""
+        """Return the names in the data of one of FIELDS."""
         columns = (self.fields or {}).get(name, name)
         return (columns,) if isinstance(columns, str) else tuple(columns)
 
     @property
+    def named(self) -> frozenset[str]:
+        """The keys of FIELDS that `fields` gives names for."""
+        return frozenset(self.fields or ())
+
+    def as_chat(self) -> Data:
+        """Return the section by which records with `messages` are read."""
+        fields = {name: value for name, value in (self.fields or {}).items() if name == "unused"}
+        return replace(self, format="chat", fields=fields or None)
+
+    @property
     def unused(self) -> tuple[str, ...]:
         """The fields of the data, or flags of its messages, that are left out on purpose."""
-        return self.columns("unused") if "unused" in (self.fields or {}) else ()
+        return self.columns("unused") if "unused" in self.named else ()
 
     def entries(self, key: Literal["train", "validation"]) -> list[str | Entry]:
         """Return the entries of `train` or `validation`; none where a share is held out."""
@@ -160,6 +175,11 @@ class Data(Section):
         return frozenset((isinstance(e, Entry) and e.format) or self.format for e in entries)
 
     @property
+    def is_preference(self) -> bool:
+        """Whether documents are pairs or labelled answers, as all of a run are, or none."""
+        return "preference" in self.formats
+
+    @property
     def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
         """How rows are packed: `packing`, where `auto` goes by the format."""
         if self.packing == "auto":
@@ -169,7 +189,7 @@ class Data(Section):
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether no layer carries anything from one document of a row into the next."""
-        return self.packed in ("isolated", "documents")
+        return self.packed in ("isolated", "documents") or self.is_preference
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,11 +237,11 @@ class Data(Section):
 
 def _check_fields(name: str, fields: Fields | None) -> None:
     """Raise UserError where the fields of the section or of an entry name what no format reads."""
-    unknown = sorted(set(fields or {}) - {"prompt", "completion", "messages", "unused"})
+    unknown = sorted(set(fields or {}) - set(FIELDS))
     require(
         not unknown,
-        f"{name} names {', '.join(unknown)}; give names for prompt, completion, messages or "
-        "unused, and for a text its text_field",
+        f"{name} names {', '.join(unknown)}; give names for {', '.join(FIELDS)}, and "
+        "for a text its text_field",
     )
     is_empty = not all((fields or {}).values())
     require(not is_empty, f"{name} has an empty list; name the fields of the data")

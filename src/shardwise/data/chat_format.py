@@ -68,7 +68,7 @@ class ChatFormat:
         has_file = data.tools is not None and data.tools.endswith(".json")
         template = tool_template if has_file else templates.get("default", tool_template)
         if not isinstance(template, str):
-            need = "data.format chat needs a chat template, which the tokenizer lacks"
+            need = "data.format chat or preference needs a chat template, which the tokenizer lacks"
             raise UserError(f"{need}; set data.chat_template to a file with one")
         template_tokens(template)
         if data.tools is not None and "tools" not in names_in(tool_template):
@@ -84,8 +84,9 @@ class ChatFormat:
         for name in sorted(reserved_of(tokenizer) & given.keys()):
             raise UserError(f"data.template_arguments has {name}, which is not for a template")
         if data.tools is not None and has_file:
-            text = read_text(data.tools, "data.tools")
-            given["tools"] = read_objects(text, f"data.tools: {data.tools}", _bad_file)
+            text, way = read_text(data.tools, "data.tools"), "give a JSON file with a list of tools"
+            name = f"data.tools: {data.tools}"
+            given["tools"] = read_objects(text, name, lambda what: UserError(f"{what}; {way}"))
         return cls(tokenizer, data, template, tool_template, given)
 
     def check(self, record: Record) -> None:
@@ -112,12 +113,11 @@ class ChatFormat:
         With `data.turns: separate` there is one result for each turn that is trained on. It ends
         with this turn, and the turns before it are written as at inference.
         """
-        messages = self.messages(record)
-        trained = self._trained(messages)
-        chat = self.with_fields(record)
+        messages, chat = self.messages(record), self.with_fields(record)
+        trained = self.trained(messages)
         if self.data.turns == "together":
-            return [chat._encode(messages, trained)]
-        return [chat._encode(messages[: turn + 1], [turn]) for turn in trained]
+            return [chat.encode_turns(messages, trained)[1]]
+        return [chat.encode_turns(messages[: turn + 1], [turn])[1] for turn in trained]
 
     def messages(self, record: Record) -> list[Message]:
         """Return the messages of a dialogue in one form; BadDocument where they cannot be used.
@@ -200,14 +200,17 @@ class ChatFormat:
                 fields[name] = value
         return replace(self, template=template, given=fields)
 
-    def _trained(self, messages: Sequence[Message]) -> list[int]:
+    def trained(self, messages: Sequence[Message]) -> list[int]:
         """Return the numbers of the messages that are trained on."""
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.data.train_on == "last":
             numbers = numbers[-1:]
         return [i for i in numbers if is_trained(messages[i])]
 
-    def _encode(self, messages: Sequence[Message], trained: Sequence[int]) -> Encoded:
+    def encode_turns(
+        self, messages: Sequence[Message], trained: Sequence[int], begin: int = 0
+    ) -> tuple[str, Encoded]:
+        """Return the text before turn `begin`, and tokens whose targets are the `trained` turns."""
         text, turns = self._with_next_marks(*self._turns(messages), messages)
         spans = [(turn.start, turn.end) for turn in turns if turn.message in trained]
         if self.data.train_on == "all":
@@ -229,7 +232,8 @@ class ChatFormat:
         if ends_open and last.message in trained and eos is not None and tokens[-1:] != [eos]:
             # The template marks no end, from which the model could learn to stop.
             tokens, targets = [*tokens, eos], [*targets, True]
-        return tokens, targets
+        before = next((text[: turn.start] for turn in turns if turn.message == begin), "")
+        return before, (tokens, targets)
 
     def _with_next_marks(
         self, text: str, turns: Sequence[Turn], messages: Sequence[Message]
@@ -394,7 +398,3 @@ def _guarded(render: Callable[[], Any]) -> Any:
     except Exception as error:  # a template can raise anything in Jinja
         raise Refused(str(error)) from None
     raise OutOfBounds(f"the chat template needs too much ({what}); change it, or use another one")
-
-
-def _bad_file(problem: str) -> UserError:
-    return UserError(f"{problem}; give a JSON file with a list of tools")

@@ -144,7 +144,7 @@ class _Dialogue:
             for word in _MARKED_WORD.finditer(string):
                 if self.text.startswith(word[2], first):
                     prefix = _MARK.sub("", string[: word.start()]).lstrip()
-                    length = _num_common(prefix[::-1], self.text[:first][::-1])
+                    length = num_common(prefix[::-1], self.text[:first][::-1])
                     common = prefix[len(prefix) - length :]
                     half_tag = _HALF_TAG.match(common)  # the end of a tag, as a header has one too
                     lengths.append(length - (half_tag.end() if half_tag else 0))
@@ -158,7 +158,7 @@ class _Dialogue:
             for word in _MARKED_WORD.finditer(string):
                 if self.text.endswith(word[2], 0, last):
                     suffix = _MARK.sub("", string[word.end() :])
-                    length = _num_common(suffix, self.text[last:])
+                    length = num_common(suffix, self.text[last:])
                     lengths.append(length)
                     if length >= len(suffix.rstrip()):
                         complete.append(length)
@@ -387,14 +387,14 @@ def _try(render: Render, messages: Sequence[Message], prompt: bool) -> str | Non
 
 def _common(one: str, other: str) -> str:
     """Return the common beginning of two texts, which ends within a tag only if `one` does."""
-    length = _num_common(one, other)
+    length = num_common(one, other)
     open_tag = one.rfind("<", 0, length)
     if length < len(one) and open_tag > one.rfind(">", 0, length):
         length = open_tag
     return one[:length]
 
 
-def _num_common(one: str, other: str) -> int:
+def num_common(one: str, other: str) -> int:
     """Return the length of the longest common beginning of two texts."""
     pairs = enumerate(zip(one, other))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -6,10 +6,11 @@ beside the messages of a dialogue. Else the document is refused, with the key th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from shardwise.config import Data
+from shardwise.config.data import FIELDS as KEYS
 from shardwise.data.record import BadDocument, Record
 
 FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
@@ -42,22 +43,42 @@ BESIDE_QUESTION = ("input", "context")
 """The known fields beside a prompt that is called `instruction` or `question`."""
 
 
-def fields_of(data: Data) -> tuple[str, ...]:
-    """Return the names in the data of the fields that a run reads."""
-    names = FIELDS.get(data.format, ())
+def names_of(data: Data, given: Collection[str]) -> tuple[str, ...]:
+    """Return what a run reads of a document with these fields, as `data.fields` calls it.
+
+    Of preferences it is what is shared, if anything, and the two answers, or one and its label.
+    """
+    if data.format != "preference":
+        return FIELDS.get(data.format, ())
+    found = data.named | {name for name in KEYS if data.columns(name)[0] in given}
+    if "label" in found and data.columns("chosen")[0] not in given:
+        if "completion" not in found and "messages" in found:
+            return ("messages", "label")
+        return ("messages" if "messages" in data.named else "prompt", "completion", "label")
+    shared = ("messages",) if "messages" in data.named else ("prompt",) if "prompt" in found else ()
+    return (*shared, "chosen", "rejected")
+
+
+def fields_of(data: Data, given: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names in the data of the fields that a run reads, of those that are given."""
+    names = names_of(data, given)
     fields = tuple(column for name in names for column in data.columns(name)) or (data.text_field,)
-    if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
+    if (
+        data.format in ("chat", "preference")
+        and data.tools is not None
+        and not data.tools.endswith(".json")
+    ):
         return (*fields, data.tools)
     return fields
 
 
-def fields_beside(data: Data) -> tuple[str, ...]:
+def fields_beside(data: Data, given: Collection[str] = ()) -> tuple[str, ...]:
     """Return the known fields that a run does not name, which are taken or refused."""
-    fields, names = fields_of(data), () if data.format == "text" else BESIDE
+    fields, names = fields_of(data, given), () if data.format == "text" else BESIDE
     names += ROW_FLAGS
-    if data.format == "chat":
+    if data.format in ("chat", "preference"):
         names += (VARIABLES,)
-    elif {"instruction", "question"} & {*fields}:
+    if data.format != "chat" and {"instruction", "question"} & {*fields}:
         names += BESIDE_QUESTION
     return tuple(name for name in names if name not in (*fields, *data.unused))
 
@@ -81,6 +102,8 @@ def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
         prompt = data.columns("prompt")
         first = (name, *prompt) if name in SYSTEM else (*prompt, name)
         way_out = f"set data.fields to {{prompt: [{', '.join(first)}], completion: ...}}"
+        if data.format == "preference":
+            way_out = f"set data.fields to {{messages: [{', '.join(prompt)}]}}, for a chat template"
         if name in MEDIA:
             way_out = "only text is trained on; remove the line"
         elif name in ROW_FLAGS:
@@ -91,7 +114,7 @@ def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
             way_out = "write its turns into the messages"
         elif name == "history":
             way_out = "write its turns as messages and set data.format: chat"
-        elif name not in BESIDE_QUESTION:
+        elif name not in BESIDE_QUESTION and data.format != "preference":
             way_out += ", or write messages and set data.format: chat"
         raise unread(name, way_out)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +14,11 @@ from shardwise.config import Data, UserError
 from shardwise.data.best_fit import pack_documents
 from shardwise.data.chat_format import ChatFormat, Encoded
 from shardwise.data.columns import FIELDS, check_all_read, fields_beside
-from shardwise.data.known_forms import way_to_read
+from shardwise.data.completions import encode_completion, encode_text, joined_text, text_of
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
-from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
+from shardwise.data.preference import NO_ANSWER, PreferenceFormat, document_of, equal_sides
+from shardwise.data.record import BadDocument, Record
 from shardwise.data.state import SlotState
-from shardwise.data.tokenizer import tokens_and_places, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +56,7 @@ class FormatReader:
 
     tokenizer: PreTrainedTokenizerBase
     data: Data
-    chat: ChatFormat | None
+    chat: ChatFormat | PreferenceFormat | None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> FormatReader:
@@ -67,8 +66,8 @@ class FormatReader:
                 f"data.format {data.format} needs a fast tokenizer, which knows the characters of "
                 "each token; use another tokenizer"
             )
-        chat = ChatFormat.of(tokenizer, data) if data.format == "chat" else None
-        return cls(tokenizer, data, chat)
+        chats = {"chat": ChatFormat, "preference": PreferenceFormat}.get(data.format)
+        return cls(tokenizer, data, None if chats is None else chats.of(tokenizer, data))
 
     def encode(self, record: Record) -> list[Encoded]:
         """Return the documents of a record, each as tokens and which of them are targets.
@@ -87,7 +86,7 @@ class FormatReader:
         if self.data.format == "completion":
             prompt, completion = (joined_text(record, names, self.data) for names in columns)
             return [encode_completion(self.tokenizer, prompt, completion)]
-        text = text_of(record, self.data.text_field, "data.text_field", self.data)
+        text = text_of(record, self.data.text_field, self.data, "data.text_field")
         return [encode_text(self.tokenizer, text)]
 
     def _ended(self, tokens: list[int], targets: list[bool]) -> Encoded:
@@ -101,6 +100,8 @@ class FormatReader:
 
     def why_no_target(self, record: Record) -> str:
         """Return the reason why a document that is not too long has no target."""
+        if isinstance(self.chat, PreferenceFormat):
+            return NO_ANSWER
         if self.chat is not None:
             roles = {message["role"] for message in self.chat.messages(record)}
             if "assistant" not in roles:
@@ -172,6 +173,8 @@ class Encoder:
         predicted from the document before.
         """
         length = self.data.sequence_length
+        if self.data.is_preference:
+            return [document_of([*texts], length, self.data.long == "skip", start)]
         documents: list[Document] = []
         for tokens, targets in texts:
             is_long = self.data.packed == "documents" and len(tokens) > length + 1
@@ -216,7 +219,8 @@ class Encoder:
         """
         if not any(document.has_target() for document in documents):
             is_long = any(document.is_long for document in documents)
-            return Counter([TOO_LONG if is_long else self.readers[group].why_no_target(record)])
+            reason = TOO_LONG if is_long else self.readers[group].why_no_target(record)
+            return Counter([equal_sides(documents[0]) or reason if documents else reason])
         if self.data.turns == "together" or self.data.long == "split":
             return Counter()
         return Counter(
@@ -227,62 +231,11 @@ class Encoder:
 
     def with_entry(self, error: BadDocument) -> str:
         """Return an error, with the way to keys for one of several entries where it names keys."""
-        keys = ("data.fields", "data.format", "data.text_field", "data.tools")
-        is_mixed = len(self.data.entries("train")) > 1 and any(key in str(error) for key in keys)
+        keys = ("fields", "format", "text_field", "tools")
+        is_mixed = len(self.data.entries("train")) > 1
+        is_mixed &= any(f"data.{key}" in str(error) for key in keys)
         return f"{error} (for one entry of data.train: {ONE_ENTRY})" if is_mixed else str(error)
 
     def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
         """Pack these documents into rows."""
         return PACK[self.data.packed](documents, self.data.sequence_length, self.fill)
-
-
-def joined_text(record: Record, fields: Sequence[str], data: Data) -> str:
-    """Return the texts of fields that `data.fields` names, joined by an empty line.
-
-    Of several, those that are missing, null or empty are left out. BadDocument where none is left.
-    """
-    if len(fields) > 1:
-        fields = [f for f in fields if str(record.get(f) or "").strip()] or fields[:1]
-    return "\n\n".join(text_of(record, field, "data.fields", data) for field in fields)
-
-
-def text_of(record: Record, field: str, key: str, data: Data) -> str:
-    """Return a field of a document, which `key` of the run file names.
-
-    BadDocument where it is no string for a tokenizer.
-    """
-    if field not in record:
-        way_out = f"set {key} to name some of the line's fields: {', '.join(record)}"
-        if key == "data.fields":
-            way_out = f"{way_out}; or {CORRECT_LINE}, or set data.format"
-        if way := way_to_read(record, data):
-            way_out = f"{way}; or {CORRECT_LINE}"
-        raise BadDocument("missing field", f"no field {field!r}; {way_out}")
-    value = record[field]
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
-        way_out = f"set data.format: chat and data.fields: {{messages: [{field}, ...]}}"
-        raise BadDocument("wrong type", f"field {field!r} is a list of messages; {way_out}")
-    return string(value, f"field {field!r}")
-
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """Encode a text; all tokens are targets. An empty text has no tokens, not even special ones."""
-    tokens = tokens_of(tokenizer, text) if text else []
-    return tokens, [True] * len(tokens)
-
-
-def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Encoded:
-    """Encode prompt and completion as one text.
-
-    The targets are the tokens from the first one with a character of the completion on. A
-    completion ends with those that the tokenizer adds and with the end-of-text token, whatever the
-    packing. They are targets too: from them a model learns to stop. An empty completion has none.
-    """
-    tokens, places = tokens_and_places(tokenizer, prompt + completion)
-    is_behind, end = (stop > len(prompt) for _, stop in places), tokenizer.eos_token_id
-    targets = list(itertools.accumulate(is_behind, operator.or_))
-    if end is not None:
-        if tokens[-1:] != [end]:
-            tokens, targets = [*tokens, end], [*targets, False]
-        targets[-1] = True
-    return tokens, targets if completion else [False] * len(tokens)

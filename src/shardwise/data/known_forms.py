@@ -15,6 +15,20 @@ def _keys(format_name: str, **fields: str | list[str]) -> dict[str, Any]:
 
 # fmt: off
 FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
+    ({"prompt", "chosen", "rejected"}, _keys("preference")),
+    ({"conversations", "chosen", "rejected"}, _keys("preference", messages="conversations")),
+    ({"instruction", "input", "chosen", "rejected"},
+     _keys("preference", messages=["instruction", "input"])),
+    ({"instruction", "chosen", "rejected"}, _keys("preference", messages="instruction")),
+    ({"question", "chosen", "rejected"}, _keys("preference", messages="question")),
+    ({"chosen", "rejected"}, _keys("preference")),
+    ({"prompt", "completion", "label"}, _keys("preference")),
+    ({"question", "completion", "label"}, _keys("preference", messages="question")),
+    ({"instruction", "completion", "label"}, _keys("preference", messages="instruction")),
+    ({"messages", "kto_tag"}, _keys("preference", label="kto_tag")),
+    ({"conversations", "kto_tag"}, _keys("preference", messages="conversations", label="kto_tag")),
+    ({"instruction", "input", "output", "kto_tag"},
+     _keys("preference", messages=["instruction", "input"], completion="output", label="kto_tag")),
     ({"messages"}, _keys("chat")),
     ({"conversations"}, _keys("chat", messages="conversations")),
     ({"prompt", "completion"}, _keys("completion")),

@@ -2,7 +2,8 @@
 
 A row is an int32 array [3, T+1] with T = `data.sequence_length`. row[0] are tokens. row[1] are the
 numbers of their documents within the row, counted from 0, or -1 where the row is padded. row[2] is
-1 where a token is a target, else 0.
+1 where a token is a target, else 0. Of pairs (`data.format: preference`) the chosen side of pair k
+has the number 2k, and the rejected one behind it 2k + 1.
 
 Each row begins with the last token of the row before it (of the same document, or of the joined
 stream). So every token except the first is exactly once at a position where it can be predicted. A
@@ -37,6 +38,7 @@ class Document:
     is_last: bool = True  # the last of these; of documents that a resume reads again, the last one
     read_before: SlotState | None = None  # the state of the slot, if a resume reads it again
     is_long: bool = False  # a part of what did not fit into a row
+    rejected_at: int | None = None  # the first token of the rejected side, where there are sides
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -108,6 +110,8 @@ def row_of(documents: list[Document], sequence_length: int, fill: int) -> np.nda
         start, end = end, min(end + len(document), sequence_length + 1)
         row[0, start:end] = document.tokens[: end - start]
         row[1, start:end] = number
+        if document.rejected_at is not None:
+            row[1, start:end] = 2 * number + (np.arange(end - start) >= document.rejected_at)
         row[2, start:end] = document.targets[: end - start]
     return row
 

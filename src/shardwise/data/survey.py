@@ -72,7 +72,8 @@ class Survey:
             self.cut += any(document.is_long for document in cut)
             self.tokens += sum(map(len, used))
             self.targets += sum(int(document.targets.sum()) for document in used)
-            length = max((len(tokens) for tokens, _ in texts), default=0)
+            lengths = [len(tokens) for tokens, _ in texts]  # both sides have one row
+            length = sum(lengths) if encoder.data.is_preference else max(lengths, default=0)
             if length > self.longest:
                 self.longest, self.where = length, documents.where(number)
         return self

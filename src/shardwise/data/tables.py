@@ -367,7 +367,7 @@ def _columns(name: str, columns: Sequence[str], data: Data) -> list[str]:
 
     UserError for a field that is no column.
     """
-    fields = fields_of(data)
+    fields = fields_of(data, columns)
     for field in fields:
         if field not in columns:
             way_out = (
@@ -378,7 +378,7 @@ def _columns(name: str, columns: Sequence[str], data: Data) -> list[str]:
                 way_out = "write commas between its cells in place of semicolons"
             way_out = way_to_read(columns, data) or way_out
             raise UserError(f"{name}: no column {field!r}, only {', '.join(columns)}; {way_out}")
-    return [*fields, *(field for field in fields_beside(data) if field in columns)]
+    return [*fields, *(field for field in fields_beside(data, columns) if field in columns)]
 
 
 def load_datasets(name: str) -> Any:
