@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.safety import is_hub_name
@@ -60,8 +61,9 @@ def _print(cfg: RunConfig, found: Preview, tokenizer: Any, console: Console) -> 
         console.print(epoch, soft_wrap=True)
     marks = "" if console.is_terminal else ", which stand between [[ and ]]"
     for number, row in enumerate(found.rows, 1):
-        console.print(f"\nrow {number} of step 1, {_counts(row)}{marks}:", soft_wrap=True)
-        console.print(_text(row, tokenizer, marked=bool(marks)), soft_wrap=True)
+        names = _names(row, cfg.data.is_preference)
+        console.print(f"\nrow {number} of step 1, {_counts(row, names)}{marks}:", soft_wrap=True)
+        console.print(_text(row, names, tokenizer, marked=bool(marks)), soft_wrap=True)
 
 
 def _print_lines(cfg: RunConfig, surveys: list[Survey], console: Console) -> None:
@@ -105,23 +107,37 @@ def _table(title: str, surveys: list[Survey]) -> Any:
     return table
 
 
-def _counts(row: np.ndarray) -> str:
+def _names(row: np.ndarray, are_sides: bool) -> dict[int, str]:
+    """Return a name for each document of a row [3, T+1], or for each side of its pairs."""
+    numbers = {*row[1].tolist()} - {-1}
+    names = {number: f"document {number + 1}" for number in sorted(numbers)}
+    for number in names if are_sides else ():
+        is_pair, side = number ^ 1 in names, ("chosen", "rejected")[number % 2]
+        kind = "pair" if is_pair else "answer"
+        label = side if is_pair else f"label {str(side == 'chosen').lower()}"
+        names[number] = f"{kind} {number // 2 + 1}, {label}"
+    return names
+
+
+def _counts(row: np.ndarray, names: dict[int, str]) -> str:
     """Return in words what a row [3, T+1] has."""
     is_filled = row[1] >= 0
     num_padding = row.shape[1] - int(is_filled.sum())
+    kinds = Counter(name.split()[0] for name in {name.split(",")[0] for name in names.values()})
+    what = ", ".join(f"{n} {kind}{'s' * (n != 1)}" for kind, n in kinds.items())
     return (
-        f"{len({*row[1, is_filled].tolist()})} documents, {int(is_filled.sum()):,} tokens, "
+        f"{what}, {int(is_filled.sum()):,} tokens, "
         f"{num_padding:,} of padding, {int(row[2].sum()):,} targets"
     )
 
 
-def _text(row: np.ndarray, tokenizer: Any, marked: bool) -> Text:
+def _text(row: np.ndarray, names: dict[int, str], tokenizer: Any, marked: bool) -> Text:
     """Return the text of a row, in which targets and special tokens can be seen."""
     from rich.text import Text
 
     from shardwise.data.preview import spans_of
 
-    text, last, was_target = Text(), 0, False
+    text, last, was_target = Text(), 0 if names.get(0) == "document 1" else -1, False
     for words, document, is_target, is_special in [
         *spans_of(row, tokenizer),
         ("", -1, False, False),
@@ -130,7 +146,7 @@ def _text(row: np.ndarray, tokenizer: Any, marked: bool) -> Text:
             text.append("]]")
             was_target = False
         if document > last:
-            text.append(f"\n-- document {document + 1} --\n", style="dim")
+            text.append(f"\n-- {names[document]} --\n", style="dim")
         if marked and is_target and not was_target:
             text.append("[[")
         style = "bold magenta" if is_special else "green" if is_target else "dim"

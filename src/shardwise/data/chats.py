@@ -394,7 +394,7 @@ def _common(one: str, other: str) -> str:
     return one[:length]
 
 
-def num_common(one: str, other: str) -> int:
-    """Return the length of the longest common beginning of two texts."""
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the longest common beginning of two texts, or lists."""
     pairs = enumerate(zip(one, other))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

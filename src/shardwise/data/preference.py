@@ -86,10 +86,11 @@ class PreferenceFormat:
         if names[0] != "prompt" and not self.data.named and (way := way_to_read(record, self.data)):
             raise BadDocument("missing field", f"no field 'prompt'; {way}")
         check_all_read(record, fields_beside(self.data, record), self.data)
+        begin = len(texts[0]) if names[0] == "prompt" else num_common(*texts)
         if names[0] == "prompt":
-            return [encode_completion(self.tokenizer, texts[0], answer) for answer in texts[1:]]
-        begin = num_common(*texts)
-        return [encode_completion(self.tokenizer, text[:begin], text[begin:]) for text in texts]
+            texts = [texts[0] + answer for answer in texts[1:]]
+        sides = [encode_completion(self.tokenizer, text[:begin], text[begin:]) for text in texts]
+        return sides if len(sides) == 1 else _begun_together(*sides)
 
     def _of_messages(self, record: Record, names: Sequence[str]) -> list[Encoded]:
         chat, dialogues, num_shared = self._dialogues(record, names)
@@ -153,6 +154,16 @@ class PreferenceFormat:
         if all(lists):
             return [message for messages in lists for message in messages]
         return [{"role": role, "content": joined_text(record, columns, self.data)}]
+
+
+def _begun_together(*sides: Encoded) -> list[Encoded]:
+    """Let the targets of both sides begin behind the same tokens.
+
+    The end of a prompt may be one token with the beginning of one answer.
+    """
+    firsts = [targets.index(True) for _, targets in sides if any(targets)]
+    begin = min([num_common(*(tokens for tokens, _ in sides)), *firsts])
+    return [(t, [any(targets) and i >= begin for i in range(len(t))]) for t, targets in sides]
 
 
 def _messages(value: Any) -> list[Any]:

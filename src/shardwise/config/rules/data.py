@@ -54,7 +54,7 @@ def _of_pairs(key: str, values: tuple[str, ...], does: str, instead: str) -> Rul
     return Rule(
         f"{key} of pairs",
         lambda case: case.cfg.data.is_preference and getattr(case.cfg.data, key) in values,
-        lambda case: f"data.{key} {getattr(case.cfg.data, key)} {does}; data.format is preference",
+        lambda case: f"data.format preference: {key} {getattr(case.cfg.data, key)} {does}",
         way_out=f"set {key} to {instead}",
         why="two answers to one prompt are compared, each as a whole",
     )
@@ -90,7 +90,9 @@ RULES = (
         way_out="give all of data.train and data.validation this format, or none",
         why="a loss compares two answers, or is of the tokens of one",
     ),
-    _of_pairs("packing", ("concat", "isolated"), "cuts documents at the end of a row", "none"),
-    _of_pairs("long", ("split",), "makes several documents of one", "cut"),
-    _of_pairs("train_on", ("all",), "trains on prompts, which both sides share", "assistant"),
+    _of_pairs(
+        "packing", ("concat", "isolated"), "cuts documents at rows' ends", "documents or none"
+    ),
+    _of_pairs("long", ("split",), "makes several documents of one", "cut or skip"),
+    _of_pairs("train_on", ("all",), "trains on prompts", "assistant or last"),
 )
