@@ -147,12 +147,20 @@ def plain_ways(candidate: Candidate, question: Question) -> Iterator[Candidate]:
 
 
 def no_more_again(exact: Exact, best: Choice) -> Choice:
-    """Return a choice that computes no more again than memory asks for, if it is faster."""
+    """Return the fastest of a choice and of those that compute no more again than memory asks for:
+    with its schedule or 1F1B, which keeps least, and with its rows at once, or half as many.
+    """
     question, candidate = exact.question, best.candidate
     if "training.checkpointing" in question.fixed or candidate.recomputation == "none":
         return best
-    choice = exact.of(candidate._replace(recomputation=within_memory(question)))
-    return best if choice is None or not choice.fits else min(best, choice, key=Choice.order)
+    fewest = candidate._replace(recomputation=within_memory(question))
+    plain = fewest._replace(schedule="1f1b", num_virtual=1, split=None)
+    ways = [fewest, plain][: 1 + (fewest != plain and "parallel.schedule" not in question.fixed)]
+    if candidate.micro_batch_size % 2 == 0 and "training.micro_batch_size" not in question.fixed:
+        half = candidate.micro_batch_size // 2
+        ways += [way._replace(micro_batch_size=half) for way in ways]
+    fitting = [choice for way in ways if (choice := exact.of(way)) is not None and choice.fits]
+    return min([best, *fitting], key=Choice.order)
 
 
 def as_it_fits(exact: Exact, choice: Choice) -> Choice:

@@ -36,6 +36,8 @@ NUM_EXACT = 8
 unless too few of them fit."""
 NUM_FITTING = 5
 """So many fit at least, or as many as are shown."""
+NUM_AGAIN = 4
+"""Divisions of whose best choice no more layers are computed again than memory asks for."""
 UNLIKE = 2.0
 """It is assumed that no estimate is so many times as long as what it estimates."""
 MOST_SIMPLER = 12
@@ -140,7 +142,10 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
         splits = (as_it_fits(exact, choice) for choice in split_otherwise(exact, best).values())
         by_cost = [choice for choice in splits if choice.fits]
         best = min([best, *by_cost], key=Choice.order)
-        best = climb.from_choice(no_more_again(exact, best))
+        # Of another division fewer layers may have to be computed again.
+        few = (best, *_best_of_each(exact)[:NUM_AGAIN])
+        best = min((no_more_again(exact, choice) for choice in few), key=Choice.order)
+        best = climb.from_choice(best)
         within = replace(climb, divisions=frozenset())
         for choice in answer.simpler.values():
             if choice.fits and question.is_short_of_memory(choice.candidate):
