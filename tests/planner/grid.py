@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -27,6 +28,7 @@ from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, 
 from shardwise.lab.planner.memory import PeakBytes, state_bytes
 from shardwise.lab.planner.peak import boundaries_of, memory_of_run
 from shardwise.lab.planner.share import share_of
+from shardwise.metrics.live_tensors import cpu_tensors, live_tensors
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.pipeline_parallel import pipeline_of
@@ -297,16 +299,21 @@ class Measured:
 
 
 def measure(cfg: RunConfig) -> Measured:
-    """Run two steps on this rank and measure the second one."""
+    """Run two steps on this rank and measure the second one.
+
+    What other cells have left behind is subtracted, so none of it may be freed meanwhile.
+    """
     with PeakMemory(torch.device("cpu")) as before:
         pass
     assert before.entry_bytes is not None
+    left_behind = [weakref.ref(tensor) for tensor in cpu_tensors(live_tensors())]
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     batches = microbatches(cfg, mesh)
     training_step(job, batches, mesh, cfg.optimizer.max_grad_norm)
     rank = dist.get_rank()
     memory = measure_memory(job, batches, mesh, cfg)
+    assert all(reference() is not None for reference in left_behind)
     parts = dict(memory.parts[rank])
     parts["temporary"] -= before.entry_bytes
     return Measured(sum(parts.values()), parts, memory.state_bytes[rank])

@@ -20,7 +20,8 @@ counts_of = lru_cache(maxsize=1)(count_model)
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[object, Any]] = WeakKeyDictionary()
-"""Answers by model, which is on meta and no longer changes."""
+"""Answers by model, whose shapes and dtypes no longer change. None of them refers to the model,
+which is freed with its weights."""
 
 
 def known(hf: PreTrainedModel, key: object, compute: Callable[[], Any]) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from transformers import PreTrainedModel
 
 from shardwise.config import Model, RunConfig
+from shardwise.models.alike import known
 from shardwise.models.load import build_meta
 
 
@@ -42,10 +42,10 @@ def copied_names(cfg: RunConfig, hf: PreTrainedModel) -> frozenset[str]:
     They are what the class has in 16 bits when it is built so. Buffers that a folder has stay as
     they are: biases on the scores of routers grow by less than 16 bits tell apart.
     """
-    return _copied_names(cfg.model, cfg.training.precision, hf)
+    model, precision = cfg.model, cfg.training.precision
+    return known(hf, ("copied", model, precision), lambda: _copied_names(model, precision, hf))
 
 
-@lru_cache(maxsize=2)
 def _copied_names(model: Model, precision: str, hf: PreTrainedModel) -> frozenset[str]:
     built = build_meta(replace(model, dtype=precision), hf.config)
     tensors: dict[str, torch.Tensor] = {}

@@ -16,6 +16,7 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054 (P_os and P_os+g).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -84,8 +85,9 @@ class Shards:
     buckets: list[Bucket]
     pending: list[tuple[Bucket, torch.Tensor, dist.Work]] = field(default_factory=list)
 
-    def arrive(self, bucket: Bucket) -> None:
+    def arrive(self, index: int) -> None:
         """Count a gradient in the backward of zero2; a bucket's last one starts its reduction."""
+        bucket = self.buckets[index]
         bucket.arrived += 1
         if bucket.arrived == len(bucket.entries):
             bucket.arrived = 0
@@ -182,10 +184,12 @@ def apply(pm: ParallelModel, mesh: Mesh, in_backward: bool) -> ParallelModel:
     if not in_backward:
         return replace(split, reduce_grads=(*pm.reduce_grads, reduce))
     assert not replicated, "only tensor parallelism leaves some, with which zero2 is refused"
-    for bucket in shards.buckets:
+    # A hook that leads to its own parameter would keep it alive for ever. `reduce_grads` has these.
+    known = weakref.proxy(shards)
+    for index, bucket in enumerate(shards.buckets):
         for entry in bucket.entries:
             entry.whole.register_post_accumulate_grad_hook(
-                lambda _, bucket=bucket: shards.arrive(bucket)
+                lambda _, index=index: known.arrive(index)
             )
     return replace(split, reduce_grads=(*pm.reduce_grads, shards.finish_backward))
 
