@@ -110,9 +110,14 @@ def ask(cfg: RunConfig, asked: cluster.Cluster) -> str:
 
 @pytest.mark.parametrize(
     ("seed", "share_of_large"),
-    # Two had faults: a split by cost that fits only where some layers are computed again was not
-    # looked at, and a bubble was -9e-19 s.
-    [*((seed, 0.0) for seed in range(DRAWS)), (271, 0.1), (334, 0.1)],
+    # Three had faults: a split by cost that fits only where some layers are computed again was not
+    # looked at, a bubble was -9e-19 s, and the best division with all layers computed again is not
+    # that with as many as memory asks for.
+    [
+        *((seed, 0.0) for seed in range(DRAWS)),
+        *((271, 0.1), (334, 0.1)),
+        pytest.param(1027, 0.1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_random_question_has_sound_numbers_and_more_memory_never_costs_time(seed, share_of_large):
     ask(*drawn(seed, share_of_large))
