@@ -158,7 +158,11 @@ def test_a_wanted_layout_is_the_only_one():
     [
         ({"tp": 2}, {"ddp": ()}, "--explain ddp and parallel.tp 2 contradict each other"),
         ({"tp": 2}, {"tp": (4,)}, "--explain tp and parallel.tp 2 contradict each other"),
-        ({"data": "fsdp2", "dp_replicate": 3}, None, "dp_replicate 3 does not divide 4 devices"),
+        (
+            {"data": "fsdp2", "dp_replicate": 3},
+            None,
+            "dp_replicate 3 does not divide the 4 data-par",
+        ),
     ],
 )
 def test_fixed_keys_that_leave_no_layout_are_named(fixed, wanted, message):

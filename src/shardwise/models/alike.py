@@ -20,8 +20,7 @@ counts_of = lru_cache(maxsize=1)(count_model)
 
 
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[object, Any]] = WeakKeyDictionary()
-"""Answers by model, whose shapes and dtypes no longer change. None of them refers to the model,
-which is freed with its weights."""
+"""Answers by model, whose shapes no longer change. None refers to it, so that it is freed."""
 
 
 def known(hf: PreTrainedModel, key: object, compute: Callable[[], Any]) -> Any:

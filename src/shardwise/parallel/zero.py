@@ -88,9 +88,8 @@ class Shards:
     def arrive(self, index: int) -> None:
         """Count a gradient in the backward of zero2; a bucket's last one starts its reduction."""
         bucket = self.buckets[index]
-        bucket.arrived += 1
-        if bucket.arrived == len(bucket.entries):
-            bucket.arrived = 0
+        bucket.arrived = (bucket.arrived + 1) % len(bucket.entries)
+        if not bucket.arrived:
             self.reduce(bucket)
 
     def reduce(self, bucket: Bucket) -> None:
@@ -186,11 +185,8 @@ def apply(pm: ParallelModel, mesh: Mesh, in_backward: bool) -> ParallelModel:
     assert not replicated, "only tensor parallelism leaves some, with which zero2 is refused"
     # A hook that leads to its own parameter would keep it alive for ever. `reduce_grads` has these.
     known = weakref.proxy(shards)
-    for index, bucket in enumerate(shards.buckets):
-        for entry in bucket.entries:
-            entry.whole.register_post_accumulate_grad_hook(
-                lambda _, index=index: known.arrive(index)
-            )
+    for i, entry in [(i, e) for i, bucket in enumerate(shards.buckets) for e in bucket.entries]:
+        entry.whole.register_post_accumulate_grad_hook(lambda _, i=i: known.arrive(i))
     return replace(split, reduce_grads=(*pm.reduce_grads, shards.finish_backward))
 
 

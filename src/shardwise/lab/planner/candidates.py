@@ -207,7 +207,7 @@ class Space:
     """Parts that may stay on the CPU. A search offers more only where nothing fits without."""
 
     def __post_init__(self) -> None:
-        self._why_not = cache(self._why_no_layout)
+        self._why_not = cache(self.why_no_layout)
         self._is_allowed = cache(self._is_small_one_allowed)
 
     def divisions(self) -> Iterator[Division]:
@@ -259,7 +259,7 @@ class Space:
     def _is_small_one_allowed(self, candidate: Candidate) -> bool:
         parallel = candidate.run_file(self.question).parallel
         num_ranks = parallel.ranks_of_a_model * candidate.division.num_data
-        message = self._message(parallel, num_ranks, candidate.recomputation)
+        message = self.message(parallel, num_ranks, candidate.recomputation)
         if message is not None:
             self.refused_choices[layout_name(candidate.division)] = message
         return message is None
@@ -282,7 +282,7 @@ class Space:
         alone = replicated() if axis == "ep" else Parallel()
         if axis == "pp" and size > 1:
             alone = replace(alone, schedule="gpipe")
-        return self._message(replace(alone, **{axis: size}), size, has_copies=False)
+        return self.message(replace(alone, **{axis: size}), size, has_copies=False)
 
     def _data(self, num_data: int, cp: int) -> Iterator[tuple[str, int]]:
         """Yield the data-parallel strategies over so many ranks, each with its replicas."""
@@ -315,14 +315,14 @@ class Space:
             self.refused[layout] = message
         return message is None
 
-    def _why_no_layout(self, layout: str) -> str | None:
+    def why_no_layout(self, layout: str) -> str | None:
         """Return why a layout is refused with two ranks along each axis, None if it is not."""
         parallel = parallel_of(layout)
         is_split = STRATEGIES[parallel.data].axis is not None
         data_ranks = 2 * parallel.dp_replicate if is_split else 1
-        return self._message(parallel, parallel.ranks_of_a_model * data_ranks)
+        return self.message(parallel, parallel.ranks_of_a_model * data_ranks)
 
-    def _message(
+    def message(
         self,
         parallel: Parallel,
         num_ranks: int,

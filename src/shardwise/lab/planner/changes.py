@@ -154,13 +154,13 @@ def no_more_again(exact: Exact, best: Choice) -> Choice:
     if "training.checkpointing" in question.fixed or candidate.recomputation == "none":
         return best
     fewest = candidate._replace(recomputation=within_memory(question))
-    plain = fewest._replace(schedule="1f1b", num_virtual=1, split=None)
-    ways = [fewest, plain][: 1 + (fewest != plain and "parallel.schedule" not in question.fixed)]
+    ways, half = [fewest], candidate.micro_batch_size // 2
+    if "parallel.schedule" not in question.fixed:
+        ways.append(fewest._replace(schedule="1f1b", num_virtual=1, split=None))
     if candidate.micro_batch_size % 2 == 0 and "training.micro_batch_size" not in question.fixed:
-        half = candidate.micro_batch_size // 2
         ways += [way._replace(micro_batch_size=half) for way in ways]
-    fitting = [choice for way in ways if (choice := exact.of(way)) is not None and choice.fits]
-    return min([best, *fitting], key=Choice.order)
+    options = map(exact.of, ways)
+    return min([best, *(c for c in options if c is not None and c.fits)], key=Choice.order)
 
 
 def as_it_fits(exact: Exact, choice: Choice) -> Choice:

@@ -9,11 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from time import perf_counter
 
-from shardwise.base.layouts import ALONE, data_parts, replicated
-from shardwise.base.words import counted
 from shardwise.config import UserError
 from shardwise.lab.planner.candidates import Candidate, Question, Space, Subject, subject_of
 from shardwise.lab.planner.changes import (
@@ -30,6 +27,7 @@ from shardwise.lab.planner.estimate import Estimates
 from shardwise.lab.planner.exact import Choice, Exact, usable_bytes
 from shardwise.lab.planner.prospects import PER_DIVISION, Prospect, promising
 from shardwise.lab.planner.ties import TIE, intricacy, simplest
+from shardwise.lab.planner.why_none import refuse
 
 NUM_EXACT = 8
 """Divisions of the devices whose candidates are computed exactly, beside the first of each layout,
@@ -124,7 +122,8 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
     space, estimates = Space(question, subject), Estimates(question, subject)
     exact = Exact(question, subject)
     divisions = sorted(space.divisions(), key=estimates.least_seconds)
-    _require_any(divisions, space)
+    if not divisions:
+        refuse(space)
     start = _Start(exact, estimates, effort)
     start.compute(promising(space, estimates, divisions, effort), top)
     if not start.fitting:
@@ -192,76 +191,6 @@ def with_smaller_base(question: Question) -> Answer | None:
         if answer.choices:
             return answer
     return None
-
-
-def _require_any(divisions: Sequence[Division], space: Space) -> None:
-    if divisions:
-        return
-    question, refused = space.question, space.refused
-    rows, num_ranks = question.cfg.training.global_batch_size, question.num_ranks
-    wanted = question.wanted or {}
-    name = "-".join(wanted)
-    fixed = {
-        axis: (getattr(question.cfg.parallel, axis),)
-        for axis in ("pp", "cp", "tp", "ep")
-        if f"parallel.{axis}" in question.fixed
-    }
-    for axis, size in fixed.items() if wanted else ():
-        if (wanted.get(axis) or size if axis in wanted else (1,)) != size:
-            raise UserError(
-                f"--explain {name} and parallel.{axis} {size[0]} contradict each other; leave one "
-                "out"
-            )
-    given = fixed | {part: size for part, size in wanted.items() if size}
-    for key in (name, *(f"{part}:{size[0]}" for part, size in given.items())):
-        if key in refused:
-            raise UserError(refused[key])
-    some = () if space.subject.facts.num_experts else (2,)  # any number where there are no experts
-    for size in given.get("ep", some) if "ep" in wanted else ():
-        if message := space.why_no_size("ep", size):
-            raise UserError(message)
-    for part, (data, _) in data_parts().items():
-        replicas, shards = size if len(size := wanted.get(part, ())) == 2 else (2, 2)
-        if replicas == 1:
-            raise UserError(f"{part}:1x{shards} has one replica; --explain it as {data}:{shards}")
-        if shards == 1 and "cp" not in wanted:
-            whole = f"{replicated().data}:{replicas}"
-            raise UserError(f"{part}:{replicas}x1 shards nothing; --explain it as {whole}")
-    # Ranks along `ep` are among those of the data-parallel axes and of cp.
-    ranks = prod(prod(size) for part, size in given.items() if part != "ep")
-    is_whole = bool(wanted) and all(part in given or part in (ALONE, "sp") for part in wanted)
-    if num_ranks % ranks or (is_whole and ranks != num_ranks):
-        sizes = ", ".join(f"{part}:{'x'.join(map(str, size))}" for part, size in given.items())
-        raise UserError(
-            f"{sizes or name} {'needs' if is_whole else 'needs a multiple of'} "
-            f"{counted(ranks, 'device')}, and --devices and --nodes give {num_ranks}; give other "
-            "sizes or other devices"
-        )
-    shares = prod(prod(size) for part, size in given.items() if part not in ("pp", "ep", "tp"))
-    if is_whole and "ep" in given and shares % given["ep"][0]:
-        raise UserError(
-            f"ep:{given['ep'][0]} does not divide the {counted(shares, 'rank')} of {name} that "
-            "share experts; give a size that does"
-        )
-    layouts = [key for key in refused if ":" not in key]
-    if any(key.startswith("parallel.") for key in question.fixed) and layouts:
-        raise UserError(refused[layouts[0]])
-    for part in wanted:
-        if {"ep", *data_parts()}.isdisjoint(wanted) and f"{part}:{num_ranks}" in refused:
-            raise UserError(refused[f"{part}:{num_ranks}"])
-    replicas = question.cfg.parallel.dp_replicate
-    if "parallel.dp_replicate" in question.fixed and num_ranks % replicas:
-        raise UserError(
-            f"parallel.dp_replicate {replicas} does not divide {counted(num_ranks, 'device')}; set "
-            "one that does, or give other --devices"
-        )
-    if num_ranks == 1 and wanted and not wanted.keys() <= {ALONE}:
-        raise UserError(f"{name} needs several devices; give more --devices, or --explain {ALONE}")
-    raise UserError(
-        f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
-        "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "
-        "--devices"
-    )
 
 
 @dataclass
