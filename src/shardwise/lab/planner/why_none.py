@@ -101,23 +101,22 @@ def _of_sizes(space: Space, given: Sizes) -> Iterator[str]:
 def _of_layouts(space: Space, given: Sizes) -> Iterator[str]:
     """Yield why no layout of the sizes that are given is allowed, whatever the rows."""
     question, wanted = space.question, space.question.wanted or {}
-    num_ranks, parallel = question.num_ranks, question.cfg.parallel
-    named = (*((parallel.data,) if "parallel.data" in question.fixed else ()), *wanted)
-    part = next((part for part in named if part in data_parts()), None)
+    num_ranks = question.num_ranks
+    given_or = (("data", None), ("dp_replicate", 1))
+    (data,), (replicas,) = (question.values(f"parallel.{key}", (x,)) for key, x in given_or)
+    part = next((part for part in (data, *wanted) if part in data_parts()), None)
     axes = {axis: size for axis, size in given.items() if axis in ("pp", "cp", "tp")}
     names = ["-".join(wanted)] if wanted else []
-    if "parallel.data" in question.fixed:
-        sizes = {axis: size for axis, (size,) in axes.items()}
-        names.append(layout_of(replace(Parallel(parallel.data), **sizes)))
+    if data is not None:
+        names.append(layout_of(replace(Parallel(data), **{a: size for a, (size,) in axes.items()})))
     yield from filter(None, map(space.why_no_layout, names))
     yield from (message for key, message in space.refused.items() if ":" not in key)
     if len(alone := wanted.keys() - {"sp"}) == 1 and part is None:  # it has all devices
         yield from filter(None, [space.refused.get(f"{alone.pop()}:{num_ranks}")])
     num_data = num_ranks // prod(size for (size,) in axes.values())
-    if "parallel.dp_replicate" in question.fixed and (replicas := parallel.dp_replicate) > 1:
-        if "parallel.data" in question.fixed:
-            alone = Parallel(parallel.data, replicas)
-            yield from filter(None, [space.message(alone, 2 * replicas)])
+    if replicas > 1:
+        if data is not None:
+            yield from filter(None, [space.message(Parallel(data, replicas), 2 * replicas)])
         if num_data % replicas or replicas >= num_data * axes.get("cp", (1,))[0]:
             yield (
                 f"parallel.dp_replicate {replicas} does not divide the {num_data} data-parallel "
