@@ -270,6 +270,11 @@ def test_empty_thinking_can_be_left_out_of_the_targets(tokenizer):
 
 
 BAD_RECORDS = [
+    (
+        {"instruction": "hi", "context": "so", "chosen": "good", "rejected": "bad"},
+        "missing field",
+        r"no field 'prompt'; .*data\.fields: {messages: instruction}",
+    ),
     ({"prompt": "p", "chosen": "c"}, "missing field", "no field 'rejected'; .*prompt, chosen"),
     (
         {"chosen": "c", "prompt": "p", "rejected": None},
@@ -345,6 +350,32 @@ BAD_RECORDS = [
     ),
     ({"prompt": "p", "chosen": "c", "rejected": "r", "weight": 0}, "unread field", "'weight'"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": "instruction"},
+            r"'input' is not read; .*{messages: \[instruction, input\]},",
+        ),
+        ({"prompt": "instruction"}, r"'input' is not read; .*{prompt: \[instruction, input\]},"),
+        ({"unused": ["input"]}, r"no field 'prompt'; .*data\.fields: {messages: instruction}"),
+        ({"messages": ["instruction", "input"]}, ""),
+        ({"messages": "instruction", "unused": "input"}, ""),
+        ({"prompt": ["instruction", "input"]}, ""),
+        ({"unused": ["instruction", "input"]}, ""),
+    ],
+)
+def test_no_known_field_is_lost(tokenizer, fields, message):
+    record = {"instruction": "add", "input": "2", "chosen": "a 4", "rejected": "a 5"}
+    encoder = encoder_of(chat_tokenizer(tokenizer, CHATML), fields=fields)
+    if message:
+        with pytest.raises(BadDocument, match=message):
+            encoder.documents(record, SlotState())
+    else:
+        (document,) = encoder.documents(record, SlotState())
+        assert document.has_target()
 
 
 @pytest.mark.parametrize(("record", "reason", "message"), BAD_RECORDS)

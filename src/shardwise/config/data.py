@@ -238,10 +238,7 @@ class Data(Section):
 def _check_fields(name: str, fields: Fields | None) -> None:
     """Raise UserError where the fields of the section or of an entry name what no format reads."""
     unknown = sorted(set(fields or {}) - set(FIELDS))
-    require(
-        not unknown,
-        f"{name} names {', '.join(unknown)}; give names for {', '.join(FIELDS)}, and "
-        "for a text its text_field",
-    )
+    known = f"give names for {', '.join(FIELDS)}, and for a text its text_field"
+    require(not unknown, f"{name} names {', '.join(unknown)}; {known}")
     is_empty = not all((fields or {}).values())
     require(not is_empty, f"{name} has an empty list; name the fields of the data")

@@ -99,10 +99,11 @@ def has_effect(flag: str, value: Any) -> bool:
 def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
     """Raise BadDocument where one of these fields, which the run does not read, is not empty."""
     for name in given(record, names):
-        prompt = data.columns("prompt")
+        key = "messages" if "messages" in data.named else "prompt"
+        prompt, others = data.columns(key), ", completion: ..." * (data.format == "completion")
         first = (name, *prompt) if name in SYSTEM else (*prompt, name)
-        way_out = f"set data.fields to {{prompt: [{', '.join(first)}], completion: ...}}"
-        if data.format == "preference":
+        way_out = f"set data.fields to {{{key}: [{', '.join(first)}]{others}}}"
+        if data.format == "preference" and name not in BESIDE_QUESTION:
             way_out = f"set data.fields to {{messages: [{', '.join(prompt)}]}}, for a chat template"
         if name in MEDIA:
             way_out = "only text is trained on; remove the line"

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 EQUAL, NO_ANSWER = "chosen equals rejected", "no answer"
 """Reasons to leave out a pair, which are no mistakes, whatever `on_error` is."""
 
-LABELS = {"true": True, "1": True, "false": False, "0": False}
-"""The labels of an answer, as JSON and CSV have them."""
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Labels of an answer, as JSON, CSV and tables have them."""
 
 NOTHING: Encoded = ([], [])
 """The side that a labelled answer does not have."""
@@ -83,7 +83,9 @@ class PreferenceFormat:
         if self._is_chat(record, names):
             return self._of_messages(record, names)
         texts = [joined_text(record, self.data.columns(name), self.data) for name in names]
-        if names[0] != "prompt" and not self.data.named and (way := way_to_read(record, self.data)):
+        known = [name for name in record if name not in self.data.unused]
+        is_lost = names[0] != "prompt" and self.data.named <= {"unused"}
+        if is_lost and (way := way_to_read(known, self.data)):
             raise BadDocument("missing field", f"no field 'prompt'; {way}")
         check_all_read(record, fields_beside(self.data, record), self.data)
         begin = len(texts[0]) if names[0] == "prompt" else num_common(*texts)
@@ -94,17 +96,14 @@ class PreferenceFormat:
 
     def _of_messages(self, record: Record, names: Sequence[str]) -> list[Encoded]:
         chat, dialogues, num_shared = self._dialogues(record, names)
-        check_all_read(record, [*self._beside_question(record)], self.data)
+        beside = {*BESIDE_QUESTION} & {*fields_beside(self.data, record)}
+        check_all_read(record, sorted(beside), self.data)
         read = [chat.messages(dialogue) for dialogue in dialogues]
         for messages in read:
             if (role := messages[-1]["role"]) != "assistant":
                 raise _bad_pair(f"a side ends with a message of {role!r}, and not with an answer")
         if num_shared is None:
             num_shared = _num_shared(read)
-            prompt = record.get(self.data.columns("prompt")[0]) if names[0] == "prompt" else None
-            said = [message["content"].strip() for message in read[0][:num_shared]]
-            if prompt is not None and str(prompt).strip() not in said:
-                raise unread(self.data.columns("prompt")[0], "the messages have another prompt")
         else:  # a system message may come first
             num_shared += len(read[0]) - len(dialogues[0]["messages"])
         encoded = [
@@ -120,9 +119,6 @@ class PreferenceFormat:
             raise _bad_pair("the chat template writes what both sides share in two ways")
         return [side for _, side in encoded]
 
-    def _beside_question(self, record: Record) -> set[str]:
-        return {*BESIDE_QUESTION} & {*fields_beside(self.data, record)}
-
     def _dialogues(
         self, record: Record, names: Sequence[str]
     ) -> tuple[ChatFormat, list[Record], int | None]:
@@ -137,11 +133,14 @@ class PreferenceFormat:
         is_shared = names[0] in ("prompt", "messages") and len(names) > 1
         shared = self._turns(record, names[0], "user") if is_shared else []
         sides = [self._turns(record, name, "assistant") for name in names[is_shared:]]
-        is_text = is_shared and not _messages(record.get(self.data.columns(names[0])[0]))
-        are_whole = {is_text and _speaker(side[0]) != "assistant" for side in sides}
+        column = self.data.columns(names[0])[0]
+        is_text = is_shared and not _messages(record.get(column))
+        are_whole = {is_text and _said(side[0])[0] != "assistant" for side in sides}
         if len(are_whole) > 1:
             raise _bad_pair("one side is a whole conversation, and the other is an answer")
-        if are_whole == {True} or not is_shared:
+        if True in are_whole and ("user", shared[0]["content"].strip()) not in map(_said, sides[0]):
+            raise unread(column, "the messages have another prompt")
+        if True in are_whole or not is_shared:
             return chat, [{**beside, "messages": side} for side in sides], None
         if all(side[: len(shared)] == shared for side in sides):
             sides = [side[len(shared) :] for side in sides]
@@ -174,10 +173,14 @@ def _messages(value: Any) -> list[Any]:
     return value if isinstance(first, dict) and {"role", "from"} & first.keys() else []
 
 
-def _speaker(message: Any) -> str:
+def _said(message: Any) -> tuple[str, str]:
+    """Return who speaks in a message, and its text if it is one."""
     message = from_json(message)
-    role = message.get("role", message.get("from"))
-    return SHAREGPT_ROLES.get(role, role)
+    role, content = (
+        message.get(name, message.get(other))
+        for name, other in (("role", "from"), ("content", "value"))
+    )
+    return SHAREGPT_ROLES.get(role, role), str(content).strip()
 
 
 def _num_shared(read: Sequence[Sequence[Message]]) -> int:
