@@ -61,7 +61,7 @@ def _print(cfg: RunConfig, found: Preview, tokenizer: Any, console: Console) -> 
         console.print(epoch, soft_wrap=True)
     marks = "" if console.is_terminal else ", which stand between [[ and ]]"
     for number, row in enumerate(found.rows, 1):
-        names = _names(row, cfg.data.is_preference)
+        names = found.names(row)
         console.print(f"\nrow {number} of step 1, {_counts(row, names)}{marks}:", soft_wrap=True)
         console.print(_text(row, names, tokenizer, marked=bool(marks)), soft_wrap=True)
 
@@ -107,28 +107,13 @@ def _table(title: str, surveys: list[Survey]) -> Any:
     return table
 
 
-def _names(row: np.ndarray, are_sides: bool) -> dict[int, str]:
-    """Return a name for each document of a row [3, T+1], or for each side of its pairs."""
-    numbers = {*row[1].tolist()} - {-1}
-    names = {number: f"document {number + 1}" for number in sorted(numbers)}
-    for number in names if are_sides else ():
-        is_pair, side = number ^ 1 in names, ("chosen", "rejected")[number % 2]
-        kind = "pair" if is_pair else "answer"
-        label = side if is_pair else f"label {str(side == 'chosen').lower()}"
-        names[number] = f"{kind} {number // 2 + 1}, {label}"
-    return names
-
-
 def _counts(row: np.ndarray, names: dict[int, str]) -> str:
     """Return in words what a row [3, T+1] has."""
-    is_filled = row[1] >= 0
-    num_padding = row.shape[1] - int(is_filled.sum())
+    num_tokens = int((row[1] >= 0).sum())
     kinds = Counter(name.split()[0] for name in {name.split(",")[0] for name in names.values()})
     what = ", ".join(f"{n} {kind}{'s' * (n != 1)}" for kind, n in kinds.items())
-    return (
-        f"{what}, {int(is_filled.sum()):,} tokens, "
-        f"{num_padding:,} of padding, {int(row[2].sum()):,} targets"
-    )
+    tokens = f"{num_tokens:,} tokens, {row.shape[1] - num_tokens:,} of padding"
+    return f"{what}, {tokens}, {int(row[2].sum()):,} targets"
 
 
 def _text(row: np.ndarray, names: dict[int, str], tokenizer: Any, marked: bool) -> Text:
@@ -138,10 +123,8 @@ def _text(row: np.ndarray, names: dict[int, str], tokenizer: Any, marked: bool) 
     from shardwise.data.preview import spans_of
 
     text, last, was_target = Text(), 0 if names.get(0) == "document 1" else -1, False
-    for words, document, is_target, is_special in [
-        *spans_of(row, tokenizer),
-        ("", -1, False, False),
-    ]:
+    spans = [*spans_of(row, tokenizer), ("", -1, False, False)]
+    for words, document, is_target, is_special in spans:
         if marked and was_target and (document != last or not is_target):
             text.append("]]")
             was_target = False

@@ -14,21 +14,19 @@ def _keys(format_name: str, **fields: str | list[str]) -> dict[str, Any]:
 
 
 # fmt: off
+_ASKED = (["instruction", "input"], ["instruction"], ["question"], ["conversations"])
+_SAID: tuple[tuple[set[str], dict[str, str]], ...] = (
+    ({"chosen", "rejected"}, {}), ({"completion", "label"}, {}),
+    ({"output", "kto_tag"}, {"completion": "output", "label": "kto_tag"}),
+    ({"kto_tag"}, {"label": "kto_tag"}),
+)
 FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
     ({"prompt", "chosen", "rejected"}, _keys("preference")),
-    ({"conversations", "chosen", "rejected"}, _keys("preference", messages="conversations")),
-    ({"instruction", "input", "chosen", "rejected"},
-     _keys("preference", messages=["instruction", "input"])),
-    ({"instruction", "chosen", "rejected"}, _keys("preference", messages="instruction")),
-    ({"question", "chosen", "rejected"}, _keys("preference", messages="question")),
+    *(({*asked, *said}, _keys("preference", messages=asked if asked[1:] else asked[0], **names))
+      for said, names in _SAID for asked in _ASKED),
     ({"chosen", "rejected"}, _keys("preference")),
     ({"prompt", "completion", "label"}, _keys("preference")),
-    ({"question", "completion", "label"}, _keys("preference", messages="question")),
-    ({"instruction", "completion", "label"}, _keys("preference", messages="instruction")),
     ({"messages", "kto_tag"}, _keys("preference", label="kto_tag")),
-    ({"conversations", "kto_tag"}, _keys("preference", messages="conversations", label="kto_tag")),
-    ({"instruction", "input", "output", "kto_tag"},
-     _keys("preference", messages=["instruction", "input"], completion="output", label="kto_tag")),
     ({"messages"}, _keys("chat")),
     ({"conversations"}, _keys("chat", messages="conversations")),
     ({"prompt", "completion"}, _keys("completion")),

@@ -36,6 +36,8 @@ class Preview:
     """The documents of an epoch; None for a stream."""
     num_held_out: int
     """The documents that are held out of them for validation."""
+    has_pairs: bool
+    """Whether documents are pairs, or answers with a label."""
 
     def epoch(self, cfg: RunConfig) -> str:
         """Return in words what an epoch has; empty for a stream."""
@@ -49,6 +51,15 @@ class Preview:
             f"an epoch has {self.num_documents:,} documents{held_out}; its tokens fill at least "
             f"{steps:,} steps of {rows:,} rows"
         )
+
+    def names(self, row: np.ndarray) -> dict[int, str]:
+        """Return a name for each document of a row, or for each side of its pairs."""
+        names = {number: f"document {number + 1}" for number in sorted({*row[1].tolist()} - {-1})}
+        for number in names if self.has_pairs else ():
+            is_pair, side = number ^ 1 in names, ("chosen", "rejected")[number % 2]
+            label = side if is_pair else f"label {str(side == 'chosen').lower()}"
+            names[number] = f"{'pair' if is_pair else 'answer'} {number // 2 + 1}, {label}"
+        return names
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, safe for JSON."""
@@ -89,6 +100,7 @@ def preview(
         [first[slot][0] for slot in slots],
         order.num_documents,
         num_held_out,
+        cfg.data.is_preference,
     )
 
 
