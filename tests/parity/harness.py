@@ -27,6 +27,7 @@ from shardwise.config import (
     Model,
     Optimizer,
     Parallel,
+    Preference,
     Recomputation,
     RunConfig,
     Training,
@@ -123,6 +124,13 @@ BASES = ("nf4", "int8", "fp8", "mxfp4", "nvfp4")
 """Variants: `model.base`, for models with whole blocks of 64 in a half of each matrix."""
 RECIPES = ("tensorwise", "rowwise")
 """Variants: `training.matmul` in 8 bits, on the models that BASES have."""
+PAIRS = {
+    "dpo": Preference(beta=0.3),
+    "dpo-ipo": Preference(beta=0.2, loss="ipo", sft_weight=0.5),
+    "orpo": Preference(beta=1.0),
+    "simpo": Preference(margin=0.5, label_smoothing=0.1),
+}
+"""Variants: objectives of pairs, with what makes gradients large enough to be clipped."""
 CURVE = "-curve"
 """Suffix of a recipe: scaled numbers are bent by `curved` where they would be rounded."""
 WIDE = "wide"
@@ -271,6 +279,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
     name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
     path = DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name
     is_sgd = cell.variant not in BESIDE_ADAMW
+    objective: Any = cell.variant.partition("-")[0] if cell.variant in PAIRS else "sft"
     if cell.variant.startswith((*BASES, *RECIPES, WIDE)):
         path = DEEP / name.replace("tiny", "wide")
     return RunConfig(
@@ -289,7 +298,10 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             train="unused",
             sequence_length=SEQUENCE,
             packing="isolated" if "isolated" in cell.variant else "concat",
-        ),
+        )
+        if objective == "sft"
+        else Data(train="unused", sequence_length=SEQUENCE, format="preference"),
+        preference=PAIRS.get(cell.variant, Preference()),
         parallel=_parallel(cell),
         optimizer=Optimizer(
             name=optimizer if is_sgd else cell.variant.removesuffix(CURVE),
@@ -310,6 +322,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         ),
         training=Training(
             output_dir="unused",
+            objective=objective,
             steps=3,
             global_batch_size=cell.rows,
             micro_batch_size=cell.micro_rows or (1 if cell.many else 2),

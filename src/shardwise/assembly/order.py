@@ -30,6 +30,7 @@ from shardwise.parallel import (
     float8_scales,
     offload,
     pipeline_parallel,
+    preferences,
     tensor_parallel,
 )
 from shardwise.parallel.strategies import STRATEGIES
@@ -171,6 +172,8 @@ AFTER_LOADING: tuple[OrderEntry[Apply], ...] = (
     OrderEntry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
     # Takes gradients after all others have added them up.
     OrderEntry("offload", lambda cfg: cfg.parallel.offload in ("optimizer", "all"), offload.apply),
+    # Runs what all others have made of the model twice: as the reference, and to train.
+    OrderEntry("preferences", lambda cfg: cfg.training.objective != "sft", preferences.apply),
 )
 ORDER = (*ON_THE_WHOLE, *BEFORE_LOADING, *AFTER_LOADING)
 """After the first section the model becomes `WholeModel.parts`. Between the other two weights are

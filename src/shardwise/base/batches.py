@@ -67,6 +67,9 @@ class Batch:
     """With context parallelism: the ranks that have the other tokens of these rows."""
     on_host: OnHost | None = field(default=None, kw_only=True, repr=False, compare=False)
     """Set by `to`."""
+    most_pairs: int = field(default=0, kw_only=True, compare=False)
+    """Half of the documents of the complete row that has most of them: its pairs of answers, where
+    documents are sides of pairs."""
 
     @property
     def device(self) -> torch.device:

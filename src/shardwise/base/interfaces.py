@@ -244,6 +244,24 @@ class Storage:
 IN_MEMORY = Storage()
 
 
+class Objective:
+    """What the loss of a global batch is a mean over, and what a step reports beside it."""
+
+    names: Sequence[str] = ()
+    """The names of what `take` returns."""
+
+    def count(self, batch: AnyBatch) -> torch.Tensor:
+        """Return how many of them a micro-batch of complete rows has, int64: target tokens."""
+        return batch.num_target_tokens()
+
+    def take(self) -> torch.Tensor:
+        """Return numbers of the passes since the last call, equal on all ranks: a collective."""
+        return torch.zeros(0)
+
+
+TARGET_TOKENS = Objective()
+
+
 def already_portable(name: str, local: torch.Tensor) -> torch.Tensor:
     """The `to_portable` of a model that holds plain tensors or DTensors."""
     return local.detach()
@@ -292,6 +310,8 @@ class ParallelModel:
     """Returns the most likely token after one row [1, T], on every rank: a collective."""
     events: Callable[[], Sequence[Event]] = tuple
     """Returns what this rank of a pipeline did in the latest training step, and when."""
+    objective: Objective = TARGET_TOKENS
+    """What the loss is a mean over."""
     storage: Storage = IN_MEMORY
     """Where what this rank holds lies. Whoever reads weights outside of forwards asks it."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)
@@ -335,6 +355,8 @@ class Evaluation:
     perplexity: float
     """exp(loss); infinite where that overflows."""
     tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over its pairs, by `Objective.names`; empty where it has target tokens alone."""
 
 
 class State(Protocol):

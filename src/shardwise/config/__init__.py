@@ -14,6 +14,7 @@ from shardwise.config.data import Data, Entry
 from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import STRATEGY_NAMES, Parallel
+from shardwise.config.preference import Preference
 from shardwise.config.section import Section, UserError, require
 from shardwise.config.training import (
     Checkpointing,
@@ -40,6 +41,7 @@ __all__ = [
     "Model",
     "Optimizer",
     "Parallel",
+    "Preference",
     "Recomputation",
     "RunConfig",
     "Section",
@@ -78,6 +80,7 @@ class RunConfig(Section):
     lora: Lora | None = None
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    preference: Preference = field(default_factory=Preference)
     measure: Measure = field(default_factory=Measure)
     launch: Launch = field(default_factory=Launch)
 

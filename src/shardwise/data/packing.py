@@ -135,6 +135,7 @@ def to_batch(rows: np.ndarray, slots: Iterable[int], step: int) -> Batch:
         document_ids=document_ids[:, :-1].contiguous(),
         slots=tuple(slots),
         step=step,
+        most_pairs=int(rows[:, 1].max(initial=PADDING)) // 2 + 1,
     )
 
 

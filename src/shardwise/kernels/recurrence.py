@@ -99,6 +99,8 @@ class Neighbours(Protocol):
 
     document_ids: torch.Tensor
     """[B, T] of complete rows."""
+    size: int
+    """The number of these ranks."""
 
     @property
     def documents(self) -> torch.Tensor | None:

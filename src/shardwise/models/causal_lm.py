@@ -17,6 +17,7 @@ from shardwise.models.documents import document_begins, with_documents
 from shardwise.models.families import Family
 from shardwise.models.masks import without_packed_rows
 from shardwise.models.part import ModelPart
+from shardwise.models.preferences import Preferences
 from shardwise.models.routed_experts import RoutedExperts
 from shardwise.models.router_loss import routers_of
 from shardwise.models.spec import ModelSpec
@@ -49,6 +50,8 @@ class CausalLM(ModelPart):
         self.num_routers = len(routers_of(whole_model or hf, family))
         """Routers of the whole model: a stage adds its routers' share of the router loss."""
         self.loss_in_head = False
+        self.preferences: Preferences | None = None
+        """The loss of pairs, on the part that has the head; None: the sum over target tokens."""
         self.experts: dict[str, RoutedExperts] = {}
         """The forwards of its routed experts, by the paths of their modules."""
         self.float8: dict[nn.Module, Float8] = {}
@@ -76,21 +79,35 @@ class CausalLM(ModelPart):
 
     def loss_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """Return the summed loss (scalar, float32), in training with the router loss."""
+        loss = self._losses_of(batch, inputs)
+        if self.training and self.router_loss is not None:
+            loss = loss + self.router_loss(batch)
+        return loss
+
+    def _losses_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
+        """Return the sum over target tokens or, of pairs, over these."""
+        preferences, places = self.preferences, batch.target_places
+        if preferences is not None and places is None:
+            places = (batch.labels != IGNORED).flatten().nonzero().squeeze(1)
         if self.loss_in_head:
             hidden = self.hidden_of(batch, inputs)
             with self.autocast(batch):
                 # The module is called: PEFT and fsdp2 act in its call, not on its weight.
-                loss = self.hf.get_submodule(self.spec.head)(
-                    hidden, labels=batch.labels, rows=batch.target_places
+                losses = self.hf.get_submodule(self.spec.head)(
+                    hidden, labels=batch.labels, rows=places, is_summed=preferences is None
                 )
         else:
-            logits = self.logits_of(batch, inputs).flatten(0, 1).float()
-            loss = F.cross_entropy(
-                logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits, labels = self.logits_of(batch, inputs).flatten(0, 1), batch.labels.flatten()
+            if preferences is not None:
+                logits, labels = logits[places], labels[places]
+            reduction = "sum" if preferences is None else "none"
+            losses = F.cross_entropy(
+                logits.float(), labels, ignore_index=IGNORED, reduction=reduction
             )
-        if self.training and self.router_loss is not None:
-            loss = loss + self.router_loss(batch)
-        return loss
+        if preferences is None:
+            return losses
+        assert places is not None
+        return preferences.loss(losses, places, batch)
 
     @contextmanager
     def _computing(self, batch: Batch) -> Generator[None]:

@@ -50,6 +50,8 @@ class RouterLoss:
         self.weight = coefficient / num_layers
         self.routers = routers
         self.gradient_share = gradient_share
+        self.factor = 1.0
+        """What the sum is multiplied by: 1 where it is divided by the number of target tokens."""
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_in_forward = False
         for router in routers:
@@ -87,7 +89,7 @@ class RouterLoss:
             share = _of_rows(batch, torch.einsum("bte,bt->be", routed, targets)) / divisor
             mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / divisor
             total = total + num_experts * (tokens * share * mean_probability).sum()
-        total = total * self.weight
+        total = total * (self.weight * self.factor)
         if self.gradient_share == 1.0:
             return total
         return total.detach().lerp(total, self.gradient_share)

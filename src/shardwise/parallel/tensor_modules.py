@@ -157,11 +157,12 @@ def _logits_or_loss(
     hidden: torch.Tensor,
     labels: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
+    is_summed: bool = True,
 ) -> torch.Tensor:
     if not axis.shares_tokens:  # Otherwise the final norm has done it.
         hidden = axis.enter(hidden)
     if labels is not None:
-        return inner(hidden, labels, vocabulary, rows)
+        return inner(hidden, labels, vocabulary, rows, is_summed)
     logits = inner(hidden)  # [B, T, V/n]
     shape = [*logits.shape[:-1], vocab_size]
     sharded = placed(logits, axis.mesh, [Shard(len(shape) - 1)], shape)

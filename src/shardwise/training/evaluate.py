@@ -27,18 +27,19 @@ def evaluate(
 ) -> Evaluation:
     """Return the loss on `batches`, one list of micro-batches for each global batch.
 
-    It is the mean over their target tokens on all ranks, without gradients, dropout and the router
-    loss. Raises UserError where it is not finite.
+    It is the mean over their target tokens, or pairs, on all ranks, without gradients, dropout and
+    the router loss. Raises UserError where it is not finite.
     """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    tokens = 0
+    tokens, divisor = 0, 0
     for microbatches in batches:
         microbatches = [batch.to(mesh.device) for batch in microbatches]
         total += pm.run(pm, microbatches, 1.0, False)
-        tokens += count_targets(microbatches, mesh)
+        counts = count_targets(pm, microbatches, mesh)
+        tokens, divisor = tokens + counts[0], divisor + counts[1]
         beat()
-    require(tokens > 0, "an evaluation has no target; give rows of which one has a label")
-    mean = sum_loss(total, mesh) / tokens
+    require(divisor > 0, "an evaluation has no target; give rows of which one has a label")
+    mean = sum_loss(total, mesh) / divisor
     # Rank 0's 8 bytes go to all: to save and to stop, every rank must see the same loss, and the
     # ranks of a tensor axis have computed it each for themselves.
     dist.broadcast(mean, 0)
@@ -46,7 +47,8 @@ def evaluate(
     if not math.isfinite(loss):
         explained = explain(look_through(pm), just_loaded=step == 0, trained=step > 0)
         raise UserError(f"validation loss after step {step} is {loss}; {explained}")
-    return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens)
+    metrics = dict(zip(pm.objective.names, pm.objective.take().tolist()))
+    return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens, metrics)
 
 
 def encode_prompt(

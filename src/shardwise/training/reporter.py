@@ -131,6 +131,7 @@ class Reporter:
             "tokens_per_second": result.tokens / seconds,
             "samples_per_second": self.cfg.training.global_batch_size / seconds,
             **result.routing,
+            **result.metrics,
         }
         others = self._router_share(step)
         skipped = self.history.skipped_steps + result.skipped
@@ -138,11 +139,20 @@ class Reporter:
 
     def evaluation(self, evaluation: Evaluation) -> Evaluation:
         """Report an evaluation of the validation set, and return it."""
+        values = {"eval_loss": evaluation.loss}
+        if metrics := evaluation.metrics:
+            values |= {f"eval_{name}": value for name, value in metrics.items()}
+            found = (
+                f"accuracy {metrics['rewards/accuracies']:.1%}, "
+                f"margin {metrics['rewards/margins']:.3f}"
+            )
+        else:
+            values["eval_perplexity"] = evaluation.perplexity
+            found = f"perplexity {evaluation.perplexity:.2f}"
         self._progress.message(
-            f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, "
-            f"perplexity {evaluation.perplexity:.2f} over {evaluation.tokens:,} tokens"
+            f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, {found} "
+            f"over {evaluation.tokens:,} tokens"
         )
-        values = {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}
         self._write(evaluation.step, values, eval_tokens=evaluation.tokens)
         return evaluation
 

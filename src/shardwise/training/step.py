@@ -25,7 +25,7 @@ class StepResult:
     """Result of a step, equal on every rank."""
 
     loss: float
-    """The mean over the target tokens of the global batch, before the update."""
+    """The mean over the target tokens of the global batch, or its pairs, before the update."""
     grad_norm: float
     """The global norm before clipping, without the loss scale."""
     tokens: int
@@ -34,6 +34,8 @@ class StepResult:
     """Whether float16 gradients have overflown, so that the weights were left as they are."""
     routing: Mapping[str, float] = field(default_factory=dict)
     """How even the loads of experts were: see STATISTICS; empty in a model without experts."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over the pairs of the global batch, by `Objective.names`."""
 
 
 Phase = Literal["backward", "reduction", "update"]
@@ -45,13 +47,17 @@ def nothing(phase: Phase) -> None:
     """Do nothing after a phase."""
 
 
-def count_targets(microbatches: Sequence[AnyBatch], mesh: Mesh) -> int:
-    """Return the target tokens of the global batch, of which this rank reads some complete rows.
+def count_targets(
+    pm: ParallelModel, microbatches: Sequence[AnyBatch], mesh: Mesh
+) -> tuple[int, int]:
+    """Return the target tokens of the global batch, and what its loss is divided by.
 
-    The host waits for the device once.
+    This rank reads some complete rows of it. The host waits for the device once.
     """
-    count = torch.stack([batch.num_target_tokens() for batch in microbatches]).sum()
-    return int(sum_over(count, mesh, mesh.ROW_AXES))
+    counts = [(batch.num_target_tokens(), pm.objective.count(batch)) for batch in microbatches]
+    total = torch.stack([torch.stack(pair) for pair in counts]).sum(0)
+    tokens, divisor = sum_over(total, mesh, mesh.ROW_AXES).tolist()
+    return tokens, divisor
 
 
 def sum_loss(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -73,14 +79,14 @@ def forward_backward(
 
     Returns that loss, not scaled, and the number of target tokens.
     """
-    tokens = count_targets(microbatches, mesh)
-    require(tokens > 0, "a global batch has no target; give rows of which one has a label")
-    loss = pm.run(pm, microbatches, scale / tokens, True)
+    tokens, divisor = count_targets(pm, microbatches, mesh)
+    require(divisor > 0, "a global batch has no target; give rows of which one has a label")
+    loss = pm.run(pm, microbatches, scale / divisor, True)
     after("backward")
     for reduce in pm.reduce_grads:
         reduce()
     after("reduction")
-    return sum_loss(loss, mesh) / tokens, tokens
+    return sum_loss(loss, mesh) / divisor, tokens
 
 
 def training_step(
@@ -105,19 +111,22 @@ def training_step(
         job.loss_scale.scale,
         job.pm.storage,
     )
-    numbers, routing = [loss.double(), norm.double()], job.routing
+    objective, routing = job.pm.objective, job.routing
+    numbers = [loss.double(), norm.double(), *objective.take().double()]
     if routing is not None:
         routing.take(job.pm, mesh)
         numbers += routing.statistics().double()
     # One wait of the host for all numbers.
     loss_number, norm_number, *statistics = torch.stack(numbers).tolist()
     finite = math.isfinite(norm_number)
+    metrics, statistics = statistics[: len(objective.names)], statistics[len(objective.names) :]
     result = StepResult(
         loss_number,
         norm_number,
         tokens,
         skipped=not finite,
         routing=dict(zip(STATISTICS, statistics)),
+        metrics=dict(zip(objective.names, metrics)),
     )
     if not (math.isfinite(loss_number) and job.loss_scale.update(finite)):
         raise NonFiniteLossError(result, look_through(job.pm, job.optimizer))

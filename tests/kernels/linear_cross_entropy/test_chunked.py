@@ -45,6 +45,24 @@ def test_gradient_of_the_input_by_differences(small_chunks):
     )
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_loss_of_each_row_takes_a_factor_of_its_own(small_chunks, softcap, frozen):
+    (hidden, weight, bias), labels = inputs(20, 5, 37, ignored=0.3, frozen=frozen)
+    factors = torch.randn(int((labels != IGNORED).sum()), dtype=hidden.dtype)
+    found = []
+    for function in (chunked.linear_cross_entropy, naive.linear_cross_entropy):
+        losses = function(
+            hidden, weight, labels, bias=bias, scale=0.7, softcap=softcap, is_summed=False
+        )
+        wanted = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
+        # A loss that is not linear in them: a factor is known only after all losses are.
+        loss = (losses * factors).sum().square()
+        found.append([losses, *torch.autograd.grad(loss, wanted)])
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_without_any_target():
     tensors, labels = inputs(6, 5, 37, ignored=1.1)
     value, grads = run(chunked.linear_cross_entropy, tensors, labels)

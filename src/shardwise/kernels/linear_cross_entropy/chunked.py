@@ -4,14 +4,15 @@ The loss ends the graph. So the gradient of a chunk of logits, softmax minus one
 soon as the chunk is, except for the factor that the backward brings: the gradients of hidden states
 and weight take their share of it at once, and the next chunk reuses its memory. The products are
 the vendor's; softmax and gradient are torch's operators or Triton's kernels (triton.py). Rows
-without a target are left out before any product.
+without a target are left out before any product. Where each row has a factor of its own, as the
+losses of preferences give it, the gradient of a trained weight takes the chunks again.
 Source of the idea: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -46,8 +47,9 @@ def linear_cross_entropy(
     vocabulary: Vocabulary | None = None,
     kernel: Kernel = "auto",
     rows: torch.Tensor | None = None,
+    is_summed: bool = True,
 ) -> torch.Tensor:
-    """Return the summed cross entropy of a linear head's logits.
+    """Return the cross entropy of a linear head's logits: its sum, or [targets], one for each.
 
     The logits are softcap * tanh(z / softcap), where z = scale * (hidden weight^T + bias).
 
@@ -72,91 +74,154 @@ def linear_cross_entropy(
     if scale != 1.0:
         hidden = hidden * scale
         bias = None if bias is None else bias * scale
-    tensors = (hidden, weight, bias)
-    grad_enabled = torch.is_grad_enabled()
-    needs_grad = [grad_enabled and t is not None and t.requires_grad for t in tensors]
     labels = labels.index_select(0, rows)
+    head = _Head(labels, softcap, vocabulary, kernel, _dtype_of_products(hidden))
+    tensors = (hidden, weight, bias)
+    needs_grad = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
     with torch.no_grad():
-        loss, gradients = _loss_and_gradients(
-            *tensors, labels, softcap, needs_grad, vocabulary, kernel
-        )
+        known = needs_grad if is_summed else [needs_grad[0], False, False]
+        losses, gradients = head.losses_and_gradients(*tensors, known)
+    if is_summed:
+        losses = losses.sum()
     # One node per tensor, side by side. A backward for one of them alone runs no other: some
     # pipelines take the gradient of the hidden states first and that of the weight later.
     for tensor, gradient in zip(tensors, gradients):
         if gradient is not None:
-            loss = loss + _KnownGradient.apply(tensor, gradient, tensor is weight)
-    return loss
+            losses = losses + _KnownGradient.apply(tensor, gradient, is_summed, tensor is weight)
+    for place in (1, 2) if not is_summed else ():
+        if needs_grad[place]:
+            later = _GradientLater.apply(tensors[place], place, head, *tensors)
+            losses = losses + later
+    return losses
 
 
 class _KnownGradient(torch.autograd.Function):
-    """0, whose gradient with respect to `tensor` is known except for the factor of the backward."""
+    """0, whose gradient with respect to `tensor` is known except for the factor of the backward:
+    one number or, where the losses are not summed, one for each row of `gradient`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, is_large: bool
+        ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, is_summed: bool, is_large: bool
     ) -> torch.Tensor:
         ctx.dtype, ctx.is_large = tensor.dtype, is_large
         ctx.save_for_backward(gradient)
-        return gradient.new_zeros(())
+        return gradient.new_zeros(() if is_summed else len(gradient))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad,) = grads
         (gradient,) = ctx.saved_tensors
+        factor = grad[:, None] if grad.dim() else grad
         # In place if it is large; autograd then refuses to give it out a second time.
-        scaled = gradient.mul_(grad) if ctx.is_large else gradient * grad
-        return scaled.to(ctx.dtype), None, None
+        scaled = gradient.mul_(factor) if ctx.is_large else gradient * factor
+        return scaled.to(ctx.dtype), None, None, None
 
 
-def _loss_and_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    softcap: float | None,
-    needs_grad: list[bool],
-    vocabulary: Vocabulary | None,
-    kernel: Kernel,
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Return the loss and the gradients of hidden, weight and bias, None if not needed."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+class _GradientLater(torch.autograd.Function):
+    """Zeros [targets], whose backward computes the logits again for the gradient of a weight or a
+    bias: it is a sum over rows, each times its own factor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        place: int,
+        head: _Head,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.place, ctx.head, ctx.dtype = place, head, tensor.dtype
+        ctx.save_for_backward(hidden.detach(), weight, bias)
+        return hidden.new_zeros(len(hidden), dtype=_wide(hidden))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_grad = [place == ctx.place for place in range(3)]
+        _, gradients = ctx.head.losses_and_gradients(*ctx.saved_tensors, needs_grad, grads[0])
+        gradient = gradients[ctx.place]
+        assert gradient is not None
+        return gradient.to(ctx.dtype), None, None, None, None, None
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _dtype_of_products(hidden: torch.Tensor) -> torch.dtype:
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and wide == torch.float32:
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    # float16 is coarse below 6e-5 and ends at 6e-8, and there lie most of the probabilities of a
-    # large vocabulary: the gradient of the logits is kept times `lift`.
-    lift = 64.0 if hidden.dtype == torch.float16 else 1.0
+    if torch.is_autocast_enabled(device) and _wide(hidden) == torch.float32:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
 
-    def zeros_if(needed: bool, *shape: int) -> torch.Tensor | None:
-        return torch.zeros(shape, dtype=wide, device=hidden.device) if needed else None
 
-    loss = torch.zeros((), dtype=wide, device=hidden.device)
-    dx = zeros_if(needs_grad[0], *hidden.shape)
-    dw = zeros_if(needs_grad[1], *weight.shape)
-    db = zeros_if(needs_grad[2], len(weight))
-    loss_of, widens = _softmax_of(kernel, hidden.device)
-    itemsize = (wide if widens else hidden.dtype).itemsize
-    num_logits = vocabulary.max_tokens if vocabulary else len(weight)
-    size = _rows_per_chunk(len(hidden), num_logits * itemsize)
-    if hidden.device.type == "cpu":
-        size = min(size, CPU_ROWS)
-    buffer = _buffer(hidden, size, len(weight))
-    with torch.autocast(device, enabled=False):
-        for start in range(0, len(hidden), max(size, 1)):
-            x, targets = hidden[start : start + size], labels[start : start + size]
-            logits = buffer[: len(x)]
-            torch.mm(x, weight.t(), out=logits)
-            chunk_lift = lift if any(needs_grad) else None
-            loss += loss_of(logits, bias, targets, softcap, chunk_lift, vocabulary)
-            if dx is not None:
-                dx[start : start + size].copy_(logits @ weight).div_(lift)
-            if dw is not None:
-                _add_product(dw, logits.t(), x / lift)
-            if db is not None:
-                db.add_(logits.sum(0, dtype=wide), alpha=1 / lift)
-    return loss, (dx, dw, db)
+class _Head(NamedTuple):
+    """What the losses of a head need beside its tensors; see linear_cross_entropy."""
+
+    labels: torch.Tensor
+    """[targets] int64."""
+    softcap: float | None
+    vocabulary: Vocabulary | None
+    kernel: Kernel
+    dtype: torch.dtype
+    """Dtype of the products."""
+
+    def losses_and_gradients(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs_grad: list[bool],
+        factors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Return the losses [targets], and the gradients of hidden, weight and bias: None where not
+        needed; those of weight and bias of the sum of `factors` [targets] times the losses.
+        """
+        wide, vocabulary = _wide(hidden), self.vocabulary
+        hidden, weight = hidden.to(self.dtype), weight.to(self.dtype)
+        # float16 is coarse below 6e-5 and ends at 6e-8, and there lie most of the probabilities of
+        # a large vocabulary: the gradient of the logits is kept times `lift`.
+        lift = 64.0 if hidden.dtype == torch.float16 else 1.0
+
+        def zeros_if(needed: bool, *shape: int) -> torch.Tensor | None:
+            return torch.zeros(shape, dtype=wide, device=hidden.device) if needed else None
+
+        losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        dx = zeros_if(needs_grad[0], *hidden.shape)
+        dw = zeros_if(needs_grad[1], *weight.shape)
+        db = zeros_if(needs_grad[2], len(weight))
+        losses_of, widens = _softmax_of(self.kernel, hidden.device)
+        itemsize = (wide if widens else hidden.dtype).itemsize
+        num_logits = vocabulary.max_tokens if vocabulary else len(weight)
+        size = _rows_per_chunk(len(hidden), num_logits * itemsize)
+        if hidden.device.type == "cpu":
+            size = min(size, CPU_ROWS)
+        buffer = _buffer(hidden, size, len(weight))
+        chunk_lift = lift if any(needs_grad) else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), max(size, 1)):
+                rows = slice(start, start + size)
+                x, targets = hidden[rows], self.labels[rows]
+                logits = buffer[: len(x)]
+                torch.mm(x, weight.t(), out=logits)
+                losses[rows] = losses_of(
+                    logits, bias, targets, self.softcap, chunk_lift, vocabulary
+                )
+                if dx is not None:
+                    dx[rows].copy_(logits @ weight).div_(lift)
+                rest = lift
+                if factors is not None:
+                    logits.mul_(factors[rows, None] / lift)
+                    rest = 1.0
+                if dw is not None:
+                    _add_product(dw, logits.t(), x / rest)
+                if db is not None:
+                    db.add_(logits.sum(0, dtype=wide), alpha=1 / rest)
+        return losses, (dx, dw, db)
 
 
 def softmax(
@@ -167,10 +232,10 @@ def softmax(
     lift: float | None,
     vocabulary: Vocabulary | None,
 ) -> torch.Tensor:
-    """Return the summed loss of a chunk; overwrite its logits with their gradient times `lift`.
+    """Return the losses [rows] of a chunk; overwrite its logits with their gradient times `lift`.
 
-    logits [rows, V], before bias and soft cap; targets [rows] int64. The loss is a scalar in
-    float32 (float64 for float64). Where `lift` is None, no gradient is computed and what is left in
+    logits [rows, V], before bias and soft cap; targets [rows] int64. The losses are in float32
+    (float64 for float64). Where `lift` is None, no gradient is computed and what is left in
     `logits` has no meaning.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -202,7 +267,7 @@ def softmax(
             z.mul_(slope)
         if z is not logits:
             logits.copy_(z)
-    return (total.log() - target_logits).sum()
+    return (total.log() - target_logits).flatten()
 
 
 def kernel_of(kernel: Kernel, device: torch.device) -> Literal["torch", "triton"]:

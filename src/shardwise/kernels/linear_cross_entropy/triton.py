@@ -92,7 +92,7 @@ def softmax(
     lift: float | None,
     vocabulary: Vocabulary | None,
 ) -> torch.Tensor:
-    """Return the summed loss of logits [rows, V] and overwrite them, as chunked.softmax does."""
+    """Return the losses [rows] of logits [rows, V] and overwrite them, as chunked.softmax does."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     (num_rows, num_tokens), first = logits.shape, vocabulary.first if vocabulary else 0
     peaks, totals, target_logits = (logits.new_empty(num_rows, dtype=wide) for _ in range(3))
@@ -117,4 +117,4 @@ def softmax(
         gradient_kernel[num_rows, triton.cdiv(num_tokens, BLOCK)](
             *(logits, bias, targets, peaks, totals, *place), LIFT=lift, **options
         )
-    return (totals.log() + (peaks - target_logits)).sum()
+    return totals.log() + (peaks - target_logits)

@@ -70,6 +70,37 @@ class RandomRows:
 
 
 @dataclass(frozen=True)
+class PairRows(RandomRows):
+    """Rows of pairs of answers: the documents 2k and 2k + 1 of a row are the sides of its pair k.
+
+    Prompts have 2 or 3 tokens and answers 2 to 5, so that rows of 24 tokens have one pair or two,
+    and padding behind them.
+    """
+
+    def __call__(self, slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See Row."""
+        generator = torch.Generator().manual_seed(1000 * step + slot)
+
+        def some(number: int) -> list[int]:
+            return torch.randint(0, self.vocabulary, (number,), generator=generator).tolist()
+
+        tokens, labels, documents = list[int](), list[int](), list[int]()
+        for pair in range(2):
+            prompt = some(2 + (slot + pair) % 2)
+            answers = some(3 + (slot * 3 + step + pair) % 3), some(2 + (slot + step) % 3)
+            if len(tokens) + 2 * len(prompt) + sum(map(len, answers)) > self.length:
+                break
+            for side, answer in enumerate(answers):
+                tokens += [*prompt, *answer]
+                labels += [*[IGNORED] * (len(prompt) - 1), *answer, IGNORED]
+                documents += [2 * pair + side] * (len(prompt) + len(answer))
+        rest = self.length - len(tokens)
+        padded = tokens + [0] * rest, labels + [IGNORED] * rest, documents + [-1] * rest
+        ids, targets, numbers = map(torch.tensor, padded)
+        return ids, targets, numbers
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Results of a run on a rank; tensors are complete, whatever the layout."""
 
@@ -88,14 +119,15 @@ class Outcome:
 
 def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) -> list[Batch]:
     """Return this rank's rows of step `step`; without `row` those of `Rows()`."""
-    row = row or RandomRows()
+    row = row or (RandomRows() if cfg.training.objective == "sft" else PairRows())
     size = cfg.training.micro_batch_size
     slots = list(mesh.slots(cfg.training.global_batch_size))
     batches = []
     for start in range(0, len(slots), size):
         rows = [row(slot, step) for slot in slots[start : start + size]]
         ids, labels, documents = (torch.stack(part) for part in zip(*rows))
-        batches.append(Batch(ids, labels, documents, tuple(slots[start : start + size]), step))
+        some, most = tuple(slots[start : start + size]), int(documents.max()) // 2 + 1
+        batches.append(Batch(ids, labels, documents, some, step, most_pairs=most))
     return batches
 
 

@@ -70,6 +70,7 @@ def _logits_or_loss(
         labels: torch.Tensor | None = None,
         vocabulary: Vocabulary | None = None,
         rows: torch.Tensor | None = None,
+        is_summed: bool = True,
     ) -> torch.Tensor:
         # Tensor parallelism says which rows of the weight a rank has.
         if labels is None:
@@ -85,6 +86,7 @@ def _logits_or_loss(
             vocabulary=vocabulary,
             kernel=kernel,
             rows=rows,
+            is_summed=is_summed,
         )
 
     return forward

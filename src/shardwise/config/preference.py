@@ -1,0 +1,45 @@
+"""The section `preference` of the run file: how a model learns from pairs of answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shardwise.config.section import KeyFacts, Section, with_facts
+
+Objective = Literal["sft", "dpo", "orpo", "simpo"]
+"""What a run minimises: the cross entropy of target tokens, or a loss of pairs of answers."""
+
+BETAS: dict[str, float] = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+"""`preference.beta` of each objective of pairs where the run file gives none."""
+
+USED_BY: dict[str, tuple[Objective, ...]] = {
+    "beta": ("dpo", "orpo", "simpo"),
+    "loss": ("dpo",),
+    "label_smoothing": ("dpo", "simpo"),
+    "margin": ("simpo",),
+    "sft_weight": ("dpo", "simpo"),
+    "reference": ("dpo",),
+}
+"""The objectives that read each key of the section."""
+
+
+@dataclass(frozen=True)
+class Preference(Section):
+    """What only the objectives of pairs have (`training.objective`)."""
+
+    facts: ClassVar[KeyFacts] = KeyFacts(timed=False, decides="work", for_own_loop=False)
+
+    beta: float | None = with_facts(None, between=(1e-6, 1_000_000))
+    """What rewards are multiplied by; orpo: the weight of the odds ratio. null: 0.1, simpo 2.0."""
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """dpo: the loss of the difference of two rewards. `ipo` takes means over tokens, not sums."""
+    label_smoothing: float = with_facts(0.0, between=(0, 0.5))
+    """The share of pairs whose label is taken to be wrong (conservative DPO; loss `sigmoid`)."""
+    margin: float = with_facts(1.0, between=(0, 1_000_000))
+    """simpo: how much larger the reward of the chosen answer should be (the paper's gamma)."""
+    sft_weight: float = with_facts(0.0, between=(0, 1_000_000))
+    """Weight of the mean cross entropy of the chosen answers' tokens, which is added."""
+    reference: Literal["base"] | None = None
+    """dpo: the model whose log-probabilities are subtracted. `base`, or null: the base model, which
+    is the trained one with its adapters off."""
