@@ -318,13 +318,14 @@ SET_ELSEWHERE = {
     "fail_on_recompile_limit_hit": "a setting of torch.compile",
     "activation_memory_budget": "a setting of torch.compile",
     "buffer": "the receive buffer of torch's pipeline stage",
+    "_disable_adapters": "PEFT's switch; its method would change what requires a gradient, too",
     "_attn_implementation": "transformers makes no mask for attention that it does not know",
     **dict.fromkeys(
         ("move", "group", "neighbours", "num_others", "sizes"),
         "what torch's autograd functions keep for their backward",
     ),
     **dict.fromkeys(
-        ("isolated", "router_loss", "loss_in_head", "experts"),
+        ("isolated", "router_loss", "loss_in_head", "experts", "preferences"),
         "a field of CausalLM that a patch sets",
     ),
     **dict.fromkeys(

@@ -126,6 +126,7 @@ RECIPES = ("tensorwise", "rowwise")
 """Variants: `training.matmul` in 8 bits, on the models that BASES have."""
 PAIRS = {
     "dpo": Preference(beta=0.3),
+    "dpo-start": Preference(beta=0.3, reference="start"),
     "dpo-ipo": Preference(beta=0.2, loss="ipo", sft_weight=0.5),
     "orpo": Preference(beta=1.0),
     "simpo": Preference(margin=0.5, label_smoothing=0.1),

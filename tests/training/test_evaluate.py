@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.base.batches import TARGET_TOKENS
 from shardwise.base.interfaces import Evaluation
 from shardwise.config import Lora, Parallel, UserError
 from shardwise.parallel.mesh import build_mesh
@@ -51,7 +52,8 @@ def test_neither_dropout_nor_router_loss():
 def _rounded_by_each_rank() -> Evaluation:
     cfg = replace(run_config(Cell("llama", "single", "full")), parallel=Parallel(tp=2))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    pm: Any = SimpleNamespace(run=lambda *_: torch.tensor(200.0 + dist.get_rank()))
+    run = lambda *_: torch.tensor(200.0 + dist.get_rank())  # noqa: E731
+    pm: Any = SimpleNamespace(run=run, objective=TARGET_TOKENS)
     return evaluate(pm, [microbatches(cfg, mesh, 1)], mesh, step=3)
 
 

@@ -197,7 +197,8 @@ def lay_out(
 
     def load(pm: ParallelModel) -> None:
         materialise(nn.ModuleList(pm.parts), mesh.device)
-        load_initial_weights(pm, cfg, state)
+        # A reference to start from has the values of the files, whatever the state has.
+        load_initial_weights(pm, cfg, FRESH if cfg.reference == "start" else state)
 
     pm = ParallelModel(
         run.parts(cfg, boundaries, chunks),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -162,3 +162,23 @@ def positions_of(microbatches: Iterable[AnyBatch]) -> Counter[int]:
         if isinstance(batch, Batch):
             positions[batch.input_ids.shape[1]] += batch.input_ids.numel()
     return positions
+
+
+class Objective:
+    """Thing that the loss of a global batch is a mean over, and what a step reports beside it."""
+
+    names: Sequence[str] = ()
+    """Names of what `take` returns."""
+
+    def count(self, batch: AnyBatch) -> torch.Tensor:
+        """Return the target tokens of a micro-batch of complete rows and, last, how many it has of
+        what the loss is a mean over, int64: one number where these are the target tokens.
+        """
+        return batch.num_target_tokens()[None]
+
+    def take(self) -> torch.Tensor:
+        """Return numbers of the passes since the last call, equal on all ranks: a collective."""
+        return torch.zeros(0)
+
+
+TARGET_TOKENS = Objective()

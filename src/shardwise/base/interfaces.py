@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.base.batches import AnyBatch, Batch
+from shardwise.base.batches import TARGET_TOKENS, AnyBatch, Batch, Objective
 from shardwise.base.layouts import AXES, EXPERT_AXES
 
 if TYPE_CHECKING:
@@ -244,24 +244,6 @@ class Storage:
 IN_MEMORY = Storage()
 
 
-class Objective:
-    """What the loss of a global batch is a mean over, and what a step reports beside it."""
-
-    names: Sequence[str] = ()
-    """The names of what `take` returns."""
-
-    def count(self, batch: AnyBatch) -> torch.Tensor:
-        """Return how many of them a micro-batch of complete rows has, int64: target tokens."""
-        return batch.num_target_tokens()
-
-    def take(self) -> torch.Tensor:
-        """Return numbers of the passes since the last call, equal on all ranks: a collective."""
-        return torch.zeros(0)
-
-
-TARGET_TOKENS = Objective()
-
-
 def already_portable(name: str, local: torch.Tensor) -> torch.Tensor:
     """The `to_portable` of a model that holds plain tensors or DTensors."""
     return local.detach()
@@ -311,7 +293,7 @@ class ParallelModel:
     events: Callable[[], Sequence[Event]] = tuple
     """Returns what this rank of a pipeline did in the latest training step, and when."""
     objective: Objective = TARGET_TOKENS
-    """What the loss is a mean over."""
+    """The loss is a mean over what it counts."""
     storage: Storage = IN_MEMORY
     """Where what this rank holds lies. Whoever reads weights outside of forwards asks it."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)

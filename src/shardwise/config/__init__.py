@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.config.data import Data, Entry
 from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import STRATEGY_NAMES, Parallel
-from shardwise.config.preference import Preference
+from shardwise.config.preference import USED_BY, Preference
 from shardwise.config.section import Section, UserError, require
 from shardwise.config.training import (
     Checkpointing,
@@ -83,6 +83,19 @@ class RunConfig(Section):
     preference: Preference = field(default_factory=Preference)
     measure: Measure = field(default_factory=Measure)
     launch: Launch = field(default_factory=Launch)
+
+    @property
+    def reference(self) -> Literal["base", "start"] | None:
+        """The model that the objective compares with; None: it compares with none."""
+        if self.training.objective not in USED_BY["reference"]:
+            return None
+        is_new = self.lora is not None and not self.lora.path and self.trains_adapters_alone
+        return self.preference.reference or ("base" if is_new else "start")
+
+    @property
+    def trains_adapters_alone(self) -> bool:
+        """Whether the base itself stays as it is."""
+        return self.lora is not None and not self.lora.modules_to_save
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""

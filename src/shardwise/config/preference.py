@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from shardwise.config.section import KeyFacts, Section, with_facts
 
 Objective = Literal["sft", "dpo", "orpo", "simpo"]
-"""What a run minimises: the cross entropy of target tokens, or a loss of pairs of answers."""
+"""Objectives of a run: the cross entropy of target tokens, or a loss of pairs of answers."""
 
 BETAS: dict[str, float] = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 """`preference.beta` of each objective of pairs where the run file gives none."""
@@ -26,12 +26,12 @@ USED_BY: dict[str, tuple[Objective, ...]] = {
 
 @dataclass(frozen=True)
 class Preference(Section):
-    """What only the objectives of pairs have (`training.objective`)."""
+    """Keys that only the objectives of pairs have (`training.objective`)."""
 
     facts: ClassVar[KeyFacts] = KeyFacts(timed=False, decides="work", for_own_loop=False)
 
     beta: float | None = with_facts(None, between=(1e-6, 1_000_000))
-    """What rewards are multiplied by; orpo: the weight of the odds ratio. null: 0.1, simpo 2.0."""
+    """Factor of rewards; orpo: the weight of the odds ratio. null: 0.1, simpo 2.0."""
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """dpo: the loss of the difference of two rewards. `ipo` takes means over tokens, not sums."""
     label_smoothing: float = with_facts(0.0, between=(0, 0.5))
@@ -40,6 +40,7 @@ class Preference(Section):
     """simpo: how much larger the reward of the chosen answer should be (the paper's gamma)."""
     sft_weight: float = with_facts(0.0, between=(0, 1_000_000))
     """Weight of the mean cross entropy of the chosen answers' tokens, which is added."""
-    reference: Literal["base"] | None = None
-    """dpo: the model whose log-probabilities are subtracted. `base`, or null: the base model, which
-    is the trained one with its adapters off."""
+    reference: Literal["base", "start"] | None = None
+    """dpo: the model whose log-probabilities are subtracted. `base`: the base model, which is the
+    trained one with its adapters off. `start`: the model as the first step finds it; what is
+    trained is kept once more, sharded alike. null: `base` with new adapters alone, else `start`."""

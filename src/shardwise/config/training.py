@@ -275,6 +275,11 @@ class Training(Section):
         return None if gib is None else int(gib * 2**30)
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether the loss is one of pairs of answers."""
+        return self.objective != "sft"
+
+    @property
     def is_fp8(self) -> bool:
         """Whether products of linears are in FP8."""
         return self.matmul != "default"

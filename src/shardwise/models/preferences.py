@@ -11,6 +11,8 @@ arXiv 2405.14734.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ log-probabilities, sums or (orpo, simpo) means over tokens."""
 
 
 class Sides(NamedTuple):
-    """What pairs are compared by: [..., 2] each, the chosen side first."""
+    """Numbers that pairs are compared by: [..., 2] each, the chosen side first."""
 
     logps: torch.Tensor
     """Sums over the tokens of an answer."""
@@ -47,7 +49,7 @@ class Sides(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What an objective makes of pairs."""
+    """Losses of pairs, and what is reported of them."""
 
     losses: torch.Tensor
     """[...]."""
@@ -106,7 +108,7 @@ class Preferences:
         self.beta = BETAS[self.objective] if given is None else given
         self.sft_weight = 1.0 if self.objective == "orpo" else self.keys.sft_weight
         self.token_weight = 0.0
-        """`sft_weight` times pairs over the chosen answers' tokens, both of the global batch."""
+        """`sft_weight` times pairs over the chosen answers' tokens, of the global batch."""
         self.is_reference = False
         """Whether the forward is the reference's, whose sums are kept for the one that follows."""
         self.reference: dict[tuple[int, ...], torch.Tensor] = {}
@@ -115,10 +117,19 @@ class Preferences:
         """The sums over pairs of METRICS, and behind them their number; each rank of several that
         hold tokens of the same rows has its share."""
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether the objective compares with another model."""
-        return self.objective == "dpo"
+    def weigh(self, num_pairs: int, num_chosen: int) -> None:
+        """Let the tokens of chosen answers, so many, have a mean where pairs, so many, have one."""
+        self.token_weight = self.sft_weight * num_pairs / max(num_chosen, 1)
+
+    @contextmanager
+    def keeping_sums(self) -> Generator[None]:
+        """Keep the sums of a pass, the reference's, for the one that follows; its loss is 0."""
+        self.reference.clear()
+        self.is_reference = True
+        try:
+            yield
+        finally:
+            self.is_reference = False
 
     def loss(self, losses: torch.Tensor, places: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the sum over the batch's pairs, a scalar; 0 where the forward is the reference's.
@@ -130,7 +141,7 @@ class Preferences:
         if self.is_reference:
             self.reference[batch.slots] = sides.logps.detach()
             return losses.new_zeros(())
-        if self.has_reference:
+        if self.objective == "dpo":
             found = dpo(sides, self.reference.pop(batch.slots), self.keys, self.beta)
         else:
             found = (orpo if self.objective == "orpo" else simpo)(sides, self.keys, self.beta)
@@ -138,7 +149,8 @@ class Preferences:
         self._count(found, is_pair, share)
         total = torch.where(is_pair, found.losses, 0.0).sum()
         if self.token_weight:
-            total = total - self.token_weight * sides.logps[..., 0].sum()
+            chosen = torch.where(is_pair, sides.logps[..., 0], 0.0)
+            total = total - self.token_weight * chosen.sum()
         # Each rank of several has the gradient of its tokens, and its share of the value.
         return total if share == 1.0 else total.detach() * share + (total - total.detach())
 

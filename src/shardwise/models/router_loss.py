@@ -51,7 +51,7 @@ class RouterLoss:
         self.routers = routers
         self.gradient_share = gradient_share
         self.factor = 1.0
-        """What the sum is multiplied by: 1 where it is divided by the number of target tokens."""
+        """Number that the sum is multiplied by: 1 where it is divided by that of target tokens."""
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_in_forward = False
         for router in routers:
@@ -69,6 +69,10 @@ class RouterLoss:
         """
         self.outputs = []
         self.is_in_forward = True
+
+    def weigh(self, factor: float) -> None:
+        """Multiply the next sums by `factor`, where they are not divided by target tokens."""
+        self.factor = factor
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Return the summed loss of the forward just done (scalar, float32)."""

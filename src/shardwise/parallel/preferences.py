@@ -1,21 +1,23 @@
 """A step of pairs: the reference's pass over its micro-batches, then the pass that trains.
 
-The reference is the base model: the trained one with its adapters off. So no rank holds another
-model, and its pass is an evaluation of the same parts under the same layout. Communication: what an
-evaluation sends, and three numbers of each rank's rows to all.
+The reference is the trained model with its adapters off, or with the values that it started from in
+the place of what is trained. So its pass is an evaluation of the same parts under the same layout.
+Memory: of the values to start from, a copy of what a rank holds. Communication: what an evaluation
+sends, and three numbers of each rank's rows to all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardwise.base.batches import IGNORED, AnyBatch, Batch
-from shardwise.base.interfaces import Mesh, Objective, ParallelModel, Run
+from shardwise.base.batches import IGNORED, AnyBatch, Batch, Objective
+from shardwise.base.interfaces import Mesh, ParallelModel, Storage
 from shardwise.config import RunConfig
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import adapter_layers
@@ -30,8 +32,22 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     for part in parts:
         if part.spec.last:
             part.preferences = Preferences(cfg, mesh.device)
-    objective = PairsObjective(parts, mesh)
-    return replace(pm, run=_with_reference(pm.run, parts, mesh, cfg), objective=objective)
+    with_head = [part.preferences for part in parts if part.preferences is not None]
+    run, reference = pm.run, _reference(pm, parts, cfg)
+
+    def run_pairs(
+        pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
+    ) -> torch.Tensor:
+        _weigh_tokens(pm, microbatches, parts, mesh)
+        if reference is not None:
+            with ExitStack() as stack:
+                for preferences in with_head:
+                    stack.enter_context(preferences.keeping_sums())
+                stack.enter_context(reference())
+                run(pm, microbatches, loss_scale, False)
+        return run(pm, microbatches, loss_scale, train)
+
+    return replace(pm, run=run_pairs, objective=PairsObjective(with_head, mesh))
 
 
 class PairsObjective(Objective):
@@ -39,80 +55,87 @@ class PairsObjective(Objective):
 
     names = METRICS
 
-    def __init__(self, parts: Iterable[CausalLM], mesh: Mesh) -> None:
-        """Take this rank's parts, of which at most one has pairs."""
-        self.mesh = mesh
-        self.seen = [part.preferences for part in parts if part.preferences is not None]
+    def __init__(self, with_head: Sequence[Preferences], mesh: Mesh) -> None:
+        """Take what has seen pairs on this rank, if anything has."""
+        self.mesh, self.with_head = mesh, with_head
 
     def count(self, batch: AnyBatch) -> torch.Tensor:
-        """Return the number of pairs in complete rows."""
+        """Return the target tokens, those of chosen answers, and the pairs, [3]."""
         assert isinstance(batch, Batch)
-        return ((batch.document_ids.amax(1) + 2) // 2).sum()
+        is_target = batch.labels != IGNORED
+        pairs = (batch.document_ids.amax(1) + 2) // 2
+        chosen = is_target & (batch.document_ids % 2 == 0)
+        return torch.stack([is_target.sum(), chosen.sum(), pairs.sum()])
 
     def take(self) -> torch.Tensor:
         """Return METRICS of all pairs since the last call: 28 bytes of each rank go to all."""
         totals = torch.zeros(len(METRICS) + 1, device=self.mesh.device)
-        for preferences in self.seen:
+        for preferences in self.with_head:
             totals += preferences.totals
             preferences.totals.zero_()
         sum_over(totals, self.mesh, ("pp", *self.mesh.gradient_axes))
         return totals[:-1] / totals[-1].clamp(min=1)
 
 
-def _with_reference(inner: Run, parts: Sequence[CausalLM], mesh: Mesh, cfg: RunConfig) -> Run:
-    has_reference = cfg.training.objective == "dpo"
-
-    def run(
-        pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
-    ) -> torch.Tensor:
-        _weigh_tokens(pm, microbatches, parts, mesh)
-        if has_reference:
-            with _as_reference(parts):
-                inner(pm, microbatches, loss_scale, False)
-        return inner(pm, microbatches, loss_scale, train)
-
-    return run
-
-
 def _weigh_tokens(
     pm: ParallelModel, microbatches: Sequence[AnyBatch], parts: Iterable[CausalLM], mesh: Mesh
 ) -> None:
     """Let losses of tokens be means over the global batch, where its loss is a mean over pairs."""
-    pairs = torch.stack([pm.objective.count(batch) for batch in microbatches]).sum()
-    targets = torch.stack([batch.num_target_tokens() for batch in microbatches]).sum()
-    chosen = torch.stack([_chosen_tokens(batch) for batch in microbatches]).sum()
-    counts = sum_over(torch.stack([pairs, targets, chosen]), mesh, mesh.ROW_AXES)
-    num_pairs, num_targets, num_chosen = counts.tolist()
+    count = torch.stack([pm.objective.count(batch) for batch in microbatches]).sum(0)
+    tokens, chosen, pairs = sum_over(count, mesh, mesh.ROW_AXES).tolist()
     for part in parts:
         if part.router_loss is not None:
-            part.router_loss.factor = num_pairs / max(num_targets, 1)
-        if (preferences := part.preferences) is not None:
-            preferences.token_weight = preferences.sft_weight * num_pairs / max(num_chosen, 1)
+            part.router_loss.weigh(pairs / max(tokens, 1))
+        if part.preferences is not None:
+            part.preferences.weigh(pairs, chosen)
 
 
-def _chosen_tokens(batch: AnyBatch) -> torch.Tensor:
-    assert isinstance(batch, Batch)
-    return ((batch.labels != IGNORED) & (batch.document_ids % 2 == 0)).sum()
+def _reference(
+    pm: ParallelModel, parts: Sequence[CausalLM], cfg: RunConfig
+) -> Callable[[], AbstractContextManager[None]] | None:
+    """Return a context in which the model is the reference; None without one.
+
+    It is called when weights have their values of the first step.
+    """
+    if cfg.reference is None:
+        return None
+    if cfg.reference == "base":
+        layers = [layer for part in parts for layer in adapter_layers(part.hf).values()]
+        return lambda: _adapters_off(layers)
+    storage = pm.storage
+    trained = [(p, storage.values(p.detach()).clone()) for p in pm.trained().values()]
+    return lambda: _exchanged(trained, storage)
 
 
 @contextmanager
-def _as_reference(parts: Sequence[CausalLM]) -> Generator[None]:
-    """Turn adapters off, and let the part with the head keep the sums that it computes."""
-    layers = [layer for part in parts for layer in adapter_layers(part.hf).values()]
-    seen = [part.preferences for part in parts if part.preferences is not None]
-    for preferences in seen:
-        preferences.is_reference = True
-        preferences.reference.clear()
-    _switch(layers, is_off=True)
+def _adapters_off(layers: Iterable[Any]) -> Generator[None]:
+    # PEFT's own switch would also change what requires a gradient.
+    for layer in layers:
+        layer._disable_adapters = True
     try:
         yield
     finally:
-        _switch(layers, is_off=False)
-        for preferences in seen:
-            preferences.is_reference = False
+        for layer in layers:
+            layer._disable_adapters = False
 
 
-def _switch(layers: Iterable[Any], is_off: bool) -> None:
-    # PEFT's own switch would also change what requires a gradient.
-    for layer in layers:
-        layer._disable_adapters = is_off
+@contextmanager
+def _exchanged(
+    pairs: Iterable[tuple[nn.Parameter, torch.Tensor]], storage: Storage
+) -> Generator[None]:
+    """Exchange the values of parameters with others, in place, and back at the end."""
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for parameter, others in pairs:
+            values = storage.values(parameter.detach())
+            kept = values.clone()
+            values.copy_(others)
+            storage.change(parameter, values)
+            others.copy_(kept)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()

@@ -1,9 +1,13 @@
-"""Cells whose loss is one of pairs of answers: it is no sum over tokens."""
+"""Cells whose loss is one of pairs of answers: it is no sum over tokens.
+
+The reference of dpo is the base with its adapters off and, with `start` and in full training, what
+is trained as the run found it.
+"""
 
 from __future__ import annotations
 
 from tests.parity.harness import FAMILIES as ALL_FAMILIES
-from tests.parity.harness import PAIRS, Cell
+from tests.parity.harness import Cell
 
 FAMILIES = ("llama", "qwen3_5_text", "granitemoehybrid", "qwen3_moe", "kimi_linear")
 LAYOUTS = (
@@ -13,9 +17,44 @@ LAYOUTS = (
     *((layout, 4, "1f1b") for layout in ("pp-ddp", "pp-zero1", "pp-fsdp2", "pp-tp", "pp-cp")),
     *((layout, 4, "") for layout in ("ddp", "fsdp2", "hsdp", "fsdp2-tp", "fsdp2-cp", "cp-tp")),
 )
-CELLS = tuple(
-    Cell(family, layout, "lora", nproc, "dpo", schedule)
-    for family in FAMILIES
-    for layout, nproc, schedule in LAYOUTS
+HALVED = ("pp", 2, "zbv")
+"""For models of four layers."""
+WITH_EXPERTS = (("ddp-ep", 2, ""), ("zero1-ep", 4, ""), ("fsdp2-ep", 4, ""), ("fsdp2-ep-tp", 8, ""))
+EXPERTS = ("granitemoehybrid", "qwen3_moe", "kimi_linear")
+IN_FULL = ("llama", "qwen3_5_text")
+OTHERS = ("dpo-start", "dpo-ipo", "orpo", "simpo")
+FEW = (
+    ("ddp", 2, ""),
+    ("fsdp2", 2, ""),
+    ("tp-sp", 2, ""),
+    ("cp", 2, ""),
+    ("pp", 2, "1f1b"),
+    ("fsdp2-cp", 4, ""),
+)
+
+CELLS = (
+    *(
+        Cell(family, layout, mode, nproc, "dpo", schedule)
+        for family in FAMILIES
+        for mode in (("lora", "full") if family in IN_FULL else ("lora",))
+        for layout, nproc, schedule in (
+            *LAYOUTS,
+            *([HALVED] if family in ("llama", "qwen3_5_text", "qwen3_moe") else []),
+            *(WITH_EXPERTS if family in EXPERTS else ()),
+        )
+    ),
+    *(
+        Cell(family, layout, mode, nproc, variant, schedule)
+        for family in IN_FULL
+        for variant in OTHERS
+        for mode in ("lora", "full")
+        for layout, nproc, schedule in FEW
+    ),
+    *(
+        Cell(family, layout, "lora", 2, "dpo", schedule)
+        for family in ALL_FAMILIES
+        if family not in FAMILIES
+        for layout, schedule in (("fsdp2", ""), ("tp", ""), ("cp", ""), ("pp", "1f1b"))
+    ),
 )
 FIXED = ()

@@ -20,6 +20,7 @@ from shardwise.config.rules import (
     experts,
     models,
     optimizers,
+    preferences,
     products,
     ranks,
     recomputation,
@@ -28,7 +29,12 @@ from shardwise.config.rules import (
 from shardwise.config.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "run file": (*run_file.RULES, *recomputation.RULES, *adapters.ON_THE_RUN_FILE),
+    "run file": (
+        *run_file.RULES,
+        *recomputation.RULES,
+        *preferences.RULES,
+        *adapters.ON_THE_RUN_FILE,
+    ),
     "grid": (*ranks.GRID_RULES, *experts.GRID_RULES),
     "adapters": adapters.RULES,
     "model": (

@@ -1,0 +1,129 @@
+"""Losses of pairs against TRL's trainers, whose values preferences_by_trl.py has written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shardwise.assembly.build import build
+from shardwise.assembly.state import MemoryState
+from shardwise.base.batches import Batch
+from shardwise.config import Data, Lora, Model, Preference, RunConfig, Training
+from shardwise.data.packing import Document, row_of, to_batch
+from shardwise.data.state import SlotState
+from shardwise.models.load import read_config
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training.step import forward_backward
+from tests.distributed import run_ranks
+from tests.models.preferences_by_trl import (
+    BETA,
+    CASES,
+    CONFIGS,
+    MODELS,
+    TARGETS,
+    VALUES,
+    pairs,
+    summary,
+    value,
+)
+
+EXPECTED = json.loads(VALUES.read_text())
+LENGTH = 64
+ROWS = [[[0], [1], [2], [3], [4]], [[0, 3], [2], [4, 1]]]
+"""The pairs of each row: a row each, or several in one."""
+
+
+def batches(case: str, rows: list[list[int]]) -> list[Batch]:
+    """Return a batch of the pairs of these numbers in each row."""
+    made = [_document(*pair) for pair in pairs(case)]
+    stacked = np.stack([row_of([made[n] for n in row], LENGTH, 0) for row in rows])
+    return [to_batch(stacked, range(len(rows)), 1)]
+
+
+def _document(prompt: list[int], chosen: list[int], rejected: list[int]) -> Document:
+    tokens = [*prompt, *chosen, *prompt, *rejected]
+    is_prompt = [False] * len(prompt)
+    targets = [*is_prompt, *[True] * len(chosen), *is_prompt, *[True] * len(rejected)]
+    return Document(
+        np.array(tokens, np.int32),
+        np.array(targets),
+        SlotState(),
+        rejected_at=len(prompt) + len(chosen),
+    )
+
+
+def run_of(name: str, folder: str) -> RunConfig:
+    family, mode, case = name.split("/")
+    objective: Any = case.partition("-")[0]
+    return RunConfig(
+        Model(folder),
+        Data("unused", format="preference", sequence_length=LENGTH),
+        Training("unused", global_batch_size=1, objective=objective),
+        lora=Lora(r=4, alpha=8, targets=TARGETS[family]) if mode == "lora" else None,
+        preference=Preference(beta=BETA, **CASES[case]),
+    )
+
+
+class HashedState(MemoryState):
+    """Weights that are functions of their names, for the model that is built."""
+
+    def check(self, model: Any, cfg: RunConfig, selected: Any) -> None:
+        """Draw them."""
+        for name, parameter in model.named_parameters():
+            self.tensors[f"weights/{name}"] = value(name, parameter)
+
+
+def _computed(names: list[str], folders: dict[str, str]) -> dict[tuple[str, int], Any]:
+    return {
+        (name, way): _compute(name, folders[name.partition("/")[0]], rows)
+        for name in names
+        for way, rows in enumerate(ROWS)
+    }
+
+
+def _compute(name: str, folder: str, rows: list[list[int]]) -> tuple[float, dict, dict]:
+    cfg = run_of(name, folder)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh, HashedState({}))
+    microbatches = [batch.to(mesh.device) for batch in batches(name.rpartition("/")[2], rows)]
+    loss, _ = forward_backward(job.pm, microbatches, mesh)
+    metrics = dict(zip(job.pm.objective.names, job.pm.objective.take().tolist()))
+    gradients = {key: summary(key, p.grad) for key, p in job.pm.trained().items()}
+    return loss.item(), metrics, gradients
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """What this project makes of the same pairs, in a process that has a folder with the reference
+    of full training for each family."""
+    folders = {}
+    for family, name in MODELS.items():
+        folder = tmp_path_factory.mktemp(family)
+        model = AutoModelForCausalLM.from_config(read_config(Model(str(CONFIGS / name))))
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                parameter.copy_(value(f"reference {key}", parameter))
+        model.save_pretrained(folder)
+        folders[family] = str(folder)
+    (found,) = run_ranks(1, _computed, [*EXPECTED], folders)
+    return found
+
+
+@pytest.mark.parametrize("way", range(len(ROWS)))
+@pytest.mark.parametrize("name", EXPECTED)
+def test_equals_trl(computed, name, way):
+    expected = EXPECTED[name]
+    loss, metrics, gradients = computed[name, way]
+    assert loss == pytest.approx(expected["loss"], rel=2e-6)
+    of_trl = {key: expected["metrics"][key] for key in metrics}
+    assert metrics == pytest.approx(of_trl, rel=1e-6, abs=2e-6)
+    assert gradients.keys() == expected["gradients"].keys()
+    # In float32 TRL's own gradients are up to 3e-5 from these, which are of float64.
+    most = max(2e-6, 2 * expected["rounding"])
+    for key, numbers in expected["gradients"].items():
+        assert gradients[key] == pytest.approx(numbers, rel=0, abs=most * numbers[0]), key
