@@ -93,17 +93,17 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_537,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_728,
     "cli commands library __main__ __init__": 2_619,
     "presets": 475,
-    "assembly training checkpoint process launch": 9_198,
-    "models": 14_736,
-    "parallel": 6_665,
-    "data": 5_680,
-    "kernels": 7_223,
-    "planner schedule metrics": 11_000,
-    "proof": 1_124,
-    "benchmark report drawing records": 6_436,
+    "assembly training checkpoint process launch": 9_235,
+    "models": 14_934,
+    "parallel": 6_808,
+    "data": 5_670,
+    "kernels": 7_294,
+    "planner schedule metrics": 10_925,
+    "proof": 1_156,
+    "benchmark report drawing records": 6_475,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__", "lab"}
@@ -247,7 +247,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 117
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 124
 
 
 NO_NOUN = {"Of", "Those", "That", "As", "In", "By", "What"}

@@ -80,6 +80,7 @@ class Tied(Classifier):
         self.blocks["block1"].norm.weight = self.blocks["block0"].norm.weight
 
 
+PAIRS: Sections = {"data": {"format": "preference"}, "training": {"objective": "dpo"}}
 EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     **{
         f"{key} without its format or packing": ("llama", {"data": {key: value}}, 1)
@@ -111,6 +112,34 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "separate turns of which every token is trained on": (
         "llama",
         {"data": {"format": "chat", "turns": "separate", "train_on": "all"}},
+        1,
+    ),
+    "pairs without an objective for them": ("llama", {"data": {"format": "preference"}}, 1),
+    "an objective of pairs without pairs": ("llama", {"training": {"objective": "dpo"}}, 1),
+    **{
+        f"preference.{key} without its objective": ("llama", {"preference": {key: value}}, 1)
+        for key, value in {
+            "beta": 0.2,
+            "loss": "ipo",
+            "label_smoothing": 0.1,
+            "margin": 0.5,
+            "sft_weight": 0.5,
+            "reference": "start",
+        }.items()
+    },
+    "label smoothing of a loss that has none": (
+        "llama",
+        {**PAIRS, "preference": {"loss": "ipo", "label_smoothing": 0.1}},
+        1,
+    ),
+    "a base as reference without adapters": (
+        "llama",
+        {**PAIRS, "preference": {"reference": "base"}},
+        1,
+    ),
+    "a base as reference beside modules that are trained in full": (
+        "llama",
+        {**PAIRS, "preference": {"reference": "base"}, "lora": {"modules_to_save": ["lm_head"]}},
         1,
     ),
     "copies to compare": (
@@ -857,6 +886,8 @@ LEFT_OUT = {
         "measure.memory",
         "measure.reverse_microbatches",
     ),
+    # The format says whether the objective is one of pairs.
+    *("training.objective", "preference.loss", "preference.reference"),
     *("measure.trackers", "lora.rslora", "measure.nudge_weights", "lora.targets", "data.train"),
 }
 """Keys that no rule asks about, or only beside a number that is not varied here, and lists."""
@@ -907,6 +938,8 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
         section, _, name = key.partition(".")
         if name and value is not None:
             sections.setdefault(section, {})[name] = value
+    if sections.get("data", {}).get("format") == "preference":
+        sections.setdefault("training", {})["objective"] = "dpo"
     adapters, parallel = sections.pop("lora", {}), sections["parallel"]
     if values["lora"]:
         sections["lora"] = {"r": 4, **adapters}

@@ -334,8 +334,8 @@ class Evaluation:
     step: int
     """Optimizer steps done before it."""
     loss: float
-    perplexity: float
-    """exp(loss); infinite where that overflows."""
+    perplexity: float | None
+    """exp(loss); infinite where that overflows, None for a loss of pairs."""
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means over its pairs, by `Objective.names`; empty where it has target tokens alone."""

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, Required
 
 from shardwise.checkpoint.index import DamagedError, parse, regular
+from shardwise.config.preference import PAIR_METRICS
 
 ROUTING = ("router_max_over_mean", "router_entropy", "router_dropped", "router_dropped_most")
 """The numbers of a step with routed experts, `assembly.routing.STATISTICS`."""
+EVALUATED = tuple(f"eval_{name}" for name in PAIR_METRICS)
+"""The numbers of an evaluation on pairs of answers."""
 _PART_BYTES = 2**16  # of lines that are parsed at once: memory does not grow with the file
 
 
@@ -23,9 +26,10 @@ class History:
     losses: array[float] = field(default_factory=lambda: array("d"))
     grad_norms: array[float] = field(default_factory=lambda: array("d"))
     routing: dict[str, array[float]] = field(default_factory=dict)
+    pairs: dict[str, array[float]] = field(default_factory=dict)
     skipped_steps: int = 0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """The step, loss, perplexity and tokens of each one."""
+    """The step, loss, tokens, and perplexity or, of pairs, metrics of each one."""
     resplits: list[dict[str, Any]] = field(default_factory=list)
     """How layers moved between the ranks of the pipeline."""
 
@@ -35,14 +39,19 @@ class History:
             self.losses.append(float(line["loss"]))  # "nan" and "inf" are strings in a file
             self.grad_norms.append(float(line["grad_norm"]))
             self.skipped_steps = line["skipped_steps"]
-            for name in ROUTING if ROUTING[0] in line else ():
-                self.routing.setdefault(name, array("d")).append(float(line[name]))
+            for names, history in ((ROUTING, self.routing), (PAIR_METRICS, self.pairs)):
+                for name in names if names[0] in line else ():
+                    history.setdefault(name, array("d")).append(float(line[name]))
         if "resplit" in line:
             self.resplits.append(line["resplit"])
         if "eval_loss" in line:
-            loss, perplexity = float(line["eval_loss"]), float(line["eval_perplexity"])
-            numbers = {"loss": loss, "perplexity": perplexity, "tokens": line["eval_tokens"]}
-            self.evaluations.append({"step": line["step"], **numbers})
+            evaluation = {"step": line["step"], "loss": float(line["eval_loss"])}
+            if EVALUATED[0] in line:
+                metrics = {name: float(line[key]) for name, key in zip(PAIR_METRICS, EVALUATED)}
+                evaluation |= {"perplexity": None, "metrics": metrics}
+            else:
+                evaluation["perplexity"] = float(line["eval_perplexity"])
+            self.evaluations.append(evaluation | {"tokens": line["eval_tokens"]})
 
 
 @functools.lru_cache(maxsize=1)
@@ -67,7 +76,8 @@ def _type_of_lines() -> Any:
     from typing_extensions import TypedDict  # pydantic cannot check typing's before Python 3.12
 
     number = float | Literal["nan", "inf", "-inf"]
-    numbers = dict.fromkeys(("loss", "grad_norm", "eval_loss", "eval_perplexity", *ROUTING), number)
+    losses = ("loss", "grad_norm", "eval_loss", "eval_perplexity")
+    numbers = dict.fromkeys((*losses, *ROUTING, *PAIR_METRICS, *EVALUATED), number)
     counts = {"step": Required[int], "skipped_steps": int, "eval_tokens": int}
     fields: Any = {**counts, **numbers, "resplit": dict[str, Any]}
     make: Any = TypedDict

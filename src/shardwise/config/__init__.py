@@ -14,7 +14,7 @@ from shardwise.config.data import Data, Entry
 from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import STRATEGY_NAMES, Parallel
-from shardwise.config.preference import USED_BY, Preference
+from shardwise.config.preference import USED_BY, Objective, Preference
 from shardwise.config.section import Section, UserError, require
 from shardwise.config.training import (
     Checkpointing,
@@ -85,9 +85,14 @@ class RunConfig(Section):
     launch: Launch = field(default_factory=Launch)
 
     @property
+    def objective(self) -> Objective:
+        """Name of what is minimised: `training.objective`."""
+        return self.training.objective
+
+    @property
     def reference(self) -> Literal["base", "start"] | None:
         """The model that the objective compares with; None: it compares with none."""
-        if self.training.objective not in USED_BY["reference"]:
+        if self.objective not in USED_BY["reference"]:
             return None
         is_new = self.lora is not None and not self.lora.path and self.trains_adapters_alone
         return self.preference.reference or ("base" if is_new else "start")

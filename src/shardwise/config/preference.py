@@ -24,6 +24,19 @@ USED_BY: dict[str, tuple[Objective, ...]] = {
 """The objectives that read each key of the section."""
 
 
+PAIR_METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""Means over the pairs of a step, by the names that TRL gives them: the rewards of both sides, the
+share of pairs whose chosen side has the larger one, their difference, and both sides'
+log-probabilities, sums or (orpo, simpo) means over tokens."""
+
+
 @dataclass(frozen=True)
 class Preference(Section):
     """Keys that only the objectives of pairs have (`training.objective`)."""

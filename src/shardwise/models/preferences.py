@@ -20,19 +20,7 @@ from torch.nn import functional as F
 
 from shardwise.base.batches import Batch
 from shardwise.config import RunConfig
-from shardwise.config.preference import BETAS, Preference
-
-METRICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-)
-"""Means over the pairs of a step, by the names that TRL gives them: the rewards of both sides, the
-share of pairs whose chosen side has the larger one, their difference, and both sides'
-log-probabilities, sums or (orpo, simpo) means over tokens."""
+from shardwise.config.preference import BETAS, PAIR_METRICS, Preference
 
 
 class Sides(NamedTuple):
@@ -102,7 +90,7 @@ class Preferences:
 
     def __init__(self, cfg: RunConfig, device: torch.device) -> None:
         """Take the objective of a run; `totals` are on `device`."""
-        self.objective = cfg.training.objective
+        self.objective = cfg.objective
         self.keys = cfg.preference
         given = self.keys.beta
         self.beta = BETAS[self.objective] if given is None else given
@@ -113,9 +101,9 @@ class Preferences:
         """Whether the forward is the reference's, whose sums are kept for the one that follows."""
         self.reference: dict[tuple[int, ...], torch.Tensor] = {}
         """[B, pairs, 2]: the reference's sums, by the slots of a micro-batch."""
-        self.totals = torch.zeros(len(METRICS) + 1, device=device)
-        """The sums over pairs of METRICS, and behind them their number; each rank of several that
-        hold tokens of the same rows has its share."""
+        self.totals = torch.zeros(len(PAIR_METRICS) + 1, device=device)
+        """The sums over pairs of PAIR_METRICS, and behind them their number; each rank of several
+        that hold tokens of the same rows has its share."""
 
     def weigh(self, num_pairs: int, num_chosen: int) -> None:
         """Let the tokens of chosen answers, so many, have a mean where pairs, so many, have one."""

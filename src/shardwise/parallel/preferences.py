@@ -19,9 +19,10 @@ from torch import nn
 from shardwise.base.batches import IGNORED, AnyBatch, Batch, Objective
 from shardwise.base.interfaces import Mesh, ParallelModel, Storage
 from shardwise.config import RunConfig
+from shardwise.config.preference import PAIR_METRICS
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import adapter_layers
-from shardwise.models.preferences import METRICS, Preferences
+from shardwise.models.preferences import Preferences
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over
 
@@ -53,7 +54,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 class PairsObjective(Objective):
     """The mean over the pairs of a global batch."""
 
-    names = METRICS
+    names = PAIR_METRICS
 
     def __init__(self, with_head: Sequence[Preferences], mesh: Mesh) -> None:
         """Take what has seen pairs on this rank, if anything has."""
@@ -68,8 +69,8 @@ class PairsObjective(Objective):
         return torch.stack([is_target.sum(), chosen.sum(), pairs.sum()])
 
     def take(self) -> torch.Tensor:
-        """Return METRICS of all pairs since the last call: 28 bytes of each rank go to all."""
-        totals = torch.zeros(len(METRICS) + 1, device=self.mesh.device)
+        """Return PAIR_METRICS of all pairs since the last call: 28 bytes of each rank go to all."""
+        totals = torch.zeros(len(PAIR_METRICS) + 1, device=self.mesh.device)
         for preferences in self.with_head:
             totals += preferences.totals
             preferences.totals.zero_()

@@ -48,7 +48,8 @@ def evaluate(
         explained = explain(look_through(pm), just_loaded=step == 0, trained=step > 0)
         raise UserError(f"validation loss after step {step} is {loss}; {explained}")
     metrics = dict(zip(pm.objective.names, pm.objective.take().tolist()))
-    return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens, metrics)
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return Evaluation(step, loss, None if metrics else perplexity, tokens, metrics)
 
 
 def encode_prompt(

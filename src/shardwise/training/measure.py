@@ -191,6 +191,7 @@ def _record(
         kernels=dict(job.run.kernels),
         recomputation=job.chosen.to_dict() if job.chosen else None,
         routing=job.routing.summary() | {"steps": routing} if job.routing else None,
+        pairs={name: values.tolist() for name, values in history.pairs.items()},
         resplits=history.resplits,
         notes=list(reporter.notes),
         stopped_early=dataclasses.asdict(early_stop) if early_stop else None,

@@ -23,6 +23,7 @@ from shardwise.checkpoint.folder import METRICS
 from shardwise.checkpoint.history import History, read_history
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError, require
+from shardwise.config.preference import PAIR_METRICS
 from shardwise.config.ranges import shown
 from shardwise.data.state import Counts
 from shardwise.metrics.memory import memory_in_use
@@ -38,6 +39,7 @@ COLUMNS = {
     *("step", "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "tokens"),
     *("samples_per_second", "skipped_steps", "eval_loss", "eval_perplexity", "eval_tokens"),
     *STATISTICS,
+    *(f"{prefix}{name}" for prefix in ("", "eval_") for name in PAIR_METRICS),
     *("router_share", "resplit"),
 }
 """The names that a run itself writes to `metrics.jsonl`."""
@@ -139,16 +141,15 @@ class Reporter:
 
     def evaluation(self, evaluation: Evaluation) -> Evaluation:
         """Report an evaluation of the validation set, and return it."""
+        metrics, perplexity = evaluation.metrics, evaluation.perplexity
         values = {"eval_loss": evaluation.loss}
-        if metrics := evaluation.metrics:
-            values |= {f"eval_{name}": value for name, value in metrics.items()}
-            found = (
-                f"accuracy {metrics['rewards/accuracies']:.1%}, "
-                f"margin {metrics['rewards/margins']:.3f}"
-            )
+        values |= {f"eval_{name}": value for name, value in metrics.items()}
+        if perplexity is not None:
+            values["eval_perplexity"] = perplexity
+            found = f"perplexity {perplexity:.2f}"
         else:
-            values["eval_perplexity"] = evaluation.perplexity
-            found = f"perplexity {evaluation.perplexity:.2f}"
+            share, margin = metrics["rewards/accuracies"], metrics["rewards/margins"]
+            found = f"chosen answers ahead in {share:.1%} of pairs, by {margin:.3f} on average,"
         self._progress.message(
             f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, {found} "
             f"over {evaluation.tokens:,} tokens"

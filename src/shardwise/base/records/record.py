@@ -94,7 +94,8 @@ class RunRecord:
     grad_norms: list[float] = field(default_factory=list)
     """The gradient norm of each step: global, before clipping."""
     skipped_steps: int = 0  # steps whose float16 gradients overflowed
-    eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
+    eval: list[dict[str, Any]] = field(default_factory=list)
+    """The step, loss, perplexity and tokens of each evaluation; of pairs, `metrics` of these."""
     data: dict[str, Any] | None = None  # train, validation: rows and documents
     tokens_per_second: float | None = None  # all ranks together
     samples_per_second: float | None = None
@@ -125,6 +126,8 @@ class RunRecord:
     flops: dict[str, Any] | None = None
     """Model and hardware FLOPs per token, their convention, and the peak with its source."""
     routing: dict[str, Any] | None = None  # RoutingRecord as plain data
+    pairs: dict[str, list[float]] = field(default_factory=dict)
+    """The `rewards/...` and `logps/...` of `metrics.jsonl`, after each step on pairs of answers."""
     pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
     resplits: list[dict[str, Any]] = field(default_factory=list)
     """How layers moved between the ranks of a pipeline: the step after which they did, `layers` of

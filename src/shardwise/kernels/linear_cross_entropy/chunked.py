@@ -160,7 +160,7 @@ def _dtype_of_products(hidden: torch.Tensor) -> torch.dtype:
 
 
 class _Head(NamedTuple):
-    """What the losses of a head need beside its tensors; see linear_cross_entropy."""
+    """Arguments of the losses of a head beside its tensors; see linear_cross_entropy."""
 
     labels: torch.Tensor
     """[targets] int64."""

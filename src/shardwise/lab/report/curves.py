@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from shardwise.lab.report.tables import Row, number_of, scaling_kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 AGAINST = "against-"
 """The beginning of the names of figures along an axis of numbers."""
@@ -38,6 +39,17 @@ ROUTING_CAPTION = (
     "How evenly routers gave tokens to experts in every step: the tokens of the busiest expert "
     "over the mean, in the layer where that is most; the entropy of the loads over that of equal "
     "loads, as the mean of the layers; and the share of tokens that model.expert_capacity dropped."
+)
+PAIRS_PANELS = (
+    ("rewards/chosen", "Reward of chosen answers"),
+    ("rewards/rejected", "Reward of rejected answers"),
+    ("rewards/accuracies", "Share of pairs with the chosen one ahead"),
+)
+PAIRS_CAPTION = (
+    "Means over the pairs of every step: the rewards of chosen and of rejected answers, and the "
+    "share of pairs in which the chosen answer has the larger one. A reward is "
+    "preference.beta times how much more likely an answer is than by the reference, or "
+    "(orpo, simpo) times the mean log-probability of its tokens."
 )
 AGAINST_CAPTION = (
     "Cells without a figure are left out of the lines; the table of all cells has the reason. "
@@ -85,25 +97,47 @@ def draw_steps(
 
 def routing(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Draw over the steps how evenly the routers of each group's cells gave tokens to experts."""
-    shown = [
-        (title, with_routers)
-        for title, cells in groups
-        if (with_routers := [row for row in cells if row.routing and row.routing.steps])
-    ]
-    figure, panels = grid(len(shown), len(ROUTING_PANELS), [2.0] * len(shown))
-    for (title, cells), group_panels in zip(shown, panels, strict=True):
-        for panel, (name, quantity) in zip(group_panels, ROUTING_PANELS, strict=True):
-            set_title(panel, quantity, title if panel is group_panels[0] else "")
-            read = partial(_routing_steps, name)
-            draw_steps(panel, cells, look, read)
-            highest = max((max(read(row), default=0.0) for row in cells), default=0.0)
-            panel.set_ylim(0, 1.1 * highest or 1.0)
-    legend(figure, [row for _, cells in shown for row in cells], look, {})
+    figure = _over_steps(groups, look, ROUTING_PANELS, routing_steps)
     return Drawn("routing", "Loads of experts", ROUTING_CAPTION, figure)
 
 
-def _routing_steps(name: str, row: Row) -> Sequence[float]:
-    return row.routing.steps.get(name, []) if row.routing else []
+def rewards(groups: Groups, look: dict[str, Look]) -> Drawn:
+    """Draw over the steps the rewards of both sides of pairs of answers."""
+    figure = _over_steps(groups, look, PAIRS_PANELS, pairs_steps)
+    return Drawn("rewards", "Pairs of answers", PAIRS_CAPTION, figure)
+
+
+def _over_steps(
+    groups: Groups,
+    look: dict[str, Look],
+    names: Sequence[tuple[str, str]],
+    steps_of: Callable[[Row], Mapping[str, Sequence[float]]],
+) -> Figure:
+    """Draw the numbers of these names, in a row of panels for each group that has any."""
+    shown = [
+        (title, with_any) for title, cells in groups if (with_any := [*filter(steps_of, cells)])
+    ]
+    figure, panels = grid(len(shown), len(names), [2.0] * len(shown))
+    for (title, cells), group_panels in zip(shown, panels, strict=True):
+        for panel, (name, quantity) in zip(group_panels, names, strict=True):
+            set_title(panel, quantity, title if panel is group_panels[0] else "")
+            drawn = {row.plan.id: steps_of(row).get(name, ()) for row in cells}
+            draw_steps(panel, cells, look, lambda row, drawn=drawn: drawn[row.plan.id])
+            numbers = [number for line in drawn.values() for number in line]
+            if min(numbers, default=0.0) >= 0:
+                panel.set_ylim(0, 1.1 * max(numbers, default=0.0) or 1.0)
+    legend(figure, [row for _, cells in shown for row in cells], look, {})
+    return figure
+
+
+def routing_steps(row: Row) -> Mapping[str, Sequence[float]]:
+    """Return the numbers of routers of a cell, by name."""
+    return row.routing.steps if row.routing else {}
+
+
+def pairs_steps(row: Row) -> Mapping[str, Sequence[float]]:
+    """Return the numbers of pairs of answers of a cell, by name."""
+    return row.figures.pairs if row.figures else {}
 
 
 def line_style(row: Row, look: Look) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.base.words import byte_unit, number, one_line, second_unit, size
 from shardwise.lab.drawing.svg import colour
-from shardwise.lab.report.curves import against, routing
+from shardwise.lab.report.curves import against, pairs_steps, rewards, routing, routing_steps
 from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.losses import losses, training
 from shardwise.lab.report.names import group_title
@@ -87,7 +87,9 @@ def draw_all(bench: BenchFolder, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(steps(without_controls, look))
     if any(row.sent_bytes or row.predicted_bytes for row in rows):
         drawn.append(sent(without_controls, look))
-    if any(row.routing and row.routing.steps for row in rows):
+    if any(map(pairs_steps, rows)):
+        drawn.append(rewards(without_controls, look))
+    if any(map(routing_steps, rows)):
         drawn.append(routing(without_controls, look))
     if any(row.routing and row.routing.share for row in rows):
         drawn.append(shares(without_controls))
