@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,12 @@ ROWS = [[[0], [1], [2], [3], [4]], [[0, 3], [2], [4, 1]]]
 
 def batches(case: str, rows: list[list[int]]) -> list[Batch]:
     """Return a batch of the pairs of these numbers in each row."""
-    made = [_document(*pair) for pair in pairs(case)]
+    made = [document(*pair) for pair in pairs(case)]
     stacked = np.stack([row_of([made[n] for n in row], LENGTH, 0) for row in rows])
     return [to_batch(stacked, range(len(rows)), 1)]
 
 
-def _document(prompt: list[int], chosen: list[int], rejected: list[int]) -> Document:
+def document(prompt: list[int], chosen: list[int], rejected: list[int]) -> Document:
     tokens = [*prompt, *chosen, *prompt, *rejected]
     is_prompt = [False] * len(prompt)
     targets = [*is_prompt, *[True] * len(chosen), *is_prompt, *[True] * len(rejected)]
@@ -78,15 +79,25 @@ class HashedState(MemoryState):
             self.tensors[f"weights/{name}"] = value(name, parameter)
 
 
+def reference_folder(family: str, folder: Path) -> str:
+    """Save the reference of full training, and return its folder."""
+    model = AutoModelForCausalLM.from_config(read_config(Model(str(CONFIGS / MODELS[family]))))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(value(f"reference {key}", parameter))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def _computed(names: list[str], folders: dict[str, str]) -> dict[tuple[str, int], Any]:
     return {
-        (name, way): _compute(name, folders[name.partition("/")[0]], rows)
+        (name, way): compute(name, folders[name.partition("/")[0]], rows)
         for name in names
         for way, rows in enumerate(ROWS)
     }
 
 
-def _compute(name: str, folder: str, rows: list[list[int]]) -> tuple[float, dict, dict]:
+def compute(name: str, folder: str, rows: list[list[int]]) -> tuple[float, dict, dict]:
     cfg = run_of(name, folder)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, HashedState({}))
@@ -97,19 +108,25 @@ def _compute(name: str, folder: str, rows: list[list[int]]) -> tuple[float, dict
     return loss.item(), metrics, gradients
 
 
+def check_equal(name: str, loss: float, metrics: dict, gradients: dict) -> None:
+    """Check what was computed of the pairs against TRL's values."""
+    expected = EXPECTED[name]
+    assert loss == pytest.approx(expected["loss"], rel=2e-6)
+    of_trl = {key: expected["metrics"][key] for key in metrics}
+    assert metrics == pytest.approx(of_trl, rel=1e-6, abs=2e-6)
+    assert gradients.keys() == expected["gradients"].keys()
+    # In float32 TRL's own gradients are up to 4e-5 from these, which are of float64.
+    most = max(2e-6, 2 * expected["rounding"])
+    for key, numbers in expected["gradients"].items():
+        assert gradients[key] == pytest.approx(numbers, rel=0, abs=most * numbers[0]), key
+
+
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    """What this project makes of the same pairs, in a process that has a folder with the reference
-    of full training for each family."""
-    folders = {}
-    for family, name in MODELS.items():
-        folder = tmp_path_factory.mktemp(family)
-        model = AutoModelForCausalLM.from_config(read_config(Model(str(CONFIGS / name))))
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                parameter.copy_(value(f"reference {key}", parameter))
-        model.save_pretrained(folder)
-        folders[family] = str(folder)
+    """What this project makes of the same pairs."""
+    folders = {
+        family: reference_folder(family, tmp_path_factory.mktemp(family)) for family in MODELS
+    }
     (found,) = run_ranks(1, _computed, [*EXPECTED], folders)
     return found
 
@@ -117,13 +134,4 @@ def computed(tmp_path_factory):
 @pytest.mark.parametrize("way", range(len(ROWS)))
 @pytest.mark.parametrize("name", EXPECTED)
 def test_equals_trl(computed, name, way):
-    expected = EXPECTED[name]
-    loss, metrics, gradients = computed[name, way]
-    assert loss == pytest.approx(expected["loss"], rel=2e-6)
-    of_trl = {key: expected["metrics"][key] for key in metrics}
-    assert metrics == pytest.approx(of_trl, rel=1e-6, abs=2e-6)
-    assert gradients.keys() == expected["gradients"].keys()
-    # In float32 TRL's own gradients are up to 3e-5 from these, which are of float64.
-    most = max(2e-6, 2 * expected["rounding"])
-    for key, numbers in expected["gradients"].items():
-        assert gradients[key] == pytest.approx(numbers, rel=0, abs=most * numbers[0]), key
+    check_equal(name, *computed[name, way])

@@ -27,7 +27,7 @@ from shardwise.config import (
     rules,
 )
 from shardwise.config.section import facts_in
-from shardwise.lab.proof.harness import RandomRows
+from shardwise.lab.proof.harness import PairRows, RandomRows
 from shardwise.lab.proof.shrink import Small, shrink
 from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, unproven_note
@@ -115,7 +115,7 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
             f"{given.tp} ranks of tp share key/value heads or groups, which {parallel.tp} do not; "
             f"--nproc {num_ranks // parallel.tp * given.tp} proves that too"
         )
-    rows = RandomRows(
+    rows = (PairRows if cfg.training.has_pairs else RandomRows)(
         cfg.data.sequence_length, min(RandomRows.vocabulary, described.spec.vocab_size)
     )
     axes = {
@@ -273,6 +273,7 @@ def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
         micro_batch_size=min(cfg.training.micro_batch_size, 2),
         checkpointing=cfg.training.checkpointing,
         seed=cfg.training.seed,
+        objective=cfg.objective,
         **roundings,
     )
     return replace(
