@@ -88,12 +88,13 @@ def state_bytes(
 
 
 def _add(total: Counter[str], cfg: RunConfig, times: int, held: Elements) -> None:
-    """Add as many times what a rank holds of a weight.
+    """Add as many times what a rank holds of a weight; twice where a reference starts from it.
 
     With `offload: optimizer` the optimizer works on copies of what it updates. They count with its
     states, and their gradients have no padding.
     """
-    total["weights"] += times * held.weights * held.itemsize
+    is_twice = cfg.reference == "start" and held.states is not None
+    total["weights"] += times * (1 + is_twice) * held.weights * held.itemsize
     gradients = held.gradients
     if held.states is not None:
         states = update_rule_of(cfg).state_bytes(held.states, held.itemsize, held.is_selected)
