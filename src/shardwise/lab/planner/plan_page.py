@@ -37,13 +37,14 @@ TIME_PARTS = {
     "layers": "forwards and backwards of the layers",
     "head": "the head and the loss",
     "recomputation": "forwards that backwards run again",
+    "reference": "forwards of the model that pairs are compared with",
     "communication": "what no computation hides",
     "bubble": "waiting for other stages of the pipeline",
     "host": "a GPU waits until its host has queued its work",
     "optimizer": "the update of the weights",
     "data": "reading rows: taken to be 0, as data.workers read ahead",
 }
-OVERHEADS = ("recomputation", "communication", "bubble", "host", "optimizer", "data")
+OVERHEADS = ("recomputation", "reference", "communication", "bubble", "host", "optimizer", "data")
 """Parts of a step in which no device computes what the model needs."""
 
 

@@ -56,6 +56,9 @@ class StepTime:
     head: float = 0.0
     """Final norm, head and loss, forward and backward."""
     recomputation: float = 0.0
+    reference: float = 0.0
+    """Forwards of the model that a loss of pairs compares with, and half of what is sent in layers:
+    between stages all of it waits for the first one to come through."""
     communication: float = 0.0
     """Messages that nothing hides."""
     bubble: float = 0.0
@@ -75,7 +78,8 @@ class StepTime:
     @property
     def total(self) -> float:
         """The seconds of the step."""
-        work = self.layers + self.head + self.recomputation + self.optimizer + self.data
+        work = self.layers + self.head + self.recomputation + self.reference
+        work += self.optimizer + self.data
         return work + self.communication + self.bubble + self.host
 
 
@@ -118,10 +122,15 @@ def time_of_step(
     calibration = cluster.calibration
     jitter = others_busy * calibration.jitter if calibration and num_ranks > 1 else 0.0
     head = [i for i in busiest if i == len(units) - 1]
+    reference = 0.0
+    if cfg.reference is not None:
+        others = forwards / m * (cfg.parallel.pp - 1)
+        reference = forwards + others + messages.within_layers / 2
     return StepTime(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),
         recomputation=again,
+        reference=reference,
         communication=max(0.0, sum(messages) - hidden) + taken + jitter * (forwards + backwards),
         bubble=bubble,
         host=_waits_for_host([units[i] for i in busiest], m),
