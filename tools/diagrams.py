@@ -312,7 +312,7 @@ def code() -> Iterator[tuple[str, str, Canvas]]:
 
 
 STAGES = {
-    "count_targets": "target tokens of the global batch, over all ranks",
+    "count_targets": "target tokens, or pairs, of the global batch, over all ranks",
     "pm.run": "forward and backward of each micro-batch",
     "pm.reduce_grads": "the gradients that nothing has summed yet",
     "sum_loss": "one number, over stages and data ranks",

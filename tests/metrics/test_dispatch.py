@@ -68,7 +68,7 @@ def of_two_steps(cell: Cell) -> tuple[Counter[str], int]:
     return counts.waits, len(of_step)
 
 
-TWICE = {"aten._local_scalar_dense.default": 1, "tolist": 1}
+TWICE = {"tolist": 2}
 """The number of targets, which every gradient is divided by; the loss with the norm."""
 CELLS = (
     Cell("qwen3_5_text", "single", "lora"),

@@ -23,7 +23,7 @@ from tests.models import test_preferences as by_trl
 from tests.parity.features.preferences import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-CONTEXT, IN_FULL, WITH_TOKENS, TENSOR, EXPERTS, PIPELINE = FIXED
+CONTEXT, IN_FULL, WITH_TOKENS, TENSOR, EXPERTS, PIPELINE, *_ = FIXED
 
 
 def sigmoid_of_a_ranks_part_of_a_sum():

@@ -64,5 +64,7 @@ FIXED = (
     Cell("qwen3_5_text", "tp-sp", "full", 2, "simpo"),
     Cell("qwen3_moe", "ddp", "lora", 2, "dpo"),
     Cell("qwen3_5_text", "pp", "lora", 2, "dpo", "1f1b"),
+    Cell("llama", "fsdp2", "lora", 2, "dpo-start"),
+    Cell("llama", "ddp", "full", 2, "dpo-ipo"),
 )
 """Of these `make test` runs, and plants bugs in."""

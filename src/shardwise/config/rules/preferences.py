@@ -13,9 +13,9 @@ def _of_preference(key: str) -> Rule:
     return Rule(
         f"preference.{key} without its objective",
         applies=lambda case: (
-            getattr(case.cfg.preference, key) != default and case.training.objective not in users
+            getattr(case.cfg.preference, key) != default and case.cfg.objective not in users
         ),
-        problem=f"preference.{key} is set, which training.objective {{training.objective}} does "
+        problem=f"preference.{key} is set, which training.objective {{cfg.objective}} does "
         "not use",
         way_out=f"leave it out, or set training.objective to {either([*users])}",
         why="the key would have no effect",
@@ -34,7 +34,7 @@ RULES = (
     Rule(
         "an objective of pairs without pairs",
         applies=lambda case: case.training.has_pairs and case.cfg.data.formats != {"preference"},
-        problem="training.objective is {training.objective}, which reads pairs of answers",
+        problem="training.objective is {cfg.objective}, which reads pairs of answers",
         way_out="set data.format to preference, or training.objective to sft",
         why="a document has no side to compare with",
     ),

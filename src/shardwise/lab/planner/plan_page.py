@@ -1,7 +1,4 @@
-"""The view of a plan: the best layouts, why they are the best, and their arithmetic.
-
-Lines and tables are for the terminal and for the page; data is for `--json` and for the page.
-"""
+"""The view of a plan: lines and tables for the terminal and the page, data for `--json` and it."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ TIME_PARTS = {
     "optimizer": "the update of the weights",
     "data": "reading rows: taken to be 0, as data.workers read ahead",
 }
-OVERHEADS = ("recomputation", "reference", "communication", "bubble", "host", "optimizer", "data")
+OVERHEADS = tuple(part for part in TIME_PARTS if part not in ("layers", "head"))
 """Parts of a step in which no device computes what the model needs."""
 
 

@@ -124,7 +124,7 @@ def time_of_step(
     head = [i for i in busiest if i == len(units) - 1]
     reference = 0.0
     if cfg.reference is not None:
-        others = forwards / m * (cfg.parallel.pp - 1)
+        others = forwards / m * (run.sizes["pp"] - 1)
         reference = forwards + others + messages.within_layers / 2
     return StepTime(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
