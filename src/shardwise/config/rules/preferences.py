@@ -15,8 +15,7 @@ def _of_preference(key: str) -> Rule:
         applies=lambda case: (
             getattr(case.cfg.preference, key) != default and case.cfg.objective not in users
         ),
-        problem=f"preference.{key} is set, which training.objective {{cfg.objective}} does "
-        "not use",
+        problem=f"preference.{key} is set, which training.objective {{cfg.objective}} does not use",
         way_out=f"leave it out, or set training.objective to {either([*users])}",
         why="the key would have no effect",
     )
