@@ -52,13 +52,15 @@ rows_of_lengths = st.integers(2, 90).flatmap(
 )
 
 
-def model(family: str, packing: str = "isolated", dropout: float | None = None) -> CausalLM:
+def model(
+    family: str, packing: str = "isolated", dropout: float | None = None, format: str = "text"
+) -> CausalLM:
     """A tiny model on the CPU; with adapters where a dropout is given."""
     cfg = run_config(Cell(family, "single", "full"))
     # Without the router loss, which is one of rows and not of documents.
     cfg = replace(
         cfg,
-        data=replace(cfg.data, packing=packing),
+        data=replace(cfg.data, packing=packing, format=format),
         model=replace(cfg.model, router_aux_loss_coef=0.0),
     )
     hf_config = load.read_config(cfg.model)
@@ -160,6 +162,12 @@ def test_logits_are_those_of_the_document_alone(family):
     assert logits_error(model(family), packed()) < 1e-5
     # What the test would see without isolation: attention and state run on, far beyond rounding.
     assert logits_error(model(family, "concat"), packed()) > 1e-2
+
+
+@pytest.mark.parametrize("packing", ["none", "documents"])
+@pytest.mark.parametrize("family", BY_KIND)
+def test_both_sides_of_a_pair_are_those_of_each_alone(family, packing):
+    assert logits_error(model(family, packing, format="preference"), packed()) < 1e-5
 
 
 @pytest.mark.parametrize("family", BY_KIND)

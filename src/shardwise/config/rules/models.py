@@ -217,7 +217,7 @@ RULES = (
             "data.packing {cfg.data.packed}: {model.family} adds positions before its first "
             "layer, where they run on from one document to the next"
         ),
-        way_out="use concat or none",
+        way_out="use concat or none, for pairs another model",
         why="a document begins at position 0 only if it stands alone",
     ),
     Rule(
@@ -229,7 +229,7 @@ RULES = (
             f"data.packing {case.cfg.data.packed}: no test shows that {case.model.family}'s layers "
             f"({', '.join(sorted(case.model.kinds_without_isolation))}) keep documents apart"
         ),
-        way_out="use concat or none",
+        way_out="use concat or none, for pairs another model",
         why="tests/models/patches/test_isolation.py::test_every_kind_of_layer_would_leak",
     ),
     Rule(
