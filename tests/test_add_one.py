@@ -81,7 +81,7 @@ MOST_READERS = {
         "launch.before launch.slurm launch.resources"
     ),
     2: (
-        "model.router_bias_rate data.train_on data.fields data.packing training.patience "
+        "model.router_bias_rate data.train_on data.packing training.patience "
         "training.save_every training.keep_best training.async_save training.overwrite "
         "lora.modules_to_save parallel.offload_folder parallel.speeds optimizer.weight_decay "
         "optimizer.warmup_ratio measure.trackers"

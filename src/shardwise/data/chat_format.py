@@ -13,7 +13,7 @@ from shardwise.data import chats, columns
 from shardwise.data.bounds import LATER_CPU_SECONDS, TimeLimit, bounded, time_limit
 from shardwise.data.chats import LeftOut, Refused, Turn, Undecidable, check_written, find_turns
 from shardwise.data.files import read_text
-from shardwise.data.known_forms import way_to_read
+from shardwise.data.known_forms import given_value
 from shardwise.data.messages import (
     Message,
     bad_chat,
@@ -150,12 +150,7 @@ class ChatFormat:
 
     def _list(self, record: Record, field: str, first_number: int) -> list[Message]:
         """Return the messages in one field."""
-        if field not in record:
-            way_out = f"its fields are {', '.join(record)}; {CORRECT_LINE}, or set data.fields"
-            if way := way_to_read(record, self.data):
-                way_out = f"{way}; or {CORRECT_LINE}"
-            raise BadDocument("missing field", f"no field {field!r}; {way_out}")
-        messages = from_json(record[field])
+        messages = from_json(given_value(record, field, self.data))
         if isinstance(messages, list):
             messages = list(map(from_json, messages))
         is_list = isinstance(messages, list) and len(messages) > 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.config import Data
 from shardwise.data.chat_format import Encoded
-from shardwise.data.known_forms import way_to_read
-from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
+from shardwise.data.known_forms import given_value
+from shardwise.data.record import BadDocument, Record, string
 from shardwise.data.tokenizer import tokens_and_places, tokens_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def joined_text(record: Record, fields: Sequence[str], data: Data) -> str:
     return "\n\n".join(text_of(record, field, data) for field in fields)
 
 
-def text_of(record: Record, field: str, data: Data, key: str = "data.fields") -> str:
-    """Return a field of a document, which `key` of the run file names.
+def text_of(record: Record, field: str, data: Data, key: str = "fields") -> str:
+    """Return a field of a document, which `key` of section `data` names.
 
     BadDocument where it is no string for a tokenizer.
     """
@@ -37,18 +37,6 @@ def text_of(record: Record, field: str, data: Data, key: str = "data.fields") ->
         way_out = f"set data.format: chat and data.fields: {{messages: [{field}, ...]}}"
         raise BadDocument("wrong type", f"field {field!r} is a list of messages; {way_out}")
     return string(value, f"field {field!r}")
-
-
-def given_value(record: Record, field: str, data: Data, key: str = "data.fields") -> Any:
-    """Return a field of a document, which `key` of the run file names; BadDocument for none."""
-    if field not in record:
-        way_out = f"set {key} to name some of the line's fields: {', '.join(record)}"
-        if key == "data.fields":
-            way_out = f"{way_out}; or {CORRECT_LINE}, or set data.format"
-        if way := way_to_read(record, data):
-            way_out = f"{way}; or {CORRECT_LINE}"
-        raise BadDocument("missing field", f"no field {field!r}; {way_out}")
-    return record[field]
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:

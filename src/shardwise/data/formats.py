@@ -86,7 +86,7 @@ class FormatReader:
         if self.data.format == "completion":
             prompt, completion = (joined_text(record, names, self.data) for names in columns)
             return [encode_completion(self.tokenizer, prompt, completion)]
-        text = text_of(record, self.data.text_field, self.data, "data.text_field")
+        text = text_of(record, self.data.text_field, self.data, "text_field")
         return [encode_text(self.tokenizer, text)]
 
     def _ended(self, tokens: list[int], targets: list[bool]) -> Encoded:

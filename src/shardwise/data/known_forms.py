@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from shardwise.config import Data
+from shardwise.data.record import CORRECT_LINE, BadDocument, Record
 
 
 def _keys(format_name: str, **fields: str | list[str]) -> dict[str, Any]:
@@ -57,3 +58,15 @@ def way_to_read(names: Collection[str], data: Data) -> str | None:
         return None
     written = [f"data.{key}: {json.dumps(v).replace(chr(34), '')}" for key, v in keys.items()]
     return f"its fields are {', '.join(names)}: set {' and '.join(written)}"
+
+
+def given_value(record: Record, field: str, data: Data, key: str = "fields") -> Any:
+    """Return a field of a document, which `key` of section `data` names; BadDocument for none."""
+    if field not in record:
+        way_out = f"set data.{key} to name some of the line's fields: {', '.join(record)}"
+        if key == "fields":
+            way_out = f"{way_out}; or {CORRECT_LINE}, or set data.format"
+        if way := way_to_read(record, data):
+            way_out = f"{way}; or {CORRECT_LINE}"
+        raise BadDocument("missing field", f"no field {field!r}; {way_out}")
+    return record[field]

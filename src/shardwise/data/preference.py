@@ -14,8 +14,8 @@ from shardwise.config import Data
 from shardwise.data.chat_format import ChatFormat, Encoded
 from shardwise.data.chats import num_common
 from shardwise.data.columns import BESIDE_QUESTION, check_all_read, fields_beside, names_of, unread
-from shardwise.data.completions import encode_completion, given_value, joined_text
-from shardwise.data.known_forms import way_to_read
+from shardwise.data.completions import encode_completion, joined_text
+from shardwise.data.known_forms import given_value, way_to_read
 from shardwise.data.messages import SHAREGPT_ROLES, Message, from_json
 from shardwise.data.packing import Document
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record
