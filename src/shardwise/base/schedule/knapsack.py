@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 MOST_STATES = 4096
@@ -60,16 +61,13 @@ def cheapest(units: Sequence[Sequence[Option]], bounds: Bounds) -> Choice | None
     states: list[tuple[int, int, int, Any]] = [(0, 0, -1, None)]
     for place, options in enumerate(units):
         grown = []
-        for state in states:
-            below, price = state[:2]
-            for number, option in enumerate(options):
-                kept = below + option.kept
-                if (
-                    below + option.forward <= bounds.forward[place]
-                    and kept + option.backward <= bounds.backward[place]
-                    and kept <= bounds.kept[place + 1]
-                ):
-                    grown.append((kept, price + option.price, number, state))
+        for number, (kept, forward, backward, price) in enumerate(options):
+            least = max(
+                forward - bounds.forward[place],
+                kept + backward - bounds.backward[place],
+                kept - bounds.kept[place + 1],
+            )
+            grown += [(s[0] + kept, s[1] + price, number, s) for s in states if s[0] + least <= 0]
         states = _thinned(_undominated(grown))
         if not states:
             return None
@@ -81,7 +79,7 @@ def cheapest(units: Sequence[Sequence[Option]], bounds: Bounds) -> Choice | None
 
 
 def _undominated(states: list[Any]) -> list[Any]:
-    states.sort(key=lambda state: state[:3])
+    states.sort(key=itemgetter(0, 1, 2))
     left: list[Any] = []
     for state in states:
         if not left or state[1] < left[-1][1]:
