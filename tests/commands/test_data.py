@@ -96,12 +96,16 @@ def test_pairs_are_shown_side_by_side(run_file, capsys):
         "rejected": [{"role": "assistant", "content": "No."}],
     }
     same = pair | {"rejected": pair["chosen"]}
-    answer = {"prompt": "1+1=", "completion": "3", "label": False}
-    lines = (f"{json.dumps(line)}\n" for line in (pair, same, answer))
+    lines = (f"{json.dumps(line)}\n" for line in (pair, same))
     Path("pairs.jsonl").write_text("".join(lines))
     capsys.readouterr()
     keys = ("--data.train=pairs.jsonl", "--data.format=preference", "--data.packing=none")
-    keys += ("--data.sequence_length=128", *NO_VALIDATION, "--training.global_batch_size=2")
+    keys += (
+        "--training.objective=dpo",
+        "--data.sequence_length=128",
+        *NO_VALIDATION,
+        "--training.global_batch_size=2",
+    )
     assert cli.main(["data", run_file, *keys, "--training.micro_batch_size=1"]) == 0
     printed = capsys.readouterr().out
     assert "1 chosen equals rejected" in printed
@@ -110,7 +114,6 @@ def test_pairs_are_shown_side_by_side(run_file, capsys):
         f"-- pair 1, chosen --\n{start}[[Two.{end}]]\n-- pair 1, rejected --\n{start}[[No.{end}]]\n"
     )
     assert sides in printed
-    assert f"-- answer 1, label false --\n1+1=[[3{end}]]" in printed
     (row,) = [line.split() for line in printed.splitlines() if line.startswith("pairs.jsonl")]
     assert f"longest: {row[4]} tokens, pairs.jsonl:2" in printed
     assert ": 1 pair," in printed.replace("row 1 of step 1,", ":").replace("row 2 of step 1,", ":")

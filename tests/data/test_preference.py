@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerFast, **keys: Any) -> Encoder:
-    return Encoder.of(tokenizer, Data("unused", format="preference", **keys))
+    """Of pairs and labelled answers, as an objective would read them that compares both."""
+    encoder = Encoder.of(tokenizer, Data("unused", format="preference", **keys))
+    return replace(encoder, reads_labels=True)
 
 
 def sides(
@@ -386,7 +389,10 @@ def test_what_cannot_be_used_is_one_line_with_a_way_out(
     path = str(jsonl(tmp_path / "a.jsonl", record))
     for on_error in ("fail", "skip"):
         data = Data(path, format="preference", on_error=on_error)
-        encoder, corpus = Encoder.of(tokenizer, data), open_corpus(path, data)
+        encoder, corpus = (
+            replace(Encoder.of(tokenizer, data), reads_labels=True),
+            open_corpus(path, data),
+        )
         with pytest.raises(BadDocument, match=message) as caught:
             encoder.documents(record, SlotState())
         assert caught.value.reason == reason
@@ -425,7 +431,7 @@ def test_cells_of_csv_and_parquet(tokenizer, tmp_path, datasets_cache):  # noqa:
     rows = [{"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "score": 1.0}]
     path = parquet(tmp_path / "a.parquet", rows)
     data = Data("unused", format="preference", on_error="skip")
-    encoder = Encoder.of(tokenizer, data)
+    encoder = replace(Encoder.of(tokenizer, data), reads_labels=True)
     corpus = open_corpus(str(tmp_path / "a.csv"), data)
     found = [read_documents(corpus, number, encoder, SlotState()) for number in range(3)]
     assert [[document.rejected_at for document in documents] for documents, _ in found] == [
@@ -448,17 +454,26 @@ def test_cells_of_csv_and_parquet(tokenizer, tmp_path, datasets_cache):  # noqa:
     [
         ({"prompt": "p", "chosen": "c", "rejected": "r", "messages": []}, None),
         ({"question": "p", "chosen": "c", "rejected": "r"}, {"messages": "question"}),
-        ({"prompt": "p", "completion": "c", "label": True}, None),
-        ({"messages": [], "kto_tag": True}, {"label": "kto_tag"}),
+        ({"conversations": [], "chosen": {}, "rejected": {}}, {"messages": "conversations"}),
         (
-            {"instruction": "p", "input": "", "output": "c", "kto_tag": True},
-            {"messages": ["instruction", "input"], "completion": "output", "label": "kto_tag"},
+            {"instruction": "p", "input": "", "chosen": "c", "rejected": "r"},
+            {"messages": ["instruction", "input"]},
         ),
+        ({"chosen": [], "rejected": []}, None),
     ],
 )
 def test_known_forms_are_recognised(tmp_path, record, fields):
     found = keys_for([str(jsonl(tmp_path / "a.jsonl", record))], "--data")
     assert found == {"format": "preference"} | ({"fields": fields} if fields else {})
+
+
+def test_an_answer_with_a_label_is_refused_where_no_objective_compares_it(tokenizer):
+    encoder = Encoder.of(tokenizer, Data("unused", format="preference"))
+    record = {"prompt": "p", "completion": "c", "label": True}
+    with pytest.raises(BadDocument, match=r"no training\.objective .*; give pairs") as caught:
+        encoder.documents(record, SlotState())
+    assert caught.value.reason == "answer with a label"
+    assert encoder.documents({"prompt": "p", "chosen": "", "rejected": ""}, SlotState())
 
 
 # Rows: what is cut, and what is left out.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.safety import is_hub_name
@@ -110,8 +109,9 @@ def _table(title: str, surveys: list[Survey]) -> Any:
 def _counts(row: np.ndarray, names: dict[int, str]) -> str:
     """Return in words what a row [3, T+1] has."""
     num_tokens = int((row[1] >= 0).sum())
-    kinds = Counter(name.split()[0] for name in {name.split(",")[0] for name in names.values()})
-    what = ", ".join(f"{n} {kind}{'s' * (n != 1)}" for kind, n in kinds.items())
+    kind, num = "pair" if "," in names.get(0, "") else "document", len(names)
+    num //= 1 + (kind == "pair")
+    what = f"{num} {kind}{'s' * (num != 1)}"
     tokens = f"{num_tokens:,} tokens, {row.shape[1] - num_tokens:,} of padding"
     return f"{what}, {tokens}, {int(row[2].sum()):,} targets"
 

@@ -67,7 +67,7 @@ class Data(Section):
     """`text`: every token is a target, also the end-of-text token behind it. `completion`: fields
     `prompt` and `completion`; the tokens of the completion are targets. `chat`: field `messages`,
     written by a chat template; `train_on` says which tokens are targets. `preference`: pairs, with
-    `prompt`, `chosen` and `rejected`, or answers, with `prompt`, `completion` and `label`."""
+    `prompt`, `chosen` and `rejected`."""
     chat_template: str | None = with_facts(None, timed=False)
     """Chat: a file with the Jinja template; null: the tokenizer's own."""
     template_arguments: dict[str, Any] | None = with_facts(None, timed=False, rows=True)

@@ -16,7 +16,7 @@ from shardwise.data.chat_format import ChatFormat, Encoded
 from shardwise.data.columns import FIELDS, check_all_read, fields_beside
 from shardwise.data.completions import encode_completion, encode_text, joined_text, text_of
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
-from shardwise.data.preference import NO_ANSWER, PreferenceFormat, document_of, equal_sides
+from shardwise.data.preference import NO_ANSWER, NOTHING, PreferenceFormat, document_of, equal_sides
 from shardwise.data.record import BadDocument, Record
 from shardwise.data.state import SlotState
 
@@ -118,6 +118,7 @@ class Encoder:
     readers: tuple[FormatReader, ...]
     """One for each group of entries: of `data.train`, and then of `data.validation`."""
     num_rows: int | None = None  # the model's embeddings, where a token may have none
+    reads_labels: bool = False  # whether an objective compares answers with a label
 
     @classmethod
     def of(
@@ -161,6 +162,10 @@ class Encoder:
         BadDocument where its fields cannot be used, and for any other token.
         """
         texts = self.readers[group].encode(record)
+        if not self.reads_labels and any(tokens is NOTHING[0] for tokens, _ in texts):
+            problem = "an answer with a label, which no training.objective compares"
+            way_out = "give pairs, with chosen and rejected, or remove the line"
+            raise BadDocument("answer with a label", f"{problem}; {way_out}")
         for tokens, _ in texts:
             self._check_rows(tokens)
         return texts

@@ -16,18 +16,11 @@ def _keys(format_name: str, **fields: str | list[str]) -> dict[str, Any]:
 
 # fmt: off
 _ASKED = (["instruction", "input"], ["instruction"], ["question"], ["conversations"])
-_SAID: tuple[tuple[set[str], dict[str, str]], ...] = (
-    ({"chosen", "rejected"}, {}), ({"completion", "label"}, {}),
-    ({"output", "kto_tag"}, {"completion": "output", "label": "kto_tag"}),
-    ({"kto_tag"}, {"label": "kto_tag"}),
-)
 FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
     ({"prompt", "chosen", "rejected"}, _keys("preference")),
-    *(({*asked, *said}, _keys("preference", messages=asked if asked[1:] else asked[0], **names))
-      for said, names in _SAID for asked in _ASKED),
+    *(({*asked, "chosen", "rejected"},
+       _keys("preference", messages=asked if asked[1:] else asked[0])) for asked in _ASKED),
     ({"chosen", "rejected"}, _keys("preference")),
-    ({"prompt", "completion", "label"}, _keys("preference")),
-    ({"messages", "kto_tag"}, _keys("preference", label="kto_tag")),
     ({"messages"}, _keys("chat")),
     ({"conversations"}, _keys("chat", messages="conversations")),
     ({"prompt", "completion"}, _keys("completion")),

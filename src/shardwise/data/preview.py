@@ -37,7 +37,7 @@ class Preview:
     num_held_out: int
     """The documents that are held out of them for validation."""
     has_pairs: bool
-    """Whether documents are pairs, or answers with a label."""
+    """Whether documents are pairs."""
 
     def epoch(self, cfg: RunConfig) -> str:
         """Return in words what an epoch has; empty for a stream."""
@@ -56,9 +56,7 @@ class Preview:
         """Return a name for each document of a row, or for each side of its pairs."""
         names = {number: f"document {number + 1}" for number in sorted({*row[1].tolist()} - {-1})}
         for number in names if self.has_pairs else ():
-            is_pair, side = number ^ 1 in names, ("chosen", "rejected")[number % 2]
-            label = side if is_pair else f"label {str(side == 'chosen').lower()}"
-            names[number] = f"{'pair' if is_pair else 'answer'} {number // 2 + 1}, {label}"
+            names[number] = f"pair {number // 2 + 1}, {('chosen', 'rejected')[number % 2]}"
         return names
 
     def to_dict(self) -> dict[str, Any]:
