@@ -283,7 +283,7 @@ def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
         ("training.micro_batch_size=3", "is not a multiple of"),
         ("training.micro_batch_size=1000", "is not a multiple of"),
         ("training.checkpointing=[full]", "training.checkpointing names full"),
-        ("parallel.dp_replicate=3", "does not divide 8 devices"),
+        ("parallel.dp_replicate=3", "does not divide the 8 data-parallel devices"),
     ],
 )
 def test_a_key_that_no_layout_can_keep_is_refused(override, words, capsys):

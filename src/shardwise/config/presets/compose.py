@@ -85,6 +85,10 @@ def compose(
         files[path.parent / _CORPUS] = (STARTER / _CORPUS).read_bytes()
         notes.append("data.train is a small example; put your own files in its place.")
     sections["data"] = {"train": train, **sections["data"], **data_keys}
+    if data_keys.get("format") == "preference":
+        sections["training"]["objective"] = "dpo"
+        notes.append("optimizer.lr is a tenth of what supervised training takes.")
+        sections["optimizer"] = {**sections.get("optimizer", {}), "lr": 5e-6}
     if recipe:
         sections["parallel"] = recipe.parallel
     sections["training"]["output_dir"] = str(path.parent / "runs" / path.stem)

@@ -43,7 +43,7 @@ ROUTING_CAPTION = (
 PAIRS_PANELS = (
     ("rewards/chosen", "Reward of chosen answers"),
     ("rewards/rejected", "Reward of rejected answers"),
-    ("rewards/accuracies", "Share of pairs with the chosen one ahead"),
+    ("rewards/accuracies", "Share with chosen ahead"),
 )
 PAIRS_CAPTION = (
     "Means over the pairs of every step: the rewards of chosen and of rejected answers, and the "
