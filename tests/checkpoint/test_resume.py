@@ -28,13 +28,25 @@ from shardwise.checkpoint.folder import (
 )
 from shardwise.checkpoint.resume import find_start, may_have_steps
 from shardwise.commands.library import LOOP
-from shardwise.config import Launch, Optimizer, RunConfig, UserError
+from shardwise.config import (
+    Data,
+    Launch,
+    Lora,
+    Measure,
+    Model,
+    Optimizer,
+    RunConfig,
+    Training,
+    UserError,
+    presets,
+)
 from shardwise.launch import local as launch
 from shardwise.launch.group import Group
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
 from tests.checkpoint.test_checkpointer import config, make_checkpoints, save_steps
 from tests.distributed import run_ranks
+from tests.models.tiny import CONFIGS
 from tests.parity.harness import Cell, run_config
 
 
@@ -310,3 +322,54 @@ def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(
     monkeypatch.setattr(Group, "run", lambda *_: next(endings))
     cfg = config(tmp_path, resume="latest")
     assert launch.start_processes(restarting(cfg), 2, LOOP) == 0
+
+
+STARTER = Path(presets.__file__).parent / "starter"
+
+
+def _of_pairs(folder: Path, model: str, lora: Lora | None, **training: Any) -> RunConfig:
+    return RunConfig(
+        Model(model),
+        Data(str(folder.parent / "pairs.jsonl"), format="preference", sequence_length=64),
+        Training(
+            str(folder),
+            **{"objective": "dpo", "global_batch_size": 2, "save_every": 1, "device": "cpu"},
+            **training,
+        ),
+        lora=lora,
+        optimizer=Optimizer(lr=0.01, lr_schedule="constant"),
+        measure=Measure(memory=False),
+    )
+
+
+def _last_line(cfg: RunConfig) -> list[float]:
+    Path(cfg.training.output_dir).mkdir(exist_ok=True)
+    assert launch.start_processes(cfg, 1, LOOP) == 0
+    lines = Path(cfg.training.output_dir, "metrics.jsonl").read_text().splitlines()
+    names = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected")
+    return [json.loads(lines[-1])[name] for name in names]
+
+
+@pytest.mark.parametrize("is_adapter", [True, False])
+def test_a_resume_compares_pairs_with_what_the_run_found(is_adapter, tmp_path, capfd):
+    """The reference is in no checkpoint: its files are read again, and must be the same."""
+    rows = [{"prompt": f"say {n} ", "chosen": "yes", "rejected": "no no"} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first = _of_pairs(tmp_path / "0", str(CONFIGS / "tiny-qwen3_5"), None, steps=1)
+    drawn = replace(first.model, init="random", tokenizer=str(STARTER))
+    _last_line(replace(first, model=drawn))
+    lora, model = None, str(tmp_path / "0" / "model")
+    source = Path(model, "model.safetensors")
+    if is_adapter:
+        _last_line(_of_pairs(tmp_path / "1", model, Lora(r=2), steps=2))
+        lora = Lora(path=str(tmp_path / "1" / "adapter"))
+        source = tmp_path / "1" / "adapter" / "adapter_model.safetensors"
+    whole = _last_line(_of_pairs(tmp_path / "a", model, lora, steps=3))
+    _last_line(_of_pairs(tmp_path / "b", model, lora, steps=2))
+    assert whole == _last_line(_of_pairs(tmp_path / "b", model, lora, steps=3, resume="latest"))
+    assert whole[2] != 0.0
+    tensors = {name: values + 1e-3 for name, values in load_file(source).items()}
+    save_file(tensors, source, {"format": "pt"})
+    more = _of_pairs(tmp_path / "b", model, lora, steps=4, resume="latest")
+    assert launch.start_processes(more, 1, LOOP) == 2
+    assert f"{source.name} is not what checkpoint" in capfd.readouterr().err

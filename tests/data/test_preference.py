@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, UserError
+from shardwise.data.columns import check_all_read, fields_beside
 from shardwise.data.corpus import open_corpus
 from shardwise.data.detect import keys_for
 from shardwise.data.formats import TOO_LONG, Encoder
@@ -587,3 +588,12 @@ def test_sides_fit_share_their_prompt_and_differ_or_are_left_out(pair, sequence_
             assert len(document) >= sequence_length or len(prompts[-1]) == 1
     assert len({*map(tuple, prompts)}) == 1
     assert len(prompts[0]) >= 1
+
+
+@pytest.mark.parametrize("label", [False, 0, "false"])
+def test_a_completion_that_is_labelled_as_bad_is_not_learnt(label):
+    names = fields_beside(Data("any", format="completion"))
+    record = {"prompt": "a", "completion": "b", "label": label}
+    with pytest.raises(BadDocument, match="field 'label' is not read"):
+        check_all_read(record, names, Data("any", format="completion"))
+    check_all_read(record | {"label": True}, names, Data("any", format="completion"))

@@ -24,7 +24,11 @@ from shardwise.config.run_file import parse_config, without_removed
 from shardwise.data.state import LoaderState
 from shardwise.models import weight_folder
 from shardwise.models.adapters.peft_config import resumed
+from shardwise.models.adapters.reading import read_adapter
 from shardwise.parallel.reduce import from_every_rank
+
+ADAPTER = "lora.path: "
+"""Beginning of the names of an adapter's files among those of a model."""
 
 
 @dataclass(frozen=True)
@@ -157,17 +161,19 @@ def _check_fits(cfg: RunConfig, manifest: folders.Manifest, folder: Path) -> Non
                 reason = " (the learning rates of the steps that are done depend on it)"
             if key == "data.on_error":
                 reason = " and has left out documents"
+            value, old_value = now.get(key, "left out"), before.get(key, "it left out")
+            value, old_value = ("null" if v is None else v for v in (value, old_value))
             raise UserError(
-                f"{key} is {now.get(key, 'left out')}, but checkpoint {folder} was trained with "
-                f"{before.get(key, 'it left out')}{reason}; set it back, or start from scratch "
-                "without training.resume"
+                f"{key} is {value}, but checkpoint {folder} was trained with {old_value}{reason}; "
+                "set it back, or start from scratch without training.resume"
             )
     model = fingerprint(cfg)
     for name in sorted(model.keys() | manifest.model.keys()):
         if model.get(name) != manifest.model.get(name):
+            where = "" if name.startswith(ADAPTER) else f"model.path {cfg.model.path}: "
             raise UserError(
-                f"model.path {cfg.model.path}: {name} is not what checkpoint {folder} was trained "
-                "on; put that file back, or start from scratch without training.resume"
+                f"{where}{name} is not what checkpoint {folder} was trained on; put that file "
+                "back, or start from scratch without training.resume"
             )
     if steps is not None and manifest.step > steps:
         raise UserError(
@@ -188,7 +194,15 @@ def may_have_steps(cfg: Optimizer, before: int, done: int, steps: int) -> bool:
 
 
 def fingerprint(cfg: RunConfig) -> dict[str, str]:
-    """Return checksums of the model's files; with LoRA also of weights, which no checkpoint has."""
+    """Return checksums of the model's files, also of weights where a resume reads them again.
+
+    No checkpoint has those below adapters, nor those that pairs of answers are compared with.
+    """
     if cfg.model.is_callers:  # a checkpoint holds all of it
         return {}
-    return weight_folder.fingerprint(cfg.model, weights=cfg.lora is not None)
+    starts = cfg.reference == "start"
+    found = weight_folder.fingerprint(cfg.model, weights=cfg.lora is not None or starts)
+    if starts and cfg.lora is not None and cfg.lora.path is not None:
+        file = read_adapter(cfg.lora.path).file
+        found[f"{ADAPTER}{file.name}"] = weight_folder.sample(file)
+    return found

@@ -37,6 +37,9 @@ MEDIA = (
 )  # fmt: skip
 """Fields of a document, a message, or a part of its content, that hold no text."""
 
+LABELS = ("label", "kto_tag")
+"""The fields that say of an answer whether it is a good one."""
+
 BESIDE = (*SYSTEM, "history", *TOOLS, "documents", *MEDIA)
 """The known fields beside those that a format reads."""
 BESIDE_QUESTION = ("input", "context")
@@ -76,6 +79,8 @@ def fields_beside(data: Data, given: Collection[str] = ()) -> tuple[str, ...]:
     """Return the known fields that a run does not name, which are taken or refused."""
     fields, names = fields_of(data, given), () if data.format == "text" else BESIDE
     names += ROW_FLAGS
+    if data.format in ("completion", "chat"):
+        names += LABELS
     if data.format in ("chat", "preference"):
         names += (VARIABLES,)
     if data.format != "chat" and {"instruction", "question"} & {*fields}:
@@ -85,12 +90,15 @@ def fields_beside(data: Data, given: Collection[str] = ()) -> tuple[str, ...]:
 
 def given(record: Record, names: Sequence[str]) -> dict[str, Any]:
     """Return those of these fields of a document that are not empty, and flags with an effect."""
-    values = {k: record.get(k) for k in names if k not in ROW_FLAGS or has_effect(k, record.get(k))}
-    return {k: v for k, v in values.items() if k in ROW_FLAGS or str(v or "").strip()}
+    flags = (*ROW_FLAGS, *LABELS)
+    values = {k: record.get(k) for k in names if k not in flags or has_effect(k, record.get(k))}
+    return {k: v for k, v in values.items() if k in flags or str(v or "").strip()}
 
 
 def has_effect(flag: str, value: Any) -> bool:
-    """Return whether a flag, which is text in CSV, may take away a target."""
+    """Return whether a flag, which is text in CSV, may take away a target, or a label an answer."""
+    if flag in LABELS:
+        return str(value).strip().lower() in ("false", "0", "0.0")
     is_negative, is_unclear = flag in ("ignore_loss", "masked", "no_loss"), flag == "mask"
     harmless = () if is_unclear else ("false", "0", "0.0") if is_negative else ("true", "1", "1.0")
     return str(value).strip().lower() not in ("none", "", "[]", *harmless)
@@ -107,6 +115,8 @@ def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
             way_out = f"set data.fields to {{messages: [{', '.join(prompt)}]}}, for a chat template"
         if name in MEDIA:
             way_out = "only text is trained on; remove the line"
+        elif name in LABELS:
+            way_out = "it says that the answer, which would be learnt, is bad; remove the line"
         elif name in ROW_FLAGS:
             way_out = "only messages of a chat have flags; remove the line"
         elif data.format == "chat" and name in TOOLS:

@@ -32,8 +32,9 @@ def keys_for(entries: Sequence[str], key: str) -> dict[str, Any]:
             names = ", ".join(sorted(fields)) or "none"
             raise UserError(
                 f"{key} {entry}: the fields of its first document are {names}, which no format "
-                "reads as they are; rename them to text, to prompt and completion, or to messages, "
-                "or leave --data out and set data.format and data.fields yourself"
+                "reads as they are; rename them to text, to prompt and completion, to messages, "
+                "or to prompt, chosen and rejected; or leave --data out, and set data.format and "
+                "data.fields yourself"
             )
     first = next(iter(fits.values()), {})
     if all(keys == first for keys in fits.values()):

@@ -128,7 +128,7 @@ class PreferenceFormat:
         """
         chat = self.chat or ChatFormat.of(self.tokenizer, self.data)
         chat = replace(chat, data=self.data.as_chat())
-        fields = {column for name in names for column in self.data.columns(name)}
+        fields = {column for name in (*names, "label") for column in self.data.columns(name)}
         beside = {name: value for name, value in record.items() if name not in fields}
         is_shared = names[0] in ("prompt", "messages") and len(names) > 1
         shared = self._turns(record, names[0], "user") if is_shared else []

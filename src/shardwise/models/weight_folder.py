@@ -45,7 +45,7 @@ def fingerprint(model: Model, weights: bool) -> dict[str, str]:
     if model.trust_remote_code:
         files += sorted(folder.glob("*.py"))
     checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    return checksums | {str(file.relative_to(folder)): _sample(file) for file in weight_files}
+    return checksums | {str(file.relative_to(folder)): sample(file) for file in weight_files}
 
 
 def weight_folder(path: str) -> Path:
@@ -173,7 +173,8 @@ def keys_in(file: Path) -> list[str]:
         ) from None
 
 
-def _sample(file: Path) -> str:
+def sample(file: Path) -> str:
+    """Return a checksum of a weight file's header, and of some bytes of each of its tensors."""
     keys_in(file)  # raises if the header is damaged
     with file.open("rb") as opened:
         begin = 8 + int.from_bytes(opened.read(8), "little")

@@ -90,13 +90,15 @@ def section_of(lora: Lora, base: Model, model: PreTrainedModel) -> Lora:
 
 
 def keys_of_folder(lora: Lora | None) -> dict[str, Any]:
-    """Return what the folder of `lora.path` has given, by key: with it no resume needs a folder."""
+    """Return what the folder of `lora.path` has given, by key: with it a resume needs no folder,
+    unless pairs of answers are compared with what it holds.
+    """
     return {key: getattr(lora, key) for key in _BY_FOLDER}
 
 
 def resumed(cfg: RunConfig, saved: Lora | None) -> RunConfig:
     """Return the run with the adapter that a checkpoint has `saved`, in the place of a folder's."""
-    if cfg.lora is None or cfg.lora.path is None or saved is None:
+    if cfg.lora is None or cfg.lora.path is None or saved is None or cfg.reference == "start":
         return cfg
     return replace(cfg, lora=replace(cfg.lora, path=None, **keys_of_folder(saved)))
 
