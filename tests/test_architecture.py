@@ -93,7 +93,7 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_726,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_731,
     "cli commands library __main__ __init__": 2_618,
     "presets": 479,
     "assembly training checkpoint process launch": 9_249,

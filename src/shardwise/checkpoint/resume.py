@@ -200,9 +200,9 @@ def fingerprint(cfg: RunConfig) -> dict[str, str]:
     """
     if cfg.model.is_callers:  # a checkpoint holds all of it
         return {}
-    starts = cfg.reference == "start"
-    found = weight_folder.fingerprint(cfg.model, weights=cfg.lora is not None or starts)
-    if starts and cfg.lora is not None and cfg.lora.path is not None:
-        file = read_adapter(cfg.lora.path).file
+    weights = cfg.lora is not None or cfg.reference == "start"
+    found = weight_folder.fingerprint(cfg.model, weights)
+    if cfg.reference_adapter is not None:
+        file = read_adapter(cfg.reference_adapter).file
         found[f"{ADAPTER}{file.name}"] = weight_folder.sample(file)
     return found

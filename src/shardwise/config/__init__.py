@@ -14,7 +14,7 @@ from shardwise.config.data import Data, Entry
 from shardwise.config.launch import Launch
 from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import STRATEGY_NAMES, Parallel
-from shardwise.config.preference import USED_BY, Objective, Preference
+from shardwise.config.preference import USED_BY, ObjectiveName, Preference
 from shardwise.config.section import Section, UserError, require
 from shardwise.config.training import (
     Checkpointing,
@@ -85,7 +85,7 @@ class RunConfig(Section):
     launch: Launch = field(default_factory=Launch)
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> ObjectiveName:
         """Name of what is minimised: `training.objective`."""
         return self.training.objective
 
@@ -96,6 +96,11 @@ class RunConfig(Section):
             return None
         is_new = self.lora is not None and not self.lora.path and self.trains_adapters_alone
         return self.preference.reference or ("base" if is_new else "start")
+
+    @property
+    def reference_adapter(self) -> str | None:
+        """The folder of the adapter that pairs of answers are compared with, if it has one."""
+        return self.lora.path if self.lora is not None and self.reference == "start" else None
 
     @property
     def trains_adapters_alone(self) -> bool:

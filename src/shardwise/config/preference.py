@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 
 from shardwise.config.section import KeyFacts, Section, with_facts
 
-Objective = Literal["sft", "dpo", "orpo", "simpo"]
+ObjectiveName = Literal["sft", "dpo", "orpo", "simpo"]
 """Objectives of a run: the cross entropy of target tokens, or a loss of pairs of answers."""
 
 BETAS: dict[str, float] = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 """`preference.beta` of each objective of pairs where the run file gives none."""
 
-USED_BY: dict[str, tuple[Objective, ...]] = {
+USED_BY: dict[str, tuple[ObjectiveName, ...]] = {
     "beta": ("dpo", "orpo", "simpo"),
     "loss": ("dpo",),
     "label_smoothing": ("dpo", "simpo"),

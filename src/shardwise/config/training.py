@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from shardwise.config.optimizers import OptimizerName
-from shardwise.config.preference import Objective
+from shardwise.config.preference import ObjectiveName
 from shardwise.config.section import KeyFacts, Section, require, with_facts
 
 Way = Literal["none", "operators", "full"]
@@ -125,7 +125,7 @@ class Training(Section):
         resumable=True, timed=False, never_set="the bench gives each round a folder"
     )
     """Folder for everything that the run writes; one that holds another run is refused."""
-    objective: Objective = with_facts("sft", timed=False, decides="work", for_own_loop=False)
+    objective: ObjectiveName = with_facts("sft", timed=False, decides="work", for_own_loop=False)
     """`sft`: the cross entropy of target tokens. `dpo`, `orpo`, `simpo`: a loss of pairs of a
     chosen and a rejected answer (`data.format: preference`, section `preference`)."""
     steps: int | None = with_facts(

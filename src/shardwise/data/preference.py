@@ -1,4 +1,4 @@
-"""From two answers, or one with a label, to two sides (`data.format: preference`)."""
+"""Encode two answers, or one with a label, as two sides (`data.format: preference`)."""
 
 from __future__ import annotations
 

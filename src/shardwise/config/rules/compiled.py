@@ -30,7 +30,7 @@ RULES = (
             "training.compile is {training.compile}, but with data.packing {cfg.data.packed} "
             "layers meet new shapes in every micro-batch and would be compiled for each"
         ),
-        way_out="set compile to none, or but for pairs packing to concat or none",
+        way_out="set compile to none, or, without pairs, packing to concat or none",
         why="each number and length of documents is a shape of its own",
     ),
     Rule(
