@@ -119,7 +119,7 @@ class Outcome:
 
 def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) -> list[Batch]:
     """Return this rank's rows of step `step`; without `row` those of `Rows()`."""
-    row = row or (RandomRows() if not cfg.training.has_pairs else PairRows())
+    row = row or (PairRows() if cfg.training.has_pairs else RandomRows())
     size = cfg.training.micro_batch_size
     slots = list(mesh.slots(cfg.training.global_batch_size))
     batches = []
