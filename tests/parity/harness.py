@@ -140,8 +140,8 @@ EIGHT_BIT = "adamw8bit"
 """Variant: `optimizer.name`, in blocks that the tiny models have: see `numerics_of`."""
 ADAMW = "adamw"
 """Variant of a control: plain AdamW, where others are 8-bit."""
-BESIDE_ADAMW = ("muon", EIGHT_BIT, EIGHT_BIT + CURVE, ADAMW)
-"""Variants: cells whose updates are not SGD's."""
+BESIDE_ADAMW = ("muon", EIGHT_BIT, ADAMW)
+"""Variants, which may follow an objective of pairs: cells whose updates are not SGD's."""
 COPY = "-copy"
 """Suffix of a reference: plain weights, which were stored in the base's format and read back."""
 COPIES = "bfloat16-copies"
@@ -279,8 +279,10 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
     """The run file of a cell."""
     name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
     path = DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name
-    is_sgd = cell.variant not in BESIDE_ADAMW
-    objective: Any = cell.variant.partition("-")[0] if cell.variant in PAIRS else "sft"
+    by = next((name for name in BESIDE_ADAMW if name in cell.variant.split("-")), "")
+    is_sgd = not by
+    preference = PAIRS.get(cell.variant.removesuffix(f"-{ADAMW}"))
+    objective: Any = cell.variant.partition("-")[0] if preference else "sft"
     if cell.variant.startswith((*BASES, *RECIPES, WIDE)):
         path = DEEP / name.replace("tiny", "wide")
     return RunConfig(
@@ -302,10 +304,10 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         )
         if objective == "sft"
         else Data(train="unused", sequence_length=SEQUENCE, format="preference"),
-        preference=PAIRS.get(cell.variant, Preference()),
+        preference=preference or Preference(),
         parallel=_parallel(cell),
         optimizer=Optimizer(
-            name=optimizer if is_sgd else cell.variant.removesuffix(CURVE),
+            name=by or optimizer,
             # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3
             # of it.
             lr=0.0

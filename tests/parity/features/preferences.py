@@ -32,6 +32,13 @@ FEW = (
     ("pp", 2, "1f1b"),
     ("fsdp2-cp", 4, ""),
 )
+BY_ADAMW = (
+    *((layout, 2, "") for layout in ("zero1", "zero2", "fsdp1", "fsdp2", "tp", "cp")),
+    ("pp", 2, "1f1b"),
+    ("pp-zero1", 4, "1f1b"),
+    ("fsdp2-tp", 4, ""),
+)
+"""Layouts that split or repeat the states of AdamW."""
 
 CELLS = (
     *(
@@ -57,6 +64,17 @@ CELLS = (
         if family not in FAMILIES and FAMILY_FACTS[family].keeps_documents_apart
         for layout, schedule in (("fsdp2", ""), ("tp", ""), ("cp", ""), ("pp", "1f1b"))
     ),
+    *(
+        Cell(family, layout, mode, nproc, "dpo-adamw", schedule)
+        for family in IN_FULL
+        for mode in ("lora", "full")
+        for layout, nproc, schedule in BY_ADAMW
+    ),
+    *(
+        Cell(family, layout, "full", 4, "simpo-adamw")
+        for family in IN_FULL
+        for layout in ("zero1-tp", "fsdp2-cp")
+    ),
 )
 FIXED = (
     Cell("llama", "cp", "lora", 2, "dpo"),
@@ -67,5 +85,6 @@ FIXED = (
     Cell("qwen3_5_text", "pp", "lora", 2, "dpo", "1f1b"),
     Cell("llama", "fsdp2", "lora", 2, "dpo-start"),
     Cell("llama", "ddp", "full", 2, "dpo-ipo"),
+    Cell("qwen3_5_text", "zero1", "full", 2, "dpo-adamw"),
 )
 """Of these `make test` runs, and plants bugs in."""
