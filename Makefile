@@ -141,7 +141,7 @@ peers: $(PEERS)/.ok  ## Trainer, TRL, PyTorch, Accelerate, DeepSpeed, torchtitan
 launches: setup  ## what a layer of each kind launches and moves on a GPU, beside transformers + PEFT, counted on a CPU; writes results/launches.json
 	$(BIN)/python -m tools.launches
 
-faults: setup  ## 528 faults injected into small runs (half an hour to an hour); resumable; writes results/faults.json and .md
+faults: setup  ## 546 faults injected into small runs (half an hour to an hour); resumable; writes results/faults.json and .md
 	$(BIN)/python -m tests.faults
 
 # What checks files for other systems, apart from shardwise: SkyPilot pins libraries of its own.

@@ -44,6 +44,8 @@ LAYOUTS = {
     "fsdp2-ep": Layout(4, {"data": "fsdp2", "ep": 2}, EXPERTS),
     "3d": Layout(8, {"data": "fsdp2", "pp": 2, "tp": 2}),
 }
+MODES = ("lora", "full", "dpo-lora", "dpo-full")
+"""What is trained: pairs beside a reference, which is the base or, in full, what the run found."""
 PHASES = (
     "start",  # before the process group is up
     "load",  # before the model is built and its weights are loaded
@@ -115,6 +117,7 @@ def cases() -> list[Case]:
     found = [
         *_processes(),
         *_kills(),
+        *_pairs(),
         *_memory_checkpoints(),
         *_disks(),
         *_memory(),
@@ -184,6 +187,18 @@ def _kills() -> Iterator[Case]:
             overrides = ("launch.restarts=1",) * bool(restarts)
             mode = "full" if i % 2 else "lora"
             yield Case("kill", name, "kill", phase, rank, mode, overrides=overrides)
+
+
+def _pairs() -> Iterator[Case]:
+    """A rank that dies in a step of pairs: in the reference's pass, in which full training has
+    other weights for a while, or later."""
+    restarts, memory = "launch.restarts=1", "training.memory_checkpoint_every=1"
+    more = ((), (restarts,), ("training.async_save=true",), (restarts, memory))
+    for i, name in enumerate(("ddp", "fsdp2", "zero1", "tp", "pp", "cp")):
+        for j, phase in enumerate(("reference", "backward", "optimizer")):
+            mode = MODES[2 + (i + j) % 2]
+            overrides = more[(i + 2 * j) % 4]
+            yield Case("pairs", name, "kill", phase, i % 2, mode, overrides=overrides)
 
 
 def _memory_checkpoints() -> Iterator[Case]:

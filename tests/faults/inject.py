@@ -113,17 +113,19 @@ class Fault:
 
     def _within_step(self) -> contextlib.AbstractContextManager[Any]:
         mine = self._in_step() and self._rank == self.on_rank
-        if mine and self.phase in ("forward", "backward"):
+        if mine and self.phase in ("reference", "forward", "backward"):
             return register_module_forward_hook(self._at_output)
         if mine and self.phase == "collective":
             return _Messages(self.act)
         return contextlib.nullcontext()
 
     def _at_output(self, module: Any, inputs: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.requires_grad:
+        if self.phase == "reference" and not torch.is_grad_enabled():
+            self.act()
+        elif isinstance(output, torch.Tensor) and output.requires_grad:
             if self.phase == "forward":
                 self.act()
-            else:
+            elif self.phase == "backward":
                 output.register_hook(lambda gradient: self.act())
 
     def _at_update(self, *_: Any) -> None:

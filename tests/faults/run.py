@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from shardwise.checkpoint.folder import MANIFEST, complete, step_of
 from shardwise.metrics import hardware
 from tests.command import run_command
-from tests.faults.cases import LAYOUTS, Case
+from tests.faults.cases import LAYOUTS, MODES, Case
 from tests.faults.inject import AT_STEP, Fault
 from tests.faults.table import SAME, STOPPED
 from tests.integration.conftest import make_corpus
@@ -72,7 +72,7 @@ def write_run_file(folder: Path, model: str, mode: str) -> Path:
             "init": "random",
             "tokenizer": str(folder / "tokenizer"),
         },
-        "lora": {"r": 4, "dropout": 0.1} if mode == "lora" else None,
+        "lora": {"r": 4, "dropout": 0.1} if mode.endswith("lora") else None,
         "data": {"train": str(folder / "corpus.jsonl"), "validation": 0.07, "sequence_length": 32},
         "optimizer": {"lr": 1e-3},
         "training": {
@@ -87,6 +87,9 @@ def write_run_file(folder: Path, model: str, mode: str) -> Path:
         },
         "measure": {"memory": False, "warmup_steps": 1},
     }
+    if mode.startswith("dpo"):
+        content["training"]["objective"] = "dpo"
+        content["data"] |= {"train": str(folder / "pairs.jsonl"), "format": "preference"}
     path.write_text(yaml.safe_dump(content))
     return path
 
@@ -362,7 +365,7 @@ def compare(output_dir: Path, undisturbed: Path, to_rounding: bool) -> dict[str,
     ours, theirs = numbers_of(output_dir), numbers_of(undisturbed)
     if ours.keys() != theirs.keys():
         raise Bad(f"silently wrong: it has {sorted(ours)}")
-    differences = [abs(ours[key] - theirs[key]) / abs(theirs[key]) for key in theirs]
+    differences = [abs(ours[key] - theirs[key]) / (abs(theirs[key]) or 1) for key in theirs]
     largest = max(differences, key=_nan_is_largest)
     of_result = _difference(_result(output_dir), _result(undisturbed))
     if not largest <= (TOLERANCE if to_rounding else 0.0):
@@ -373,12 +376,12 @@ def compare(output_dir: Path, undisturbed: Path, to_rounding: bool) -> dict[str,
 
 
 def numbers_of(output_dir: Path) -> dict[tuple[str, int], float]:
-    """Every loss of a run, of steps and of evaluations."""
+    """Every loss and reward of a run, of steps and of evaluations."""
     rows = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
     return {
         (name, row["step"]): float(row[name])
         for row in rows
-        for name in ("loss", "grad_norm", "eval_loss")
+        for name in ("loss", "grad_norm", "eval_loss", "rewards/chosen", "rewards/rejected")
         if name in row
     }
 
@@ -469,7 +472,11 @@ def shared_folder() -> Generator[Path]:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name)
         make_corpus(folder)
+        pairs = [
+            {"prompt": f"{n}: ", "chosen": "yes" * (n % 3 + 1), "rejected": "no"} for n in range(60)
+        ]
+        (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
         for model in {layout.model for layout in LAYOUTS.values()}:
-            for mode in ("lora", "full"):
+            for mode in MODES:
                 write_run_file(folder, model, mode)
         yield folder

@@ -20,6 +20,8 @@ from tests.left_out import some_now
 CASES = {case.key: case for case in cases()}
 CHOSEN = {
     "process/kill/forward/rank 1/pp-interleaved/lora/restarts=1": SAME,
+    "pairs/kill/reference/rank 1/fsdp2/dpo-full/restarts=1": SAME,
+    "pairs/kill/optimizer/rank 0/ddp/dpo-lora": STOPPED,
     "numbers/bit of a gradient/clip/rank 0/ddp/lora/check_copies_every=1": STOPPED,
     "disk/full/written/rank 0/single/full": STOPPED,
     "checkpoint/flipped/rank 0/tensors-0.safetensors/single/full": STOPPED,
