@@ -3,8 +3,6 @@
 The model is laid out as `cfg.parallel` says; this rank builds its part of it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +92,7 @@ class Job:
     """Notes for a reader of the result; printed, and kept in the record."""
     build_seconds: float
     """The seconds that building it took on this rank."""
-    rebuild: Callable[[RunConfig, State], Job]
+    rebuild: "Callable[[RunConfig, State], Job]"
     """Builds the same run of a transformers model again, under another layout, from a state that
     has all tensors. A module of the caller may share its layers with the stages of this job."""
 

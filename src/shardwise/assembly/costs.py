@@ -1,7 +1,5 @@
 """The costs of a model's units in a run's pipeline, and the split that they lead to."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -156,7 +154,7 @@ def _cost(
     unit: Unit,
     parameters: list[nn.Parameter],
     kept_bytes: int,
-    ranks: _Ranks,
+    ranks: "_Ranks",
     flops_per_second: float,
 ) -> Cost:
     """Return the cost of a unit with these parameters, which keeps so many bytes."""
@@ -215,7 +213,7 @@ class _Ranks:
         stored: PreTrainedModel,
         spec: ModelSpec,
         num_processes: int,
-    ) -> _Ranks:
+    ) -> "_Ranks":
         """Return those of a run; `stored`: the model in the form of `model.base`."""
         is_sharded = "weights" in strategy_facts(cfg.parallel).sharded
         num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1

@@ -5,8 +5,6 @@ ranks, `shardwise split` before it draws a plan, and `build` before it takes mem
 rank knows (its free memory, its files) is checked where it is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

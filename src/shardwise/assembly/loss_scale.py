@@ -4,8 +4,6 @@ Method: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740. The n
 torch.amp.GradScaler.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +25,7 @@ class LossScale:
     good_steps: int = 0  # since the last overflow or growth
 
     @classmethod
-    def of(cls, precision: str) -> LossScale:
+    def of(cls, precision: str) -> "LossScale":
         """Return the scale for `training.precision`: dynamic in float16, otherwise always 1."""
         return cls(dynamic=True, scale=INITIAL_SCALE) if precision == "float16" else cls()
 

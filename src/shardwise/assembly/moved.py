@@ -6,8 +6,6 @@ optimizer states go from that rank to one other, as bytes, and nothing is gather
 and the head never move; a weight that both ends hold is there already, with its states.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 

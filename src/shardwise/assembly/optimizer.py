@@ -1,7 +1,5 @@
 """The optimizer, and the learning rate as a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterator, Sequence
 from typing import Any

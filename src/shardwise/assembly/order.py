@@ -1,7 +1,5 @@
 """The one order in which everything is done to a model between `meta` and training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar

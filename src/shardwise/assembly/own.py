@@ -1,7 +1,5 @@
 """A run of a module of the caller: described, cut into parts, and its initial state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The name of a file is a digest of all that the costs depend on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which layers of a run are computed again, where a budget of memory has chosen them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -6,8 +6,6 @@ of its layer, and falls by as much where it got more. Tokens are those of docume
 Source: Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +47,7 @@ class Routing:
     @classmethod
     def of(
         cls, hf: nn.Module, spec: ModelSpec, device: torch.device, bias_rate: float
-    ) -> Routing | None:
+    ) -> "Routing | None":
         """Return the routing of a whole model on meta; None where it has no experts."""
         sizes = experts_by_layer(hf, spec)
         if not sizes:

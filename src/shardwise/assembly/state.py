@@ -5,8 +5,6 @@ that `portable_tensors` gives, and `load_state` reads the same ones, so that eac
 another wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

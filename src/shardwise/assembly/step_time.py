@@ -1,7 +1,5 @@
 """The least time of a step: one that cannot end in time is refused before weights are loaded."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.base.words import duration

@@ -3,8 +3,6 @@
 And how files are written, so that none is lost. This file needs no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

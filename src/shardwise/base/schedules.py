@@ -1,7 +1,5 @@
 """Traits of the schedules of pipelines, by their names."""
 
-from __future__ import annotations
-
 HALVING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
 """Schedules that run backwards in two halves: first the gradient of a stage's input, later those of
 its weights. The first half needs an input that requires a gradient, all the way down to the

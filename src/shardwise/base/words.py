@@ -1,7 +1,5 @@
 """Numbers, units and lists as text: seconds, bytes, ratios, percentages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

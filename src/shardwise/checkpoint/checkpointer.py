@@ -5,8 +5,6 @@ writes its shards, and of what several ranks hold one copy; nothing is gathered.
 stands in `checkpoint.json`.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterable
@@ -97,7 +95,7 @@ class Checkpointer:
         exists = best is not None and self._best_folder.is_dir()
         self._best: Best | None = best if from_every_rank(exists, self._group)[0] else None
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> "Checkpointer":
         if not self._starts_in_memory:
             self._forget()  # it is of steps that will be done again
         if self._main:

@@ -1,7 +1,5 @@
 """The result of a run: `adapter/` in PEFT's format, or `model/` in transformers' format."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints as folders on disk: written, checked, kept and removed. Needs no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Read what the lines of `metrics.jsonl` say of the steps that are done. Needs no torch."""
 
-from __future__ import annotations
-
 import functools
 from array import array
 from collections.abc import Mapping
@@ -23,10 +21,10 @@ _PART_BYTES = 2**16  # of lines that are parsed at once: memory does not grow wi
 class History:
     """The history of a run, eight bytes for each number of a step."""
 
-    losses: array[float] = field(default_factory=lambda: array("d"))
-    grad_norms: array[float] = field(default_factory=lambda: array("d"))
-    routing: dict[str, array[float]] = field(default_factory=dict)
-    pairs: dict[str, array[float]] = field(default_factory=dict)
+    losses: "array[float]" = field(default_factory=lambda: array("d"))
+    grad_norms: "array[float]" = field(default_factory=lambda: array("d"))
+    routing: "dict[str, array[float]]" = field(default_factory=dict)
+    pairs: "dict[str, array[float]]" = field(default_factory=dict)
     skipped_steps: int = 0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """The step, loss, tokens, and perplexity or, of pairs, metrics of each one."""

@@ -4,8 +4,6 @@ It and the safetensors files are plain data: nothing in a checkpoint is ever unp
 do not agree, that is found before anything is read into a model. Needs no torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -7,8 +7,6 @@ in its place on the next node. There are two while the newer one is written: at 
 rank's share is in memory for each rank of a node.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -181,7 +179,7 @@ class MemoryCheckpoints:
             lines.append("nothing of the run is left in memory, and nothing is on disk")
         return None, lines
 
-    def _found(self) -> dict[tuple[int, str], _Found]:
+    def _found(self) -> "dict[tuple[int, str], _Found]":
         """Return the checkpoints in this node's memory, by step and checksum of the manifest."""
         found: dict[tuple[int, str], _Found] = {}
         if not self.folder.is_dir():
@@ -201,7 +199,7 @@ class MemoryCheckpoints:
             found[key] = _Found(written, files, good)
         return found
 
-    def _complete(self, folder: Path, holders: Mapping[int, _Found]) -> str | None:
+    def _complete(self, folder: Path, holders: "Mapping[int, _Found]") -> str | None:
         """Send the files of a checkpoint that nodes lack to them; return why that cannot be."""
         first = next(iter(holders.values()))
         files, moves = first.files, []

@@ -4,8 +4,6 @@ A file in the output folder has a name drawn at random. On each node, a private 
 in memory outlives the processes. Without the file, as in a new run, nobody finds it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

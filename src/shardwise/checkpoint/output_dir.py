@@ -1,7 +1,5 @@
 """The output folder of a run: which run may write there, and the record of one that failed."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -3,8 +3,6 @@
 The system frees the lock when the last process of the run has ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

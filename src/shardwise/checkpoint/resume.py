@@ -3,8 +3,6 @@
 Nothing is loaded before that is known.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

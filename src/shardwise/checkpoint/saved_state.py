@@ -1,7 +1,5 @@
 """The state of a run in a checkpoint, which `build` reads under any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path

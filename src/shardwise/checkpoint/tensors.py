@@ -4,8 +4,6 @@ Nothing is gathered, and nothing is pickled: torch.distributed.checkpoint's own 
 description of the tensors, or hold a rank's share in memory twice.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

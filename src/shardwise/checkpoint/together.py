@@ -1,7 +1,5 @@
 """Work that ranks do in a checkpoint, which fails on all of them if it fails on one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command `shardwise calibrate`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `shardwise check`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 from shardwise.commands.command import Command, show

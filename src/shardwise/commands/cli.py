@@ -1,7 +1,5 @@
 """The command line: parse the arguments, and run one of `commands/`."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import gc

@@ -1,7 +1,5 @@
 """The command `shardwise export`."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The command `shardwise init`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from itertools import groupby

@@ -5,8 +5,6 @@ The name of a file is a digest of all that its answer depends on: what is asked,
 model's folder, this library's source, the installed packages, and the GPUs that are visible.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The command `shardwise prove`."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace

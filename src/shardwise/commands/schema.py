@@ -1,7 +1,5 @@
 """The command `shardwise schema`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 from shardwise.base.safety import write_output

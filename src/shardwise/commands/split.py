@@ -1,7 +1,5 @@
 """The command `shardwise split`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path

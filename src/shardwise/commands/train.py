@@ -1,7 +1,5 @@
 """The command `shardwise train`."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 

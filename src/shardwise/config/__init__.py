@@ -4,8 +4,6 @@ The sections are plain frozen dataclasses, so a Python caller needs only this pa
 `run_file.py` checks what comes from outside (a YAML file, command-line overrides).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The section `data` of the run file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -123,7 +121,7 @@ class Data(Section):
         """The keys of FIELDS that `fields` gives names for."""
         return frozenset(self.fields or ())
 
-    def as_chat(self) -> Data:
+    def as_chat(self) -> "Data":
         """Return the section by which records with `messages` are read."""
         fields = {name: value for name, value in (self.fields or {}).items() if name == "unused"}
         return replace(self, format="chat", fields=fields or None)
@@ -159,7 +157,7 @@ class Data(Section):
         mappings = [entry for entry in entries if isinstance(entry, Entry)]
         return [*groups, *(((entry.path,), self._read_by(entry)) for entry in mappings)]
 
-    def _read_by(self, entry: Entry) -> Data:
+    def _read_by(self, entry: Entry) -> "Data":
         """Return the section by which an entry is read: with its own keys in place of others."""
         names = ("text_field", "fields", "tools")
         own = {name: getattr(entry, name) for name in names if getattr(entry, name) is not None}

@@ -1,7 +1,5 @@
 """The keys of the run file: which there are, and the values of a run by `section.key`."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

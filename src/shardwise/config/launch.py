@@ -1,7 +1,5 @@
 """The section `launch` of the run file: where processes run, for how long, and how often."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The sections `model` and `lora` of the run file."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -126,7 +124,7 @@ class Lora(Section):
         entries = self.targets.items() if isinstance(self.targets, dict) else ()
         return {name: size for name, size in entries if size is not None}
 
-    def with_rank_at_most(self, most: int) -> Lora:
+    def with_rank_at_most(self, most: int) -> "Lora":
         """Return adapters of the same scales, of ranks of at most `most`."""
 
         def smaller(rank: float, alpha: float) -> tuple[int, float]:

@@ -3,8 +3,6 @@
 Everything else here and in `base/` leads to nothing above it: docs/decisions/036-rooms.md.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bound that a number misses, and the text of a value in an error."""
 
-from __future__ import annotations
-
 import reprlib
 
 MOST_TOKENS = 1_000_000_000

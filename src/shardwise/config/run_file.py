@@ -1,7 +1,5 @@
 """Read a run file: YAML and command-line overrides, checked by pydantic against `config/`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The base of all sections of the run file, and the error for the user's mistake."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal

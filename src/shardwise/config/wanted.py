@@ -1,7 +1,5 @@
 """Types of the keys of the run file in words, for who wrote something else."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType

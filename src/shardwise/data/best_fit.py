@@ -1,7 +1,5 @@
 """Pack whole documents into rows (`data.packing: documents`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

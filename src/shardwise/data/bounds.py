@@ -1,7 +1,5 @@
 """Limits on the time and memory of foreign code, such as the chat template of a model."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal

@@ -9,8 +9,6 @@ restores the plain rendering, they say where each message lies in it. A second r
 other words stand between the marks, must differ in these words only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -4,8 +4,6 @@ A known field that is not empty is taken where its meaning is certain: a system 
 beside the messages of a dialogue. Else the document is refused, with the key that would use it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

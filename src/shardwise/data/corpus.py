@@ -1,7 +1,5 @@
 """The documents of a run by number, from text files, Parquet and CSV files, and `datasets`."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +63,7 @@ class Corpus:
         index, number = self._find(document)
         return self.sources[index].where(number)
 
-    def first(self, most: int) -> Corpus:
+    def first(self, most: int) -> "Corpus":
         """Return the corpus of the first `most` documents."""
         return replace(self, ends=np.minimum(self.ends, most))
 

@@ -1,7 +1,5 @@
 """Where the slots stop to read their own shares, so that all steps but the last one are full."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import replace

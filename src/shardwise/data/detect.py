@@ -1,7 +1,5 @@
 """The format of data by the fields of its first documents, for a run file that is written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which files the entries of `data.train` and `data.validation` name."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import glob

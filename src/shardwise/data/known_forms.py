@@ -1,7 +1,5 @@
 """Forms in which documents are published, known by the names of their fields."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from typing import Any

@@ -1,7 +1,5 @@
 """The messages of a dialogue in one form, and in the forms that chat templates want."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

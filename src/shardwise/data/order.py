@@ -4,8 +4,6 @@ Nothing is stored for it: the document at a place is computed when it is read, s
 grow with the documents, and a resume begins at once (docs/decisions/008-index-permutation.md).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A document as it is stored, and the error of one that cannot be used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.config import UserError

@@ -1,7 +1,5 @@
 """The rows of JSON and CSV files, and what a file is by its first bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import itertools

@@ -1,7 +1,5 @@
 """The records of a stream of rows: a slot's own share, and what all slots leave."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

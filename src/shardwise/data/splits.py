@@ -4,8 +4,6 @@ The rule is that of `datasets` (its function `get_data_patterns`), so that a fol
 splits here, in a stream and on the hub.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

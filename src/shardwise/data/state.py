@@ -1,7 +1,5 @@
 """The position of a run in its data: saved with a checkpoint, and restored by a resume."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -51,7 +49,7 @@ class SlotState:
     """How many of the records up to this place another stream has begun."""
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> SlotState:
+    def read(cls, fields: Mapping[str, Any]) -> "SlotState":
         """Return a state from its fields as JSON has them."""
         waiting = [(place, part, n) for place, part, n in fields.get("waiting", ())]
         return replace(cls(**fields), waiting=tuple(waiting))
@@ -97,7 +95,7 @@ class Rest:
     """Where the next one begins; its places count the records of the rest."""
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Rest:
+    def read(cls, fields: Mapping[str, Any]) -> "Rest":
         """Return the end of a run from its fields as JSON has them."""
         last_own, state = tuple(fields["last_own"]), SlotState.read(fields["state"])
         begin = [SlotState.read(fields["begin"][str(slot)]) for slot in range(len(last_own))]

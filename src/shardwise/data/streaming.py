@@ -6,8 +6,6 @@ j + G, j + 2G, ... of this order. Each process that reads goes through the whole
 what its slots need. So rows depend neither on ranks nor on workers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -58,7 +56,7 @@ class Streamed:
     @classmethod
     def of(
         cls, data: Data, seed: int | None, key: Literal["train", "validation"] = "train"
-    ) -> Streamed:
+    ) -> "Streamed":
         """Return the stream of `data.train` or `data.validation`; UserError for a file."""
         is_train, name = key == "train", f"data.{key}"
         groups = enumerate(data.groups(key), 0 if is_train else len(data.groups("train")))
@@ -110,7 +108,7 @@ class Streamed:
                 names = ", ".join(map(str, self.entries))
                 raise UserError(f"{self.key}: no document in {names}; give other data sets")
 
-    def alone(self) -> Iterator[Streamed]:
+    def alone(self) -> "Iterator[Streamed]":
         """Yield the stream of each entry, in the order in which it is stored."""
         for entry, group in zip(self.entries, self.groups):
             yield replace(self, entries=(entry,), groups=(group,), weights=None, seed=None)

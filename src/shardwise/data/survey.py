@@ -2,8 +2,6 @@
 reads them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -52,7 +50,7 @@ class Survey:
         encoder: Encoder,
         numbers: Iterable[int],
         most_tokens: float = MOST_TOKENS,
-    ) -> Survey:
+    ) -> "Survey":
         """Read the documents of these numbers, up to the one that reaches so many tokens.
 
         UserError for one that cannot be used.

@@ -1,7 +1,5 @@
 """Parquet and CSV files and `datasets`: rows by number out of memory-mapped Arrow files."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import glob
@@ -108,13 +106,13 @@ class DatasetEntry:
     split: str | None
 
     @classmethod
-    def of(cls, entry: str) -> DatasetEntry | None:
+    def of(cls, entry: str) -> "DatasetEntry | None":
         """Return the parts of an entry, or None for an entry that `datasets` need not read."""
         parsed = cls._parsed(entry)
         return parsed if parsed.is_on_hub or is_dataset_folder(expanded(parsed.name)) else None
 
     @classmethod
-    def streamed(cls, entry: str, key: str) -> DatasetEntry:
+    def streamed(cls, entry: str, key: str) -> "DatasetEntry":
         """Return the parts of an entry that `datasets` streams; UserError for a file."""
         parsed = cls._parsed(entry)
         if not parsed.is_on_hub and not expanded(parsed.name).is_dir():
@@ -126,7 +124,7 @@ class DatasetEntry:
         return parsed
 
     @classmethod
-    def _parsed(cls, entry: str) -> DatasetEntry:
+    def _parsed(cls, entry: str) -> "DatasetEntry":
         return cls(*parts_of(entry))
 
     def files(self, key: str) -> list[Path]:

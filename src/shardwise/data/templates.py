@@ -1,7 +1,5 @@
 """Read what the text of a chat template says of itself."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

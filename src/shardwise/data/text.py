@@ -1,7 +1,5 @@
 """The documents in text files. No text is kept in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

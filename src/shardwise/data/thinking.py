@@ -1,7 +1,5 @@
 """Blocks of thinking in a rendered dialogue, which may be left out of the targets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

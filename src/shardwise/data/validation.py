@@ -1,7 +1,5 @@
 """The rows of the validation set, the same for every layout."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Which half of a backward runs, where a pipeline halves it."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal

@@ -9,8 +9,6 @@ chunk, and computes the rest again. Only the state goes from chunk to chunk: all
 for as many chunks at once as the device likes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -11,8 +11,6 @@ in 32 bits: products modulo 2^32, logical shifts.
 Source of `mix`: Chris Wellons' hash prospector, `lowbias32` (public domain).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

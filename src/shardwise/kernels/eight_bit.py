@@ -8,8 +8,6 @@ updates with moments that are not rounded yet, and rounds what it keeps.
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache

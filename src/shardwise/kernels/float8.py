@@ -14,8 +14,6 @@ linears compute the same numbers (tests/kernels/test_float8.py); decision 060 sa
 used. Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -6,8 +6,6 @@ OCP, "Microscaling Formats (MX) Specification", version 1.0, section 5.3.3. e8m0
 a power of two, 2^(code - 127), and 255 is no number (section 5.4.1).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Documents in the form that published kernels take: one row, and where in it each begins."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

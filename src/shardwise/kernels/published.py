@@ -2,8 +2,6 @@
 causal_conv1d.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import cache

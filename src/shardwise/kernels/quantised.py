@@ -29,8 +29,6 @@ normal distribution that QLoRA defines, blocks of 64 and doubly quantised scales
 matrix; here over a row, whose blocks lie on one rank. The levels of 4 bits are in `four_bits.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any, NamedTuple
@@ -100,7 +98,7 @@ class Matrix(NamedTuple):
         return values.mT if self.layout.is_transposed else values
 
     @property
-    def mT(self) -> Matrix:  # as a tensor's
+    def mT(self) -> "Matrix":  # as a tensor's
         """The matrix with its last two dims exchanged."""
         layout = self.layout._replace(is_transposed=not self.layout.is_transposed)
         return self._replace(layout=layout)

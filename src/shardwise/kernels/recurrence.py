@@ -5,8 +5,6 @@ where `after` is the state that these tokens leave if they begin from zero. Rank
 tokens of one row between them exchange these two, whose size does not depend on the tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Find out whether Triton's kernels can run on a device."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from importlib.util import find_spec

@@ -8,8 +8,6 @@ its end, the exit code (negative for a signal). The group is killed when the pip
 also happens when its owner dies.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

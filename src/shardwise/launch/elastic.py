@@ -5,8 +5,6 @@ on with as many as they fit. The ranks of the others wait: they are needed when 
 lost, or one comes back.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -2,8 +2,6 @@
 of a failure, end them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing.connection

@@ -4,8 +4,6 @@ Trainer's runtime `torch-distributed` starts a pod on each node and tells torchr
 variables PET_*. A pod that fails is started again, and resumes from the last whole checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

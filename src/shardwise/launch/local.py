@@ -3,8 +3,6 @@
 A run ends in one way, whatever happens in which of its processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

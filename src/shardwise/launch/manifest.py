@@ -4,8 +4,6 @@ These launchers write a file and print the command that submits it. The output f
 cluster's, so the file lies beside the run file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

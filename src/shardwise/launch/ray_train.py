@@ -1,7 +1,5 @@
 """The parts that a run gives Ray Train: its workers, where they meet, when they start again."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 After a failure or a preemption it is started again, from the last whole checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ finish their step, save and end; the script then queues the job again, as it doe
 Each start resumes from the last whole checkpoint. `launch.restarts` bounds the failures.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import signal

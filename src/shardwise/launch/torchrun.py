@@ -6,8 +6,6 @@ after one has died, after a node was lost, or when one comes to a run that goes 
 the run save first; an elastic one goes on without that node.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """The allocations of a device in a span of time, as all recorders report them."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ profiler, but has no public call that returns them. So all that is private of to
 certain moments, which is a lower bound, and a warning says so.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

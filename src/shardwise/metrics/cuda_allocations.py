@@ -1,7 +1,5 @@
 """Allocations on a GPU, from the figures and the history of torch's caching allocator."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -4,8 +4,6 @@ A GPU that is given small operators one by one waits for the host; a host that r
 for the GPU. Both are counted on any device, so that a CPU says what a GPU would meet.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -77,7 +75,7 @@ class Dispatches:
         if id(x) not in self._on_host_by_id:
             self.waits[name] += 1
 
-    def __enter__(self) -> Dispatches:
+    def __enter__(self) -> "Dispatches":
         """Start to count."""
         for mode in self._modes:
             mode.__enter__()

@@ -4,8 +4,6 @@ Both are sums over what `models/counts.py` finds in the model. CONVENTION says w
 record keeps it beside every figure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwise.config import Checkpointing, Way, way_of
@@ -84,7 +82,7 @@ class UnitFlops:
     recomputed: float = 0.0
     """The forward that a checkpoint runs again in the backward."""
 
-    def __add__(self, other: UnitFlops) -> UnitFlops:
+    def __add__(self, other: "UnitFlops") -> "UnitFlops":
         return UnitFlops(
             self.forward + other.forward,
             self.input_gradient + other.input_gradient,

@@ -1,7 +1,5 @@
 """The machine of a run: its versions and devices, and the peak rate of a device in FLOP/s."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

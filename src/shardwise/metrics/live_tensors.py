@@ -1,7 +1,5 @@
 """The tensors of this process that Python can reach."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Bytes of tensors: those that a rank keeps, and the most that are alive in a block of code."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -125,7 +123,7 @@ class PeakMemory:
         self._marks: list[Mark] = []
         self._recorder = recorder or _recorder_of(device)
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> "PeakMemory":
         """Start to measure."""
         self._recorder.start()
         self.mark()

@@ -1,7 +1,5 @@
 """Time per step and tokens per second, without the warm-up, and the time to the first step."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Weights in 16 bits that no step moves, as an update is less than half of their spacing."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ slower of the two, and each is measured by itself: the host until everything is 
 while other work holds it back until everything is queued, so that it never waits for the host.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Generator

@@ -4,8 +4,6 @@ A unit is the embedding, a layer, or the final norm with head and loss. Nothing 
 the forwards of models/kinds run on a tape of sizes (tape.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """The layers of a model that are alike, of which formulas need to look at the first one only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache

@@ -10,8 +10,6 @@ would depend on how full another expert is, and a token without any expert left 
 Source: Lepikhin et al., "GShard", arXiv 2006.16668, section 3.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ does, and an update is not rounded to 16 bits. Source: Micikevicius et al., "Mix
 Training", arXiv 1710.03740, section 3.1 (master weights).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any

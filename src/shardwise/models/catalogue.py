@@ -3,8 +3,6 @@
 A table has a title, a caption, the names of its columns, and sections of rows.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

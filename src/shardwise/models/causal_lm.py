@@ -1,7 +1,5 @@
 """The module that a strategy splits: a transformers model from a Batch to its summed loss."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The chunks of tokens in which a core is computed: what is alive meanwhile, and FLOPs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

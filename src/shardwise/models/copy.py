@@ -1,7 +1,5 @@
 """A model folder with the values that `model.base` stores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from shardwise.config import Model, require

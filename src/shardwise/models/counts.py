@@ -6,8 +6,6 @@ embeddings, gates and biases count 0, as they do in the figures of other project
 looked up, not multiplied, and counts 0 too.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,7 +66,7 @@ class ModelCounts:
     units: tuple[Unit, ...]
 
     @cached_property
-    def with_all_input_gradients(self) -> ModelCounts:
+    def with_all_input_gradients(self) -> "ModelCounts":
         """The same where gradients go down to the embedding's output, whatever is trained."""
         embedding, *above = self.units
         units = [replace(embedding, backward=True)]

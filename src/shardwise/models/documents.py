@@ -1,7 +1,5 @@
 """The documents of packed rows, each as a row of its own, which mixers that isolate them see."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

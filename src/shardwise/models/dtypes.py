@@ -1,7 +1,5 @@
 """The dtypes in which a run computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Which parameters 8-bit AdamW keeps moments in 8 bits of, and where a cut would go through one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

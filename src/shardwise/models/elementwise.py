@@ -4,8 +4,6 @@ Each says what torch's own operator gives, what it keeps for its backward, and w
 moves while it runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self

@@ -1,7 +1,5 @@
 """Which modules hold routed experts, and how their weights are spread over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

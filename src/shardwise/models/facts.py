@@ -1,7 +1,5 @@
 """Facts of a model that the rules may ask for, read off the model on `meta`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The config of a model folder or hub id, read and checked: of a multimodal one, of its text."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of transformers on a config.json that it cannot use, as one line with the keys it read."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """Whether the path of a model leads to one, here or on the hub."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

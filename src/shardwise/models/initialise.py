@@ -1,7 +1,5 @@
 """Initial values: a function of (seed, module path), made by the family's own rules."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Transformers models by the config of a model folder or hub id: on meta, and with weights."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -1,7 +1,5 @@
 """Attention masks that transformers makes: never from position ids."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 

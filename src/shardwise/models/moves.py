@@ -5,8 +5,6 @@ input; `itemsize`: bytes of each; in between it computes in float32. Operators o
 or a channel count as launched, with 0 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.models.tape import Moves

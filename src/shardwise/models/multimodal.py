@@ -5,8 +5,6 @@ trained alone, as the class that transformers' `AutoModelForCausalLM` makes of i
 the result loads the class in `architectures`, in which the same modules have other names.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterable, Mapping

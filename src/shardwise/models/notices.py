@@ -1,7 +1,5 @@
 """Notices of transformers that a user of shardwise does not need."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Each says what torch's or the project's own operation gives, what it keeps for i
 what it needs and moves while it runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The module takes a batch and returns its summed loss. It names its layers, and m
 itself and the cuts of its weights. Parameters keep their names in the module.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,7 +62,7 @@ class GivesStages(Protocol):
 class GivesCuts(Protocol):
     """Further methods of a module whose weights tensor parallelism can shard."""
 
-    def tensor_cuts(self) -> Mapping[str, TensorCut]:
+    def tensor_cuts(self) -> "Mapping[str, TensorCut]":
         """Return how blocks are sharded, by their paths, each within a layer.
 
         A block takes hidden states as its first argument and returns the sum of what its `into`
@@ -108,7 +106,7 @@ class OwnModel:
     """The values of its parameters and persistent buffers, by the keys of `interfaces.State`."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> OwnModel:
+    def of(cls, module: nn.Module) -> "OwnModel":
         """Read a module, which stays as it is; UserError where it does not give what it must."""
         _check(module)
         on_meta = {

@@ -1,7 +1,5 @@
 """Weights on the tape of sizes (tape.py), and what products need that read or cast them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod

@@ -1,7 +1,5 @@
 """The parts of a model that strategies split: what they know of each, wherever it comes from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -16,8 +16,6 @@ torchao              module._X_qdata, int8 or e4m3       module._X_scale, one a 
 mxfp4                X_blocks [.., out, in / 32, 16]     X_scales [.., out, in / 32], e8m0
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Which matrices of a model are stored in 8 or 4 bits, and where that cannot be."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """A matrix of a folder that is quantised already: several tensors under names of their own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The load-balancing loss of mixtures of experts, as a sum over rows, layers and stages."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Write a model in Hugging Face format: safetensors, config and generation config."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

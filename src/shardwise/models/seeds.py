@@ -1,7 +1,5 @@
 """Seeds that are a function of what they are for."""
 
-from __future__ import annotations
-
 import hashlib
 
 

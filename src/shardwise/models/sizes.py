@@ -1,7 +1,5 @@
 """Sizes in a config.json that no model has: refused by name, before transformers builds of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping

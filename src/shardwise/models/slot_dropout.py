@@ -1,7 +1,5 @@
 """Dropout whose masks are a function of (seed, step, slot, module), whatever the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,7 +69,7 @@ class SlotDropout(nn.Module):
         self.salt = torch.tensor(_int32(stable_seed(name)), dtype=torch.int32)
         self.features = features
 
-    def for_share(self, features: torch.Tensor) -> SlotDropout:
+    def for_share(self, features: torch.Tensor) -> "SlotDropout":
         """Return the same dropout for an input that has only these features, int32."""
         return SlotDropout(self.p, self.name, self.state, features)
 

@@ -1,7 +1,5 @@
 """Facts of a model for the rest of the project: its modules in order, and the kind of each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from shardwise.models.kinds.base import Kind

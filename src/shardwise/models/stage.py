@@ -6,8 +6,6 @@ to the embeddings before its first layer must not be done again by a later stage
 hidden states in their place: see `families.base.Cut`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The storages behind tensors, those of subclasses included."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -6,8 +6,6 @@ so that strategies shard, gather and count them as any others. Whatever would re
 these modules finds no tensor there, and fails.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@ They say, too, how many operators torch runs one by one, the bytes that each rea
 the FLOPs of each core.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ class Memory:
 
     __slots__ = ("num_bytes", "num_slots", "tape")
 
-    def __init__(self, tape: Tape, num_bytes: int) -> None:
+    def __init__(self, tape: "Tape", num_bytes: int) -> None:
         self.tape, self.num_bytes, self.num_slots = tape, num_bytes, 0
         tape.alive_bytes += num_bytes
         tape.touch()

@@ -9,8 +9,6 @@ Weights that are whole on every rank get a partial sum of their gradient on each
 Source of the scheme: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -120,7 +118,7 @@ class Rows:
         pieces = [tensor.narrow(dim, start, length) for start, length in self.ranges(rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
-    def in_blocks(self, size: int) -> Rows:
+    def in_blocks(self, size: int) -> "Rows":
         """Return these rows as blocks of so many; raises Indivisible if a cut goes through one."""
         for segment in self.segments:
             if segment.length % size:

@@ -1,7 +1,5 @@
 """How each block and parameter of a model is sharded over a number of tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from math import prod

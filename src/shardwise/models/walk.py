@@ -1,7 +1,5 @@
 """The walk of a layer: its operations on a tape of sizes, in the order in which they run."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType

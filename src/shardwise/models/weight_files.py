@@ -1,7 +1,5 @@
 """Base weights in safetensors files: where they lie, and their values under a model's names."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,7 +1,5 @@
 """The weight files of a model's folder: which of them are read, and their checksums."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from os.path import isfile

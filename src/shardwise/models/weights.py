@@ -4,8 +4,6 @@ Which weights take adapters, decay, have moments or values in few bits, multiply
 sharded by `tp` and `ep` are filters of this table. Names of kinds decide only here, by `Kind`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,8 +4,6 @@ They are rounded once, before the optimizer's step. A bfloat16 sum stops growing
 is under 1/256 of it. Memory: 4 bytes for an element of a gradient instead of 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -9,8 +9,6 @@ Source: torch.autograd.graph.saved_tensors_hooks, which torch.utils.checkpoint i
 it keeps its inputs by `save_for_backward`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,7 +44,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 class Moved:
     """A storage in CPU memory, and on the device again once its backward is near."""
 
-    def __init__(self, storage: torch.UntypedStorage, offload: Offload) -> None:
+    def __init__(self, storage: torch.UntypedStorage, offload: "Offload") -> None:
         on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self._offload = offload
         self._on_cpu: torch.Tensor | None = offload.to_cpu(on_device)
@@ -71,7 +69,7 @@ class Moved:
 class LayerForward:
     """Tensors that one forward of a layer has moved."""
 
-    def __init__(self, below: LayerForward | None) -> None:
+    def __init__(self, below: "LayerForward | None") -> None:
         """Take the forward of the layer below on the same micro-batch."""
         self.below = below
         self.moved: list[weakref.ref[Moved]] = []

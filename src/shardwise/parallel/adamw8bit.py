@@ -5,8 +5,6 @@ through a block, as a rule refuses a run in which one would, so that blocks are 
 process. Codes are sharded as the parameter is, and so are scales, whose last dim is 1/BLOCK of its.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ tens of microseconds of Python, and torch updates one parameter after the other,
 parts are plain tensors, which torch updates all together: AdamW everywhere, SGD on a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

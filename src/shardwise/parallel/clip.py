@@ -1,7 +1,5 @@
 """The global gradient norm, and clipping by it, of parameters sharded over different axes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 

@@ -3,8 +3,6 @@
 Layers of one kind share compiled code, and wrappers stay outside.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ schedule/context.py has the cut and counts the bytes; kernels/attention/places.p
 are [B, heads, tokens, H].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import lcm
 from typing import Any

@@ -4,8 +4,6 @@ Both ways implement `Exchange` of kernels/attention/places.py; context_attention
 and schedule/context.py counts their bytes. Keys are [B, K, T, H] in the order of their places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod

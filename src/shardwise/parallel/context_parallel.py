@@ -10,8 +10,6 @@ Gradients of weights are partial sums, which the data-parallel strategy adds up 
 (decision 050).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -7,8 +7,6 @@ tensor that has copies once, and sends a digest of it: 8 bytes, which a single f
 and another change nearly always.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ backward, autograd keeps the places of weights in the window instead of the weig
 Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857; torch.autograd.graph's hooks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Callable, Sequence

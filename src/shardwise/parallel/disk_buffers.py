@@ -4,8 +4,6 @@ A GPU computes with a copy of what was read. Copies are made on a stream of thei
 computes: after the read that they follow, and before the write that needs them.
 """
 
-from __future__ import annotations
-
 import gc
 import mmap
 import time

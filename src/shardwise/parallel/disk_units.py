@@ -5,8 +5,6 @@ A tensor that is not in memory is a stand-in of its shape: one NaN, expanded, so
 computes with it unnoticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

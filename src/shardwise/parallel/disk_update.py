@@ -1,7 +1,5 @@
 """The optimizer of disk offload: gradients that wait on disk, and a step that goes unit by unit."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import MethodType
 

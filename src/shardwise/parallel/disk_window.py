@@ -4,8 +4,6 @@ Everything is read and written by one thread, in the order in which it was asked
 that is read again has what was written before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import mmap

@@ -1,7 +1,5 @@
 """Messages of expert parallelism along its axis: tokens to the ranks of their experts, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ Sources: Lepikhin et al., "GShard", arXiv 2006.16668; dropless: Gale et al., "Me
 2211.15841.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import nn

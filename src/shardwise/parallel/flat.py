@@ -1,7 +1,5 @@
 """Parameters that lie in fsdp1's flat ones: a rank's piece of each, and its portable form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

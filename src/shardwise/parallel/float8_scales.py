@@ -12,8 +12,6 @@ partial sums is not rounding their sum, so they are added up first. One rank the
 sum, and the others zeros, since their results are added up later.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

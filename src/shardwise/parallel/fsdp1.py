@@ -10,8 +10,6 @@ what a unit trains in a flat parameter of its own; `naive` does not.
 Source: Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

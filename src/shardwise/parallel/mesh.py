@@ -1,7 +1,5 @@
 """Build the grid of ranks from a run file."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

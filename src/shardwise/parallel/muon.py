@@ -9,8 +9,6 @@ Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks
 al., "Muon is Scalable for LLM Training", arXiv 2502.16982, for the scale.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

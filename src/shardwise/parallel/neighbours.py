@@ -9,8 +9,6 @@ depend on the documents.
 Source: Hillis and Steele, "Data parallel algorithms", Communications of the ACM 29 (1986).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

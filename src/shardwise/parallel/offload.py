@@ -7,8 +7,6 @@ the CPU (see fsdp2.py), and so their gradients and states are there too.
 Sources: Ren et al., "ZeRO-Offload", arXiv 2101.06840; torch's CPUOffloadPolicy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -62,7 +60,7 @@ class Copies:
     on_cpu: dict[str, nn.Parameter]
 
     @staticmethod
-    def of(weights: dict[str, nn.Parameter]) -> Copies:
+    def of(weights: dict[str, nn.Parameter]) -> "Copies":
         """Return copies of these weights as they are now."""
         copied = {name: _copied_to(CPU, weight.detach()) for name, weight in weights.items()}
         return Copies(weights, {name: nn.Parameter(copy) for name, copy in copied.items()})

@@ -3,8 +3,6 @@
 It runs no backward where nothing is trained, and keeps a message only while it is needed.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Generator, Sequence

@@ -1,7 +1,5 @@
 """Sums of gradients, losses and counts over mesh axes, and values gathered from every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

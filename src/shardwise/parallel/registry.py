@@ -1,7 +1,5 @@
 """Descriptions that are found as files of a folder: each has one, of its own name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib import import_module
 from inspect import isclass

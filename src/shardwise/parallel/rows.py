@@ -1,7 +1,5 @@
 """Weights whose ranks hold rows that do not follow one another, in the order of their model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Messages of tensor parallelism along its axis: each move, and the move of its backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +29,7 @@ class TensorAxis:
     sequence_parallel: bool
 
     @classmethod
-    def of(cls, mesh: Mesh, sequence_parallel: bool) -> TensorAxis:
+    def of(cls, mesh: Mesh, sequence_parallel: bool) -> "TensorAxis":
         """Return the axis of a mesh."""
         tp = mesh.along("tp")
         return cls(tp, tp.get_group(), tp.get_local_rank(), tp.size(), sequence_parallel)

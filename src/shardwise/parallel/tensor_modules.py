@@ -1,7 +1,5 @@
 """How modules compute with their shares of weights that tensor parallelism has sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cached_property, partial

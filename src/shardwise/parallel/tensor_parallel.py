@@ -14,8 +14,6 @@ Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053; sequence parallelism: 
 arXiv 2205.05198.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

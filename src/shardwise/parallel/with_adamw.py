@@ -1,7 +1,5 @@
 """The base of optimizers that update selected parameters themselves, and the others by AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

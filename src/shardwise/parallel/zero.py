@@ -14,8 +14,6 @@ too, and the bytes are sent once per micro-batch.
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054 (P_os and P_os+g).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Whether it ends is a function of its evaluations. A checkpoint holds them in `me
 resumed run ends after the same step as one that was never interrupted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

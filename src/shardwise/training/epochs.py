@@ -1,7 +1,5 @@
 """How many optimizer steps a run has."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from shardwise.base.process.watchdog import paused

@@ -1,7 +1,5 @@
 """Validation loss, equal under every layout, and a greedy sample."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

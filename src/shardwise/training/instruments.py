@@ -3,8 +3,6 @@
 Both predict, which the trainer does not. `lab/instruments.py` makes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The training loop: one screen, the same lines for every strategy."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 from shardwise.assembly.build import build

@@ -1,7 +1,5 @@
 """The record of a finished run: memory, measured in a step of its own, FLOPs, and what was read."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -165,7 +163,7 @@ def _write(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
 
 
 def _record(
-    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, work: _Work | None
+    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, work: "_Work | None"
 ) -> RunRecord:
     seconds = meter.step_seconds()
     mean_seconds = seconds["mean"] if seconds else None

@@ -1,7 +1,5 @@
 """A loss or a gradient that is not finite: which tensors are not, and what to try."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

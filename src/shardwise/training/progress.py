@@ -1,7 +1,5 @@
 """The progress of a run on the screen: a live bar in a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -114,7 +112,7 @@ class Progress:
         """Print a line, above the bar where there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         self._started = self._printed = self._clock()
         if self._live:
             self._bar.start()

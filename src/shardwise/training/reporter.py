@@ -1,7 +1,5 @@
 """The reports of a run: on rank 0 its history, the screen, `metrics.jsonl` and trackers."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +99,7 @@ class Reporter:
         if start.folder is not None:
             self._progress.message(f"resuming after step {start.step}, from {start.folder}")
 
-    def __enter__(self) -> Reporter:
+    def __enter__(self) -> "Reporter":
         with contextlib.ExitStack() as stack:  # closes what is open where one of these fails
             if self._main:
                 if self.start.folder is not None:

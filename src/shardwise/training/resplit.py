@@ -1,7 +1,5 @@
 """When layers should move between the ranks of a pipeline, by the times of its steps."""
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Sequence

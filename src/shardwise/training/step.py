@@ -1,7 +1,5 @@
 """One optimizer step: the same lines for every layout."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 A tracker's package is imported only when a run asks for it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

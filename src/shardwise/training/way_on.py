@@ -1,7 +1,5 @@
 """The way on after a run that has ended early: from which checkpoint, and with which keys."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How a run or a command ends without success: its exit code, its line on stderr, its record."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

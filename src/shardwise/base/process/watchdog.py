@@ -5,8 +5,6 @@ A process has one watchdog. It watches the main thread, and another thread while
 while a thread does what may take as long as disks and networks do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

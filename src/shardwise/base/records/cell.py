@@ -6,8 +6,6 @@ folder for each cell, named by its id. The folder of a cell has `run.yaml` (its 
 output folder of one `shardwise train`, to which `log.txt` is added.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 This file needs no torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -149,7 +147,7 @@ class RunRecord:
         write_atomically(path, dumps(vars(self), indent=1) + "\n")
 
     @classmethod
-    def read(cls, path: str | Path) -> RunRecord:
+    def read(cls, path: str | Path) -> "RunRecord":
         """Read a file that `write` wrote; UserError where it is not a record of this schema."""
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -191,7 +189,7 @@ class MetricsFile:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> MetricsFile:
+    def __enter__(self) -> "MetricsFile":
         return self
 
     def __exit__(

@@ -6,8 +6,6 @@ last 3 and 4. A query meets the keys before it, so the last chunk does most of t
 all ranks do the same.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm

@@ -1,7 +1,5 @@
 """The cost of one micro-batch in a piece of a model, which the simulator and the splits work on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -59,7 +57,7 @@ class Cost:
         """Memory that the unit takes between steps: weights, gradients and optimizer states."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
-    def __add__(self, above: Cost) -> Cost:
+    def __add__(self, above: "Cost") -> "Cost":
         """Join the unit with the unit `above` it, whose output is the output of both."""
         not_summed = ("name", "output_bytes", "output_seconds", "stage_seconds")
         not_summed += ("trainable", "backward")

@@ -7,8 +7,6 @@ chapter 11) with a bound at each item, solved by dynamic programming over the it
 choose for the lowest layers, only those remain that no other one beats in bytes and price.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -5,8 +5,6 @@ Interleaved zero bubble (ZB1P) and ZB-V: arXiv 2401.10241. DualPipe-V: arXiv 241
 are those that torch runs, in all details; tests compare them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -85,7 +83,7 @@ class Pipeline:
         """Return how fast the rank of a chunk computes."""
         return self.speeds[self.rank_of(chunk)] if self.speeds else 1.0
 
-    def shortened(self) -> Pipeline:
+    def shortened(self) -> "Pipeline":
         """Return the same with fewer micro-batches, where there are many.
 
         The middle of a step, in which every group of as many micro-batches as there are ranks runs

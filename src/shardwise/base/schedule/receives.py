@@ -1,7 +1,5 @@
 """Messages of a pipeline that have a buffer before the action that reads them runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache

@@ -6,8 +6,6 @@ either way, and later ones go by what predicted the work of the ranks after the 
 After a move that made steps longer, layers go back, and stay.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ gradient from the chunk above. A message takes latency plus bytes over bandwidth
 work nor other messages, and takes no time within a rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +37,7 @@ class Work:
     backward: npt.NDArray[np.bool_]
 
     @staticmethod
-    def of(pipeline: Pipeline, units: Sequence[Cost], boundaries: npt.NDArray[np.int64]) -> Work:
+    def of(pipeline: Pipeline, units: Sequence[Cost], boundaries: npt.NDArray[np.int64]) -> "Work":
         """Add up the costs of units by chunk; seconds are those at the speeds of the ranks.
 
         `boundaries` [split, chunk + 1]: chunk c of split s is

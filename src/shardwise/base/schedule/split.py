@@ -5,8 +5,6 @@ the slowest chunk exactly, by dynamic programming. From there, and from the unif
 boundaries while the simulated step gets shorter. Where there are few splits, it simulates them all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One step of a pipeline, simulated or measured: which rank ran which action from when to when."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -5,8 +5,6 @@ Presets have no weights. A recipe is a run file for a published model under one 
 runs are layouts of others, for `shardwise plan`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from dataclasses import dataclass

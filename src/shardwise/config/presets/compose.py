@@ -1,7 +1,5 @@
 """Compose a first run: a run file with comments, and the files beside it that it needs."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

@@ -6,8 +6,6 @@ parity matrix all ask here. No other module refuses a combination, so a new stra
 rules as rows of a list here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.base.layouts import Facts, ModelFacts, layout_names, parallel_of, strategy_facts

@@ -1,7 +1,5 @@
 """Rules on the adapters that LoRA would put on a model, and on what it would train in full."""
 
-from __future__ import annotations
-
 from shardwise.config import Lora
 from shardwise.config.rules.rule import Case, Rule
 

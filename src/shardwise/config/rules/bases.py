@@ -1,7 +1,5 @@
 """Rules on frozen weights that are stored in 4 or 8 bits."""
 
-from __future__ import annotations
-
 from shardwise.config.rules.rule import Case, Rule
 
 

@@ -1,7 +1,5 @@
 """Rules on layers that torch.compile compiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from shardwise.base.layouts import num_microbatches

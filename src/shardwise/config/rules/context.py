@@ -1,7 +1,5 @@
 """Rules on context parallelism: how rows may be cut, and what it runs with."""
 
-from __future__ import annotations
-
 from shardwise.config.rules.rule import Case, Rule, multiples
 
 

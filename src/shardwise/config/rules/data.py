@@ -1,7 +1,5 @@
 """Rules of the section `data`: which keys go with which format and packing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from shardwise.config import Data, Entry

@@ -1,7 +1,5 @@
 """Rules on `parallel.offload: disk`, beside that on its strategies."""
 
-from __future__ import annotations
-
 from shardwise.config.rules.rule import Case, Rule
 
 

@@ -1,7 +1,5 @@
 """Rules of how long a run trains, when it evaluates, and how its learning rate changes."""
 
-from __future__ import annotations
-
 from shardwise.config import CALLERS, Data, Optimizer, Training
 from shardwise.config.rules.rule import Case, Rule
 from shardwise.config.section import facts_in

@@ -1,7 +1,5 @@
 """Rules on routed experts: over which ranks they are spread; how loads are evened or limited."""
 
-from __future__ import annotations
-
 from shardwise.base.layouts import axis_sizes, num_strategy_ranks
 from shardwise.config.rules.rule import Case, Rule, dotted, either
 

@@ -1,7 +1,5 @@
 """Rules on the model that a run trains, with its adapters."""
 
-from __future__ import annotations
-
 from shardwise.base.schedules import HALVING, V_SHAPED
 from shardwise.config import CALLERS, Model
 from shardwise.config.rules.rule import Case, Rule, either

@@ -1,7 +1,5 @@
 """Rules on optimizers that need more of a layout than each element by itself."""
 
-from __future__ import annotations
-
 from shardwise.base.layouts import axis_sizes, num_strategy_ranks
 from shardwise.config.rules.rule import Case, Rule
 

@@ -1,7 +1,5 @@
 """Rules on products in 8-bit floating point, and on copies of weights in 16 bits."""
 
-from __future__ import annotations
-
 from shardwise.config.rules.rule import Case, Rule
 
 WAY_OUT = "set training.matmul to default"

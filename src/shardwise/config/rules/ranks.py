@@ -1,7 +1,5 @@
 """Rules on the number of processes: the grid that they make, and the steps that they share."""
 
-from __future__ import annotations
-
 from shardwise.base.layouts import has_copies, num_data_ranks, num_microbatches
 from shardwise.base.schedules import least_microbatches, microbatches_left_over
 from shardwise.config.rules.rule import Case, Rule, either, multiples

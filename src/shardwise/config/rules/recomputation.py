@@ -1,7 +1,5 @@
 """Rules on which layers are computed again."""
 
-from __future__ import annotations
-
 from shardwise.config import Recomputation
 from shardwise.config.rules.rule import Case, Rule
 

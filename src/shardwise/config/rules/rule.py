@@ -1,7 +1,5 @@
 """Form of a rule, and the words that several rules share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rules that a run file breaks by itself, whatever the model and the number of processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from shardwise.base.layouts import strategies

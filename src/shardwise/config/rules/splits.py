@@ -1,7 +1,5 @@
 """Rules on where a pipeline's model is cut, and on layers that move between its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from shardwise.config.rules.rule import Case, Rule

@@ -5,8 +5,6 @@ and capped scores do: their queries are computed some at a time, on some of the 
 their window. So no mask grows with the row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ class Merged(NamedTuple):
     """[B, N, T]."""
 
     @classmethod
-    def without_keys(cls, q: torch.Tensor, v: torch.Tensor) -> Merged:
+    def without_keys(cls, q: torch.Tensor, v: torch.Tensor) -> "Merged":
         """Return what queries have before they see a key.
 
         In memory tokens come before heads, as the projection after them wants: nothing is copied.
@@ -42,7 +40,7 @@ class Merged(NamedTuple):
         out = q.new_zeros(rows, length, num_heads, v.shape[-1], dtype=wide).transpose(1, 2)
         return cls(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
 
-    def of(self, queries: slice) -> Merged:
+    def of(self, queries: slice) -> "Merged":
         """Return the part of some queries, in the same memory."""
         return Merged(self.out[:, :, queries], self.lse[:, :, queries])
 

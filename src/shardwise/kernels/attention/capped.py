@@ -5,8 +5,6 @@ the inputs on a GPU.
 Source: Gemma Team, "Gemma 2", arXiv 2408.00118, section 2.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """The reference: all scores at once, in float32 or float64."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

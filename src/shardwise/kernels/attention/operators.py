@@ -3,8 +3,6 @@
 They give the log-sum-exp along with the output, and their backward takes both as they are.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

@@ -4,8 +4,6 @@ Keys come in rounds, from this rank alone or from others (parallel/context_excha
 a query sees is decided by places alone, so the host never waits. Tensors are [B, heads, tokens, H].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol

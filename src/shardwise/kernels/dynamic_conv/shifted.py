@@ -4,8 +4,6 @@ The backward keeps x and the kernels, and computes the sums before the activatio
 as large as the kernels is allocated, except their gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The product of an activation and a second projection, inside a gated MLP."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

@@ -5,8 +5,6 @@ feature lie side by side.
 Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925, section 2.2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202, SwiGLU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The gated activation as autograd differentiates it, which keeps the activation too."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

@@ -1,7 +1,5 @@
 """The gated delta rule: a state per head that decays, and that corrects what a key has stored."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

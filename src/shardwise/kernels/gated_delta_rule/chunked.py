@@ -10,8 +10,6 @@ are 0. The backward is the chain rule on these equations.
 Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, section 3.3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

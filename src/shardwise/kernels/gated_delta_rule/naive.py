@@ -1,7 +1,5 @@
 """The reference: the recurrence, token by token."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels.recurrence import begins, wide

@@ -1,7 +1,5 @@
 """The root mean square norm with a gate, before the last projection of a recurrent mixer."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

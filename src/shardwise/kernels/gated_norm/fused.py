@@ -4,8 +4,6 @@ It keeps x, the gate and one number per row. Source of the norm: Zhang and Sennr
 Square Layer Normalization", arXiv 1910.07467.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

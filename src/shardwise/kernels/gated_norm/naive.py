@@ -1,7 +1,5 @@
 """The norm with a gate as autograd differentiates it, which keeps every step."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels.recurrence import wide

@@ -6,8 +6,6 @@ computes x A^T, which has few columns, again.
 Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1, for each expert by itself.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Gradients that a backward of experts' linears is asked for, and gives."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

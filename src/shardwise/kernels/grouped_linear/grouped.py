@@ -3,8 +3,6 @@
 `ends` [E] lies on the device, where the products read it: nothing waits for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -5,8 +5,6 @@ into experts once, not in each product, and PEFT's B, whose numbers lie apart, i
 once: with a few rows for each expert, such steps take as long as the products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

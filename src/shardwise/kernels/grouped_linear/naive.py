@@ -1,7 +1,5 @@
 """The reference: one expert after the other, differentiated by autograd."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

@@ -1,7 +1,5 @@
 """Rows in another order, and back, without a sum whose order depends on the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Kimi Delta Attention: the gated delta rule with a decay for each channel of a key."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

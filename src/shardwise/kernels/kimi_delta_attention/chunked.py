@@ -19,8 +19,6 @@ nothing.
 Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, section 3; the halves are this project's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ losses of preferences give it, the gradient of a trained weight takes the chunks
 Source of the idea: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -129,7 +127,7 @@ class _GradientLater(torch.autograd.Function):
         ctx: Any,
         tensor: torch.Tensor,
         place: int,
-        head: _Head,
+        head: "_Head",
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,

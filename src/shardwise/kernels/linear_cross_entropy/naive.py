@@ -1,7 +1,5 @@
 """The reference: all logits, then torch's cross entropy."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

@@ -6,8 +6,6 @@ softmax", arXiv 1805.02867, algorithm 3). The other overwrites the logits with t
 Between the two, a few numbers per row may be reduced over the ranks that hold other tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

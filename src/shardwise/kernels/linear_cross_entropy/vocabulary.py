@@ -1,7 +1,5 @@
 """A head that is sharded over ranks along its vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

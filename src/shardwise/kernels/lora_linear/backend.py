@@ -12,8 +12,6 @@ are pure, and their results are new tensors. Backends that launch kernels of the
 through operators.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -6,8 +6,6 @@ gradient of a weight is ever computed. Shapes: see backend.py.
 Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1; the gradients follow by the chain rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

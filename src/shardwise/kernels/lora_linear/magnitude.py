@@ -5,8 +5,6 @@ W + s B A and m the trained one. n takes part in no gradient: it counts as a con
 Source: Liu et al., "DoRA", arXiv 2402.09353, section 4.1, and 4.3 for the constant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reference: one linear after the other, as PEFT computes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

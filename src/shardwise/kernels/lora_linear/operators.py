@@ -10,8 +10,6 @@ They are registered without autograd, as only the node in fused.py calls them: a
 model waits for the host. Where nothing looks at operators, the backend is called without them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ of the result, the transposed result is computed: on a CPU, libraries take up to
 for the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

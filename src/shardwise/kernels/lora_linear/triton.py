@@ -5,8 +5,6 @@ the result starts out as bias and adapter's product, written once, and the vendo
 it as it stores its tiles. The gradient of the input is computed alike, one linear after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

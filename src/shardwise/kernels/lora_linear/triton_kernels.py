@@ -10,8 +10,6 @@ one of rank linears * R without dropout (`num_masks` is 1). What differs between
 their sizes, b's) comes as a tuple with an entry for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

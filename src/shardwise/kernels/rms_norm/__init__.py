@@ -1,7 +1,5 @@
 """The root mean square norm of layers, of queries and of keys."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

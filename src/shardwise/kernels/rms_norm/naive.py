@@ -1,7 +1,5 @@
 """The root mean square norm as autograd differentiates it, which keeps every step."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels.recurrence import wide

@@ -3,8 +3,6 @@
 It keeps the angles alone. Source: Su et al., "RoFormer", arXiv 2104.09864.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

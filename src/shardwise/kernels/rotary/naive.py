@@ -1,7 +1,5 @@
 """Rotary positions as autograd differentiates them."""
 
-from __future__ import annotations
-
 import torch
 
 

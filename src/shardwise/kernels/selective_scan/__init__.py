@@ -1,7 +1,5 @@
 """The selective scan of Mamba: a state per channel, each element of which decays by itself."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

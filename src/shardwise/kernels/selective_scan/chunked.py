@@ -9,8 +9,6 @@ chunk, and computes the states within a chunk again.
 Source: Gu and Dao, "Mamba", arXiv 2312.00752, section 3.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

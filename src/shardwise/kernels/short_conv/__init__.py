@@ -1,7 +1,5 @@
 """The causal depthwise convolution over a few tokens that recurrent mixers have."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

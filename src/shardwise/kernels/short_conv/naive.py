@@ -1,7 +1,5 @@
 """The reference: a loop over tokens and taps."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

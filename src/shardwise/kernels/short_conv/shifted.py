@@ -5,8 +5,6 @@ takes a block of tokens at a time, whose sums stay in a cache. The backward keep
 and computes the sums before the activation again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

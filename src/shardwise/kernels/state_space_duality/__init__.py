@@ -1,7 +1,5 @@
 """The scan of Mamba2: a state per head, which decays by one factor a token."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels import published

@@ -14,8 +14,6 @@ inputs and the state before each chunk, and computes the rest again.
 Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060, section 6.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

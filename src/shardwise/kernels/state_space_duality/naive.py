@@ -1,7 +1,5 @@
 """The reference: the recurrence, token by token."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.kernels.gated_delta_rule.naive import begins, wide

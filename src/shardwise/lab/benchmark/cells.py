@@ -4,8 +4,6 @@ In a record, figures that vary between rounds are medians; all others are those 
 round.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

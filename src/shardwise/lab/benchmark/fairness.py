@@ -4,8 +4,6 @@ An axis varies what is computed, or one choice of how it is computed, and never 
 nobody could say which of the two made a difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import combinations, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """The folder of a bench: its lock, sweep and run files, and the cells of earlier calls."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

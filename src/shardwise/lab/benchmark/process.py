@@ -3,8 +3,6 @@
 No process of a run outlives the call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -145,7 +143,7 @@ class Preloaded:
         self._channel: socket.socket | None = None
         self._forks = True
 
-    def __enter__(self) -> Preloaded:
+    def __enter__(self) -> "Preloaded":
         return self
 
     def __exit__(self, *_: object) -> None:

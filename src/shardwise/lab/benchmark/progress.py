@@ -1,7 +1,5 @@
 """The output of a bench: a line for each run, and one table at the end."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

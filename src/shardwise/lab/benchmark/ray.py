@@ -3,8 +3,6 @@
 All nodes see the folder of the bench, the working directory and the files that runs read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -3,8 +3,6 @@
 Each run is a `shardwise train` with processes and a time limit, and leaves a record.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import json

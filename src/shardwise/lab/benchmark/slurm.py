@@ -1,7 +1,5 @@
 """A sweep as an array of Slurm jobs, one for each cell, all of which write into one folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

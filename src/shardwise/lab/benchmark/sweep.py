@@ -1,7 +1,5 @@
 """A sweep file: axes that vary a base run. Their combinations are cells that can be compared."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

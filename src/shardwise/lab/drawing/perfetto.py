@@ -1,7 +1,5 @@
 """Timelines as trace event JSON, which ui.perfetto.dev and chrome://tracing open."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Timelines as a chart of text, for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from shardwise.base.schedule.orders import KIND_NAMES

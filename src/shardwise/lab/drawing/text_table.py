@@ -1,7 +1,5 @@
 """Tables of texts, for the terminal and for pages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ run, forwards follow backwards; here, the forwards of most units follow forwards
 that stage once more right before every unit, and subtracts the time that it takes there.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Measures of a machine by `shardwise calibrate`: its file, and seconds looked up in it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

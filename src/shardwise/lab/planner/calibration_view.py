@@ -1,7 +1,5 @@
 """Text that `shardwise calibrate` prints of a calibration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.box import SIMPLE

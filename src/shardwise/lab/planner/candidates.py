@@ -3,8 +3,6 @@
 A candidate is a small tuple, which becomes a run file only if `search.py` takes a closer look.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -63,7 +61,7 @@ class Question:
             return calibration.device
         return "cpu" if self.cluster.device.name == "CPU-core" else "cuda"
 
-    def is_short_of_memory(self, candidate: Candidate) -> bool:
+    def is_short_of_memory(self, candidate: "Candidate") -> bool:
         """Return whether a candidate takes time for memory: by itself it computes layers again, or
         offloads.
         """

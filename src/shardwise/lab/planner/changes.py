@@ -1,7 +1,5 @@
 """A choice with one thing changed: to climb from it to a faster one, and to see what each costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -57,7 +55,7 @@ class Climb:
         """Return where the changes lead from a choice that computes no more again than it must."""
         return self.from_choice(no_more_again(self.exact, self.from_choice(choice)))
 
-    def asked(self, question: Question) -> Climb:
+    def asked(self, question: Question) -> "Climb":
         """Return one within a division, for a question that differs in its dtypes alone."""
         subject = self.exact.subject
         exact, space = Exact(question, subject), Space(question, subject)

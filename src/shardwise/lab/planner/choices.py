@@ -1,7 +1,5 @@
 """`training.checkpointing` as a part of what a search looks up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from shardwise.config import Checkpointing, Recomputation

@@ -1,7 +1,5 @@
 """Devices, links, and clusters of equal nodes: presets, or this machine as it was measured."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Counted is what a call is given, not what a backend makes of it (gloo's reduce-s
 all-reduce inside).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ under zero and ddp, whose first one has 1 MiB). The loss is the chunked one.
 tests/parallel/test_communication.py counts the collectives of real steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain

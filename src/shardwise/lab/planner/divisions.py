@@ -1,7 +1,5 @@
 """How devices are divided among the axes of a layout, and what such a division is called."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache

@@ -4,8 +4,6 @@ They know a model by a few sums over its units. Nothing that a user reads comes 
 survives is computed by `peak.py` and `step_time.py`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The memory and the time of a candidate, by `peak.py` and `step_time.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial

@@ -6,8 +6,6 @@ is larger there and in bfloat16, and the seconds of the host that queues a layer
 beside those of the GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

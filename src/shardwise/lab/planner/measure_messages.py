@@ -1,7 +1,5 @@
 """Measure the messages of this machine's processes for `shardwise calibrate`."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Collection, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The small models whose layers a calibration measures, and how large all is that it measures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

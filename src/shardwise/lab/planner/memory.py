@@ -6,8 +6,6 @@ every layout. Gradients take the dtype of their weight, or float32 under
 tests/parallel/test_state_bytes.py counts the tensors that real ranks hold.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -54,7 +52,7 @@ class PeakBytes(NamedTuple):
         states = self.weights + self.gradients + self.optimizer
         return states + self.activations + self.buffers + self.temporary + self.overhead
 
-    def plus(self, **sizes: int) -> PeakBytes:
+    def plus(self, **sizes: int) -> "PeakBytes":
         """Return this memory with more bytes of some parts."""
         return self._replace(**{part: getattr(self, part) + size for part, size in sizes.items()})
 

@@ -1,7 +1,5 @@
 """The messages of a training step, and the share of a model that they depend on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

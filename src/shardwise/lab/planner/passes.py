@@ -1,7 +1,5 @@
 """The forwards and backwards of a step on a rank, before it is known what units keep and need."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import compress

@@ -7,8 +7,6 @@ in `parallel/strategies/`, and the states between steps in `memory.py`.
 `tools/plan_grid.py` compares the peaks with measured ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache

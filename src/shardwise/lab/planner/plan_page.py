@@ -1,7 +1,5 @@
 """The view of a plan: lines and tables for the terminal and the page, data for `--json` and it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any

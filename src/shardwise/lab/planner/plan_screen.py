@@ -3,8 +3,6 @@
 It is a layout, its keys, bars of its memory and its step, alternatives, and the reasons.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields

@@ -3,8 +3,6 @@
 The bench runs in as many processes as a run keeps busy, each of them at another unit at a time.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The divisions and candidates that a search computes first, by estimates of time and memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import islice

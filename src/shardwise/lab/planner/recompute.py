@@ -5,8 +5,6 @@ price of computing a layer again is its FLOPs, or its measured seconds where the
 (`shardwise split --profile`). Nothing here needs weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

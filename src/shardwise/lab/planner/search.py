@@ -4,8 +4,6 @@ Estimates put the candidates in order. Of the first of them memory and time are 
 and from the best two the search goes on, one change at a time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

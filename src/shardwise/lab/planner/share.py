@@ -5,8 +5,6 @@ its experts. What data parallelism then does with the share is in `communication
 `memory.py`. Nothing here needs a process group or memory for weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod

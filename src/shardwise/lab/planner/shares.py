@@ -1,7 +1,5 @@
 """The shares of one run, each read off the model once, however many formulas ask for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

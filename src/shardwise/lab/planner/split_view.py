@@ -1,7 +1,5 @@
 """Text and files of `shardwise split`: a run's pipeline by stage, beside other splits."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Iterator

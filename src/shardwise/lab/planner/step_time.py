@@ -10,8 +10,6 @@ pipeline, other stages wait for those of tp, cp and ep too. On a CPU, gloo's thr
 the one thread that computes, so nothing overlaps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

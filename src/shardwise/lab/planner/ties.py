@@ -1,7 +1,5 @@
 """Ties: of choices whose times a plan cannot tell apart, the simplest is the answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lab.planner.candidates import Candidate, Question

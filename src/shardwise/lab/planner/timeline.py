@@ -2,8 +2,6 @@
 drawn.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ On this machine a unit's products are looked up by shape, and the rest of it is 
 as calibrated. On a preset both are rooflines with stated efficiencies (docs/guides/calibrating.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod

@@ -4,8 +4,6 @@ A product multiplies T tokens by a weight. The rest of a unit (a core, norms, ac
 the launching of operators) is described by four numbers, whose prices a calibration measures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -3,8 +3,6 @@
 A search has hundreds of layouts, and a unit looks alike in most of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from transformers import PreTrainedModel

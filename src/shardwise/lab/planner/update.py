@@ -1,7 +1,5 @@
 """Bytes that an optimizer moves in an update, and those that gradients need before it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from shardwise.config import RunConfig

@@ -1,7 +1,5 @@
 """The weights of a model as one rank of `tp` and `ep` holds them, read off a model on meta."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache

@@ -4,8 +4,6 @@ A cause is named only where it is one: rows, where with as many as devices a div
 rule, where it refuses every division that the other keys leave, or a size that is given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod

@@ -4,8 +4,6 @@ The rules are those of docs/concepts/parity.md: SGD, LoRA's B drawn at random, r
 each rank another number of target tokens, several micro-batches per step, and clipping that acts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import tempfile

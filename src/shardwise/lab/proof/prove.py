@@ -1,7 +1,5 @@
 """Run a layout and one process on this CPU, and tell whether they computed the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -7,8 +7,6 @@ Sizes are found by the words in their keys (`head_dim`, `intermediate_size`), si
 in their keys but hardly in these words.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Turn a user's run into a small one of the same layout, which a laptop's CPU can run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product

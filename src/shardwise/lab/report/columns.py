@@ -1,7 +1,5 @@
 """The columns of a report's tables: what they show of a cell, on the page and in Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compares two benches cell by cell, with regressions first."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

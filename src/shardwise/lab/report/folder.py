@@ -1,7 +1,5 @@
 """Reads the folder of a bench. A broken file of one cell becomes a problem of that cell alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

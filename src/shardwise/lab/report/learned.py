@@ -1,7 +1,5 @@
 """Losses along an axis that changes the computation itself, such as the learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.base.records.cell import Axis, SweepRecord

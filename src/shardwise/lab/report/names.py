@@ -1,7 +1,5 @@
 """The names of cells, groups of cells, and axes in a report."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

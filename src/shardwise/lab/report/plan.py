@@ -1,7 +1,5 @@
 """Draws what `shardwise plan` has found as one HTML page."""
 
-from __future__ import annotations
-
 import importlib.resources
 from typing import Any
 

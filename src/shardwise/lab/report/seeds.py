@@ -1,7 +1,5 @@
 """Spread over seeds: cells that differ in `training.seed` alone are one row of the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The look of the cells in figures: colours, markers and dashes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The top of a report: the best cells of each group, and the limits of the figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise.base.records.cell import MOST_OF_OTHERS, Round

@@ -1,7 +1,5 @@
 """The rows of a report: which cells are right, and how their speed and memory compare."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Charts of pipelines: what each rank did in a measured step, several cells on one time axis."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

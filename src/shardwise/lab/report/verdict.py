@@ -3,8 +3,6 @@
 The losses of a cell are compared with those of another cell, as closely as rounding allows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

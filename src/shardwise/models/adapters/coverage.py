@@ -1,7 +1,5 @@
 """Weights that adapters reach: of a run, and of a PEFT adapter, with what `check` finds in it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace

@@ -5,8 +5,6 @@ experts side by side. `auto` leaves them frozen: an adapter there has E times th
 on a linear of that size.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import warnings

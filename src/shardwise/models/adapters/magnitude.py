@@ -1,7 +1,5 @@
 """Modules of magnitudes under DoRA, whose class derives from one of PEFT's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from peft.tuners.lora.dora import DoraLinearLayer

@@ -1,7 +1,5 @@
 """The families that are proven to train right, and the ModelSpec of a model of one of them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 

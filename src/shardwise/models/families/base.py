@@ -1,7 +1,5 @@
 """Facts that may differ between model families, with the common shape as defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -5,8 +5,6 @@ family or a linear that is not listed here was not looked up, or is not read: su
 refused rather than written with factors that would do nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A model type that is not listed, but has the common shape: its facts are read off its modules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

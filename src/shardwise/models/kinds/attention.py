@@ -3,8 +3,6 @@
 Tensor parallelism shards the heads.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

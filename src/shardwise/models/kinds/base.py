@@ -5,8 +5,6 @@ feed-forward. Each kind of block has a file of its own beside this one. Names in
 transformers' modules, within the block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Parts that all delta rules share: FLOPs, what crosses ranks, what a backward needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +96,7 @@ def rule_outputs(
     qkv: Sequence[Tensor],
     g: Tensor,
     beta: Tensor,
-    scratch: tuple[Scratch, Scratch],
+    scratch: "tuple[Scratch, Scratch]",
 ) -> Tensor:
     """Return the outputs of a delta rule.
 

@@ -1,7 +1,5 @@
 """Dense feed-forwards. Tensor parallelism shards the feed-forward width."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Tensor parallelism shards the key heads, with the value heads that go with each.
 projections in three ways, each of which is a `Kind` here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

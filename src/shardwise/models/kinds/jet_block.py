@@ -5,8 +5,6 @@ heads share the result of the first one, which is whole on every rank; of the se
 a head, W of each of its value channels, lie together.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Tensor parallelism shards the heads. Where a projection has two factors, all hea
 of the first one, which is whole on every rank.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig

@@ -3,8 +3,6 @@
 Source: DeepSeek-V2, arXiv 2405.04434. Kimi Linear has it too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

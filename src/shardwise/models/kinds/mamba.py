@@ -3,8 +3,6 @@
 Tensor parallelism shards the channels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 from typing import Any

@@ -3,8 +3,6 @@
 Tensor parallelism shards the heads, with the group that each reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Tensor parallelism shards the feed-forward width of every expert alike; routers are whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

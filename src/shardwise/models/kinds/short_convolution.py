@@ -1,7 +1,5 @@
 """LFM2's short convolution, gated before and after. Tensor parallelism shards the channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

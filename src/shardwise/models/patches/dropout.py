@@ -1,7 +1,5 @@
 """Dropouts whose masks do not depend on the layout: see models/slot_dropout.py."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.config import RunConfig

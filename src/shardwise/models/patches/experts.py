@@ -1,7 +1,5 @@
 """Routed experts that compute as models/routed_experts.py says."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.config import RunConfig

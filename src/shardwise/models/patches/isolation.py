@@ -7,8 +7,6 @@ whatever the mixer computes. It needs no mask, since its padding comes after it 
 causal. What works token by token (norms, MLPs, experts) stays packed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The load-balancing loss of a part's mixtures of experts: see models/router_loss.py."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.config import RunConfig

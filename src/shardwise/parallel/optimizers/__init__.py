@@ -1,7 +1,5 @@
 """The optimizers: each file here has one, of its own name, and loads no torch for its facts."""
 
-from __future__ import annotations
-
 from shardwise.config import RunConfig
 from shardwise.config.optimizers import OPTIMIZER_NAMES
 from shardwise.parallel.registry import in_files

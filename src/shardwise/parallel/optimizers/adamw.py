@@ -1,7 +1,5 @@
 """The description of AdamW; `parallel/by_element.py` does it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 

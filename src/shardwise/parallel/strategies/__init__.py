@@ -3,8 +3,6 @@
 No file loads torch before it has something to do with it: whoever wants names loads none.
 """
 
-from __future__ import annotations
-
 from shardwise.base.layouts import ALONE
 from shardwise.config import STRATEGY_NAMES, RunConfig
 from shardwise.parallel.registry import in_files

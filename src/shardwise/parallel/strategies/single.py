@@ -1,7 +1,5 @@
 """No data parallelism: the ranks that compute a row are all that there are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from shardwise.config import RunConfig

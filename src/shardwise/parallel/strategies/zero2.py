@@ -1,7 +1,5 @@
 """The description of ZeRO's second stage; `parallel/zero.py` does it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The axes of the ranks that hold a model together: a file has what the planner knows of one."""
 
-from __future__ import annotations
-
 from shardwise.lab.planner.axes.cp import ContextMessages
 from shardwise.lab.planner.axes.ep import ExpertMessages
 from shardwise.lab.planner.axes.pp import PipelineMessages

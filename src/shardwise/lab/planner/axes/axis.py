@@ -1,7 +1,5 @@
 """The base of an axis in the planner: what its ranks send, and roughly how long that takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ checkpointing sends what its forward sends once more. schedule/context.py counts
 mixer; a kind of block says what it passes on (`Kind.carries`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ A rank has N tokens of a micro-batch, each of which goes to k experts: N k rows 
 of their experts, and R rows arrive from all ranks. R depends on the routing; all else does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Messages between the stages of a pipeline, by closed formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from shardwise.lab.planner.axes.axis import AxisMessages

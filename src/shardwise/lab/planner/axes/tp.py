@@ -1,7 +1,5 @@
 """Messages of tensor parallelism that mixers and feed-forwards cause, by closed formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

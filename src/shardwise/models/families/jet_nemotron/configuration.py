@@ -3,8 +3,6 @@
 Facts (keys, defaults) from github.com/NVlabs/Jet-Nemotron (Apache-2.0) and arXiv 2508.15884.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import field
 from typing import Any

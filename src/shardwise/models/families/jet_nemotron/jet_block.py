@@ -4,8 +4,6 @@ Facts (names, shapes, formulas) are from github.com/NVlabs/Jet-Nemotron (Apache-
 2508.15884.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from typing import Any

@@ -5,8 +5,6 @@ github.com/NVlabs/Jet-Nemotron (Apache-2.0) and arXiv 2508.15884. What it shares
 (attention, MLP, rotary positions) is transformers' code.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 
