@@ -65,6 +65,8 @@ def page() -> str:
         cells = [cell(by_layout[name]) if name in by_layout else "–" for name in LAYOUTS]
         count = f"{num_parameters(preset) / 1e9:.2f} B"
         lines.append(f"| `{preset}` | {path} | {count} | {' | '.join(cells)} |")
+    pairs = [f"`{name}` ({cell(one)})" for name, one in recipes().items() if one.layout == "dpo"]
+    lines += ["", f"Two learn from [pairs of answers](preferences.md): {' and '.join(pairs)}."]
     return HEAD + "\n".join(lines) + "\n" + TAIL
 
 

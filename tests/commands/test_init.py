@@ -97,6 +97,21 @@ def test_a_recipe_says_what_it_trains_and_how_much_a_gpu_holds(folder, capsys):
     assert "holds at most 1.2 GiB" in (folder / "run.yaml").read_text(encoding="utf-8")
 
 
+def test_a_recipe_of_pairs_trains_on_the_pairs_beside_it(folder):
+    assert cli.main(["init", "--recipe", "qwen3_5-9b-dpo", "--model", "tiny-qwen3_5"]) == 0
+    short = ("--training.steps=2", "--training.eval_every=0", "--training.global_batch_size=4")
+    done = run_command(["train", "run.yaml", "--nproc=2", "--data.sequence_length=128", *short])
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "rewards/accuracies" in row]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    pairs = (folder / "pairs.jsonl").read_bytes()
+    assert cli.main(["init", "mine.yaml", "--data", "pairs.jsonl"]) == 0
+    cfg = load_config("mine.yaml")
+    assert (cfg.objective, cfg.optimizer.lr, cfg.preference.beta) == ("dpo", 5e-6, 0.1)
+    assert (folder / "pairs.jsonl").read_bytes() == pairs
+
+
 def test_a_preset_is_a_folder_that_a_recipe_may_train(folder):
     assert cli.main(["init", "--recipe", "lfm2-1.2b-pp", "--model", "tiny-lfm2"]) == 0
     cfg = load_config("run.yaml")
@@ -137,6 +152,10 @@ FILES = {
         (["none/run.yaml"], "no folder none; make it first"),
         (["a\0.yaml"], "an argument has a NUL; take it out"),
         (["new.yaml", "--recipe", "lfm2-1.2b-ppp"], "did you mean lfm2-1.2b-pp?"),
+        (
+            ["new.yaml", "--recipe", "qwen3_5-9b-dpo", "--data", "text.jsonl"],
+            "a recipe of dpo needs pairs of answers",
+        ),
         (["new.yaml", "--model", "tiny_lfm2"], "did you mean tiny-lfm2?"),
         (["new.yaml", "--model", "/none/at/all"], "no such folder or preset"),
         (["new.yaml", "--model", "./tiny-lfm2"], "no config.json here"),

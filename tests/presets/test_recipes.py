@@ -14,13 +14,16 @@ import pytest
 from shardwise.base.layouts import layout_of
 from shardwise.commands import cli
 from shardwise.config.presets import MODELS, STARTER, preset_names, recipes
+from shardwise.config.run_file import load_config
 from tests.command import run_command
 from tests.left_out import some_now
 
 ROOT = Path(__file__).parents[2]
 PRESETS = list(dict.fromkeys(recipe.preset for recipe in recipes().values()))
-IN_EVERY_TEST_RUN = ("lfm2-1.2b-tp", "nemotron-3-nano-30b-a3b-fsdp2")
-"""A recipe of each of two layouts, one of a mixture."""
+IN_EVERY_TEST_RUN = ("lfm2-1.2b-tp", "nemotron-3-nano-30b-a3b-fsdp2", "llama-3.1-8b-dpo")
+"""A recipe of each of two layouts, one of a mixture, one of pairs."""
+LAYOUTS = {"one-gpu": "single", "dpo": "fsdp2"}
+"""Where a recipe's is named otherwise."""
 BILLIONS = {"phi-4": 14.7, "granite-4.0-h-tiny": 7}
 """Published sizes that do not stand in a model's name."""
 
@@ -44,7 +47,7 @@ def test_the_layout_of_a_recipe_is_proven_for_its_family(name):
     recipe = recipes()[name]
     config = json.loads((MODELS / recipe.preset / "config.json").read_text(encoding="utf-8"))
     layout = layout_of(tool()["config_of"](recipe).parallel)
-    assert layout == {"one-gpu": "single"}.get(recipe.layout, recipe.layout)
+    assert layout == LAYOUTS.get(recipe.layout, recipe.layout)
     # One process is what the others are compared with.
     assert layout == "single" or (config["model_type"], layout) in proven()
 
@@ -66,6 +69,18 @@ def test_a_recipe_is_proven_and_states_its_memory(name, tmp_path, monkeypatch):
     proof = json.loads(Path("out.json").read_text())
     assert proof["equal"]
     assert proof["notes"] == []
+
+
+@pytest.mark.parametrize("name", [name for name in recipes() if name.endswith("-dpo")])
+def test_a_plan_says_that_a_recipe_of_pairs_fits(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "--recipe", name]) == 0
+    assert load_config("run.yaml").reference == "base"
+    capsys.readouterr()
+    device = f"--devices={recipes()[name].num_gpus}xA100-40GB"
+    assert cli.main(["plan", "run.yaml", device, "--explain=fsdp2", "--json"]) == 0
+    (layout,) = json.loads(capsys.readouterr().out)["choices"]
+    assert (layout["layout"], layout["fit"]) == ("fsdp2", "fits")
 
 
 @pytest.mark.parametrize("preset", some_now(PRESETS, PRESETS[::3]))

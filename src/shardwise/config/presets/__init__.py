@@ -24,7 +24,7 @@ STARTER = _HERE / "starter"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published model, fine-tuned with LoRA under one layout."""
+    """A published model, fine-tuned with LoRA under one layout; `dpo` is one, for pairs."""
 
     preset: str
     """The name of the model's preset."""
@@ -45,16 +45,16 @@ def preset_names() -> list[str]:
 
 def recipes() -> dict[str, Recipe]:
     """Return the recipes by name, such as `qwen3_5-2b-fsdp2`."""
-    content = _content()
+    content = copy.deepcopy(_content())
     by_name = {}
     for preset, model in content["recipes"].items():
-        for layout, num_gpus in model["num_gpus"].items():
+        path = model.pop("path")
+        for layout, (num_gpus, gib) in model.items():
             parallel = {
                 key: num_gpus if value == "num_gpus" else value
                 for key, value in content["layouts"][layout].items()
             }
-            gib = model["gib"][layout]
-            recipe = Recipe(preset, model["path"], layout, num_gpus, gib, parallel)
+            recipe = Recipe(preset, path, layout, num_gpus, gib, parallel)
             by_name[f"{preset}-{layout}"] = recipe
     return by_name
 
@@ -69,9 +69,14 @@ def published_runs() -> dict[str, dict[str, Any]]:
     return yaml.safe_load((_HERE / "published.yaml").read_text(encoding="utf-8"))
 
 
-def sections_of(what: Literal["from_scratch", "fine_tuning"]) -> dict[str, dict[str, Any]]:
+def sections_of(
+    what: Literal["from_scratch", "fine_tuning"], pairs: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return the sections of a run file, without the paths of its model, data and output."""
-    return copy.deepcopy(_content()[what])
+    content = copy.deepcopy(_content())
+    for name, keys in content["pairs"].items() if pairs else ():
+        content[what][name] = {**content[what].get(name, {}), **keys}
+    return content[what]
 
 
 @functools.cache

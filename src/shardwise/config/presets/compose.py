@@ -19,7 +19,7 @@ SCHEMA_FILE = "run-file.schema.json"
 """The JSON schema beside a run file, where an editor finds it without a network."""
 FIRST_PRESET = "tiny-qwen3_5"
 """Model that is trained where none is named."""
-_CORPUS = "corpus.jsonl"
+_CORPUS, _PAIRS = "corpus.jsonl", "pairs.jsonl"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _WIDTH = 100
@@ -65,7 +65,11 @@ def compose(
     is_preset = name in preset_names()
     if not is_preset:
         _check_model(name)
-    sections = sections_of("from_scratch" if is_preset and recipe is None else "fine_tuning")
+    is_dpo = recipe is not None and recipe.layout == "dpo"
+    has_pairs = data_keys.get("format", "preference" if is_dpo else "text") == "preference"
+    require(has_pairs or not is_dpo, "a recipe of dpo needs pairs of answers; give them as --data")
+    start = "from_scratch" if is_preset and recipe is None else "fine_tuning"
+    sections = sections_of(start, has_pairs)
     files = {path.parent / SCHEMA_FILE: schema_text().encode()}
     if is_preset:
         # With a tokenizer it is a model folder like any other, except that it has no weights.
@@ -79,14 +83,13 @@ def compose(
         train = data[0] if len(data) == 1 else list(data)
         sections["training"].pop("sample", None)  # which continues a sentence of the corpus
     else:
-        train = str(path.parent / _CORPUS)
-        files[path.parent / _CORPUS] = (STARTER / _CORPUS).read_bytes()
+        file = _PAIRS if is_dpo else _CORPUS
+        train = str(path.parent / file)
+        files[path.parent / file] = (STARTER / file).read_bytes()
         notes.append("data.train is a small example; put your own files in its place.")
     sections["data"] = {"train": train, **sections["data"], **data_keys}
-    if data_keys.get("format") == "preference":
-        sections["training"]["objective"] = "dpo"
-        notes.append("optimizer.lr is a tenth of what supervised training takes.")
-        sections["optimizer"] = {**sections.get("optimizer", {}), "lr": 5e-6}
+    if has_pairs:
+        notes.append("optimizer.lr is a tenth or less of what supervised training takes.")
     if recipe:
         sections["parallel"] = recipe.parallel
     sections["training"]["output_dir"] = str(path.parent / "runs" / path.stem)
