@@ -14,7 +14,7 @@ from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.lab.planner.calibration import FACTORS, Calibration, Collective, Speeds
 from shardwise.lab.planner.cluster import Cluster, Link, cluster_of, efficiency
 from shardwise.lab.planner.communication import data_messages, step_of
-from shardwise.lab.planner.shares import Shares
+from shardwise.lab.planner.share import Shares
 from shardwise.lab.planner.step_time import StepTime, _waits_for_host, time_of_step
 from shardwise.lab.planner.unit_time import UnitSeconds, seconds_of_units
 from shardwise.lab.planner.unit_work import work_of_units

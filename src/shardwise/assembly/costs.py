@@ -174,7 +174,8 @@ def _cost(
         input_seconds=inputs / tokens_per_second,
         weight_seconds=weights / tokens_per_second,
         activation_bytes=kept_bytes,
-        output_bytes=_hidden_bytes(cfg, hf),
+        # The hidden states [B, T, D] of a micro-batch between layers.
+        output_bytes=_tokens_of_a_rank(cfg) * hf.config.hidden_size * hidden_dtype(cfg).itemsize,
         weight_bytes=held_weights,
         gradient_bytes=held_gradients,
         optimizer_bytes=states,
@@ -185,12 +186,6 @@ def _cost(
 def _tokens_of_a_rank(cfg: RunConfig) -> int:
     """Return the tokens of a micro-batch that a rank computes: 1/cp of each row."""
     return cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
-
-
-def _hidden_bytes(cfg: RunConfig, hf: PreTrainedModel) -> int:
-    """Return the bytes of a micro-batch's hidden states [B, T, D] between layers."""
-    tokens = _tokens_of_a_rank(cfg)
-    return tokens * hf.config.hidden_size * hidden_dtype(cfg).itemsize
 
 
 @dataclass(frozen=True)

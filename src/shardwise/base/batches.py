@@ -1,19 +1,15 @@
 """One micro-batch on a rank, and what the host knows of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shardwise.kernels.packed import keep_on_host
-
-if TYPE_CHECKING:
-    from shardwise.kernels.recurrence import Neighbours
+from shardwise.kernels.recurrence import Neighbours
 
 IGNORED = -100
 """The label of a position that has no target; cross entropy skips it."""
@@ -39,7 +35,7 @@ class OnHost(NamedTuple):
         labels_array: np.ndarray,
         document_ids: torch.Tensor,
         documents_array: np.ndarray,
-    ) -> OnHost:
+    ) -> "OnHost":
         """Return what the host finds in arrays that equal these tensors."""
         keep_on_host(document_ids, documents_array)
         places = torch.from_numpy(np.flatnonzero(labels_array != IGNORED))
@@ -93,7 +89,7 @@ class Batch:
             return self.on_host.documents_array
         return self.document_ids.numpy(force=True)
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> "Batch":
         """Return the same batch with its tensors on `device`."""
         tensors = {n: t for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
@@ -137,7 +133,7 @@ class TensorBatch:
         """Return the number of targets, int64 on the batch's device."""
         return torch.tensor(self.num_targets, device=self.device)
 
-    def to(self, device: torch.device) -> TensorBatch:
+    def to(self, device: torch.device) -> "TensorBatch":
         """Return the same batch with its tensors on `device`."""
         tensors = {n: t.to(device, non_blocking=True) for n, t in self.tensors.items()}
         return replace(self, tensors=tensors)

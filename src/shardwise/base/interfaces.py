@@ -5,13 +5,11 @@ heads, H head size, S state size, V vocabulary, F feed-forward width, E experts,
 chunk. Mesh dimensions are *axes*, tensor dimensions are *dims*.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -20,10 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.base.batches import TARGET_TOKENS, AnyBatch, Batch, Objective
 from shardwise.base.layouts import AXES, EXPERT_AXES
-
-if TYPE_CHECKING:
-    from shardwise.base.schedule.timeline import Event
-    from shardwise.config import Lora, RunConfig
+from shardwise.base.schedule.timeline import Event
+from shardwise.config import Lora, RunConfig
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ class Run(Protocol):
     """
 
     def __call__(
-        self, pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
+        self, pm: "ParallelModel", microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         """See Run."""
         ...
@@ -213,7 +209,7 @@ def no_sync_needed(sync: bool) -> None:
     """The `set_sync` of a model that reduces no gradients by itself."""
 
 
-def next_token(pm: ParallelModel, row: Batch) -> int:
+def next_token(pm: "ParallelModel", row: Batch) -> int:
     """The `next_token` of a model in one part."""
     (part,) = pm.parts
     return int(part(row, return_logits=True)[0, -1].argmax())
@@ -288,7 +284,7 @@ class ParallelModel:
     from_portable: Callable[[str, torch.Tensor, torch.Tensor], None] = field(kw_only=True)
     """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it, or
     a complete plain one): copies it, or this rank's share of it, into what this rank holds."""
-    next_token: Callable[[ParallelModel, Batch], int] = next_token
+    next_token: "Callable[[ParallelModel, Batch], int]" = next_token
     """Returns the most likely token after one row [1, T], on every rank: a collective."""
     events: Callable[[], Sequence[Event]] = tuple
     """Returns what this rank of a pipeline did in the latest training step, and when."""

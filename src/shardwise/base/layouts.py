@@ -4,20 +4,16 @@ A layout is how a run is split over processes: `single`, `ddp`, `fsdp2`, `pp-fsd
 Everything here is plain data, computed without torch or transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import gcd, lcm
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from shardwise.base.schedule.context import ContextFacts
 from shardwise.config import Parallel, RunConfig
 from shardwise.config.plugins import plugins
-
-if TYPE_CHECKING:
-    from shardwise.base.schedule.context import ContextFacts
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the slowest first: those that communicate most come last, within a node."""

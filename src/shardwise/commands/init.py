@@ -22,7 +22,12 @@ def run(args: Namespace) -> int:
         _print_list()
         return 0
     recipe = None if args.recipe is None else find_recipe(args.recipe)
-    first = compose(Path(args.file), recipe, args.model, args.data, _data_keys(args.data))
+    keys: dict[str, Any] = {}
+    if args.data is not None:
+        from shardwise.data.detect import keys_for  # late: numpy takes long to import
+
+        keys = keys_for(args.data, "--data")
+    first = compose(Path(args.file), recipe, args.model, args.data, keys)
     if recipe is not None:
         memory = (
             f"A GPU holds at most {recipe.gib:g} GiB of weights, gradients and optimizer states; "
@@ -35,15 +40,6 @@ def run(args: Namespace) -> int:
         print(f"what it would train on: shardwise data {args.file}")
     print(f"next: {first.command}")
     return 0
-
-
-def _data_keys(entries: list[str] | None) -> dict[str, Any]:
-    """Return the keys of section `data` that fit the first documents of these entries."""
-    if entries is None:
-        return {}
-    from shardwise.data.detect import keys_for  # late: numpy takes long to import
-
-    return keys_for(entries, "--data")
 
 
 def _print_list() -> None:

@@ -98,7 +98,8 @@ def _connected(cfg: RunConfig, world: World, numbers: list[int]) -> socket.socke
     """Return a connection to the first rank, which may not be there yet; an idle one after a
     signal. RunError where it does not come within `launch.timeout_seconds`.
     """
-    host, port = _first_rank(world)
+    # Where the ranks meet.
+    host, port = world.meets_at or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     end = time.monotonic() + cfg.launch.timeout_seconds
     while not numbers:
         try:
@@ -108,8 +109,3 @@ def _connected(cfg: RunConfig, world: World, numbers: list[int]) -> socket.socke
                 raise RunError(f"the first rank does not come to {host}:{port}: {error}") from None
             time.sleep(LOOK_SECONDS)
     return socket.socket()
-
-
-def _first_rank(world: World) -> tuple[str, int]:
-    """Return the host and port where the ranks meet."""
-    return world.meets_at or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

@@ -3,8 +3,6 @@
 Nothing here imports Ray but `connected`, so that a dry run and a refusal need no Ray.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -13,13 +11,9 @@ import socket
 import threading
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwise.base.process.ending import FAILED, Ending
 from shardwise.config import RunConfig, UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,6 @@ def state_bytes(
     return sizes
 
 
-def _recorder_of(device: torch.device) -> AllocationRecorder:
-    return CudaRecorder(device) if device.type == "cuda" else cpu_recorder()
-
-
 class PeakMemory:
     """Bytes of tensors alive on `device` around a `with` block.
 
@@ -121,7 +117,9 @@ class PeakMemory:
         self.parts: dict[str, int] | None = None
         self._state = state
         self._marks: list[Mark] = []
-        self._recorder = recorder or _recorder_of(device)
+        self._recorder = recorder or (
+            CudaRecorder(device) if device.type == "cuda" else cpu_recorder()
+        )
 
     def __enter__(self) -> "PeakMemory":
         """Start to measure."""

@@ -259,7 +259,7 @@ class _Unit:
             length=self.length,
             hidden=self.hidden,
             cast=cast.itemsize if cast else None,
-            on_cpu=device_of(cfg) == "cpu",
+            on_cpu=cfg.training.device == "cpu",  # else it is planned for a GPU
             shares_rows=self._shared_rows(layer),
             spreads_experts=cfg.parallel.ep > 1,
             is_windowed=is_windowed(layer),
@@ -330,11 +330,6 @@ class _Unit:
             one = replace(self.spec, layers=(layer,))
             for name, cut in expert_cuts_of(self.hf, one, self.cfg.parallel.ep).items():
                 yield name.removeprefix(f"{path}."), cut.dim, cut.rows.local_size
-
-
-def device_of(cfg: RunConfig) -> str:
-    """Return cpu or cuda: what a run file asks for, and else what a planner plans for."""
-    return "cpu" if cfg.training.device == "cpu" else "cuda"
 
 
 def is_trained_below(hf: Any, spec: ModelSpec, unit_index: int) -> bool:

@@ -161,6 +161,7 @@ def _count_unit(
     biases = {f"{path}_bias" for path in experts}
     idle = sum((1 - active) * p.numel() for name, p in used if _site(model, name) in biases)
     idle += sum(max(0.0, 1 - weight.active) * weight.numel for weight in weights)
+    mixers = layer.mixers if layer else ()
     return Unit(
         name=names[0] if kind == "embed" else names[-1],
         kind=kind,
@@ -168,7 +169,7 @@ def _count_unit(
         trainable_parameters=sum(p.numel() for p in new if p.requires_grad),
         idle_parameters=idle,
         weights=weights,
-        cores=_cores(layer, model.config) if layer else (),
+        cores=tuple(c for block in mixers for c in block.kind.cores(model.config)),
         core_flops=tuple(walk.tape.core_flops) if walk else (),
         core_gradient=walk is not None and walk.tape.mixes_backward,
         backward=below or bool(trained),
@@ -197,10 +198,6 @@ class _Walk:
     def is_rerun(self, name: str) -> bool:
         """Return whether full checkpointing runs the product with a weight again."""
         return name.removeprefix(self.prefix) not in self.last
-
-
-def _cores(layer: LayerSpec, config: PretrainedConfig) -> tuple[Core, ...]:
-    return tuple(core for block in layer.mixers for core in block.kind.cores(config))
 
 
 def _adapter_of(model: nn.Module, name: str) -> nn.Module | None:

@@ -166,7 +166,7 @@ class OwnStage(StagePart):
             return _checked_loss(output)
         like = self.passed_on(batch)
         require(
-            isinstance(output, torch.Tensor) and (output.shape, output.dtype) == _form(like),
+            isinstance(output, torch.Tensor) and _described(output) == _described(like),
             f"a stage returns {_described(output)}, but `passed_on` says {_described(like)}; let "
             "both say the same",
         )
@@ -293,10 +293,6 @@ def _checked_loss(loss: torch.Tensor) -> torch.Tensor:
         f"the module returns {_described(loss)}; let it return its summed loss, one number",
     )
     return loss.float()
-
-
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def _described(value: object) -> str:

@@ -1,18 +1,14 @@
 """The messages of a training step, and what those of data parallelism depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shardwise.base.layouts import context_joins_of
+from shardwise.base.schedule.context import MessageKind
 from shardwise.config import RunConfig
 from shardwise.parallel.weights import ChunkWeights, Weight
-
-if TYPE_CHECKING:
-    from shardwise.base.schedule.context import MessageKind
 
 When = Literal["waited", "layers", "last backward"]
 """When messages of data parallelism are under way: beside every layer, beside the backward of the

@@ -1,16 +1,14 @@
 """A training loop of the caller, on the same session as `train`."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.describe import describe
@@ -30,16 +28,13 @@ from shardwise.training.instruments import Instruments, StepObserver
 from shardwise.training.session import Session
 from shardwise.training.step import StepResult
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _prepared: WeakValueDictionary[int, Mesh] = WeakValueDictionary()
 """The meshes, of which each run has one, that a loop was prepared on, by their `id`."""
 
 
 def prepare(
     cfg: RunConfig, mesh: Mesh, model: nn.Module | None, instruments: Instruments
-) -> OwnLoop:
+) -> "OwnLoop":
     """Return the run of a caller's loop on this rank: see `commands.library.prepare`."""
     _check("prepare", "cfg", cfg, RunConfig)
     _check("prepare", "mesh", mesh, Mesh)

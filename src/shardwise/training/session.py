@@ -1,14 +1,14 @@
 """A run from its first step to its record: what the training loop and a caller's own loop share."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.moved import MovedState
@@ -35,9 +35,6 @@ from shardwise.training.measure import add_to_record, measure_memory, write_reco
 from shardwise.training.reporter import Reporter
 from shardwise.training.resplit import Watch
 from shardwise.training.step import NonFiniteLossError, StepResult, training_step
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Session:

@@ -15,16 +15,12 @@ def _cuts_a_head(case: Case) -> bool:
     return shape is not None and shape.num_heads % case.parallel.cp != 0
 
 
-def _cuts_in_pairs(case: Case) -> bool:
+def _cuts_odd_pairs(case: Case) -> bool:
     facts = case.model.context
     if case.parallel.cp == 1 or facts is None:
         return False
     _, cut = facts.way_and_cut(case.parallel)
-    return cut.zigzag
-
-
-def _has_odd_chunks(case: Case) -> bool:
-    return case.cfg.data.sequence_length % (2 * case.parallel.cp) != 0
+    return cut.zigzag and case.cfg.data.sequence_length % (2 * case.parallel.cp) != 0
 
 
 RULES = ()
@@ -43,7 +39,7 @@ MODEL_RULES = (
     ),
     Rule(
         "sequence length over pairs of chunks",
-        applies=lambda case: _cuts_in_pairs(case) and _has_odd_chunks(case),
+        applies=_cuts_odd_pairs,
         problem=lambda case: (
             f"data.sequence_length is {case.cfg.data.sequence_length}, which cannot be cut into "
             f"{2 * case.parallel.cp} equal chunks, two for each rank of parallel.cp"

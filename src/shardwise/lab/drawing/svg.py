@@ -123,7 +123,8 @@ def svg_of(figure: Figure, name: str, title: str | None = None) -> str:
     figure.savefig(out, format="svg", metadata=metadata)
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", out.getvalue(), flags=re.DOTALL)
     svg = svg[svg.index("<svg ") :]
-    return re.sub(r"<[^>]+>", lambda tag: _with_prefix(tag[0], name), svg)
+    begin = re.compile(r'( id="|href="#|url\(#)')  # of an id, and of each reference to one
+    return re.sub(r"<[^>]+>", lambda tag: begin.sub(rf"\1{name}-", tag[0]), svg)
 
 
 def svg_file(figure: Figure, name: str, title: str | None = None) -> str:
@@ -138,11 +139,6 @@ def with_dark(svg: str) -> str:
     """Return an SVG as a file of its own, which is dark where its reader has a dark theme."""
     head, end, rest = svg.partition(">")
     return f"{head}{end}\n <style>{DARK}</style>{rest}"
-
-
-def _with_prefix(tag: str, name: str) -> str:
-    """Return a tag with the figure's name before each id and each reference to one."""
-    return re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", tag)
 
 
 def png_of(figure: Figure) -> bytes:

@@ -20,8 +20,8 @@ from shardwise.lab.planner.divisions import division_of, layout_name, title
 from shardwise.lab.planner.memory import USABLE, PeakBytes
 from shardwise.lab.planner.peak import memory_of_share
 from shardwise.lab.planner.recompute import as_way, within_budget
+from shardwise.lab.planner.share import Shares
 from shardwise.lab.planner.share import boundaries_of as boundaries_by_costs
-from shardwise.lab.planner.shares import Shares
 from shardwise.lab.planner.step_time import StepTime, alike_ranks, time_of_step
 from shardwise.metrics.flops import model_flops_per_token, utilization
 from shardwise.models.activations import UnitMemory

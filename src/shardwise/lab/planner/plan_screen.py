@@ -45,7 +45,8 @@ def screen(answer: Answer) -> Iterator[str | TextTable]:
     yield f"  {'  '.join(keys) or 'the defaults of a run file'}"
     memory = {part: float(n) for part, n in memory_parts(best.memory).items()}
     limit = float(answer.limit_bytes)
-    yield from bar("memory", memory, limit, f"{size(best.memory.total)} of {size(limit)}", as_size)
+    total_size = f"{size(best.memory.total)} of {size(limit)}"
+    yield from bar("memory", memory, limit, total_size, lambda num_bytes: size(round(num_bytes)))
     total = best.time.total
     yield from bar("step", time_parts(best.time), total, seconds_text(total), seconds_text)
     yield f"{number(best.tokens_per_second)} tokens/s, MFU {percent(best.mfu, 1)}"
@@ -61,11 +62,6 @@ def as_word(value: object) -> str:
     """Return a value of a key as the command line takes it, unless it is a long list of layers."""
     text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
     return text if len(text) <= LONGEST else "(see --write)"
-
-
-def as_size(num_bytes: float) -> str:
-    """Return bytes in words."""
-    return size(round(num_bytes))
 
 
 def in_words(choice: Choice) -> str:

@@ -26,8 +26,7 @@ from shardwise.config import Checkpointing, Lora, RunConfig, UserError, Way, req
 from shardwise.lab.planner.memory import USABLE, PeakBytes
 from shardwise.lab.planner.passes import FORWARD, Moment
 from shardwise.lab.planner.peak import Rank, memory_of_run
-from shardwise.lab.planner.share import boundaries_of, counts_of
-from shardwise.lab.planner.shares import Shares
+from shardwise.lab.planner.share import Shares, boundaries_of, counts_of
 from shardwise.lab.planner.unit_work import work_of_units
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.activations import UnitMemory, seen_by_units
@@ -205,7 +204,7 @@ class _Stages:
         self.cfg, self.run, self.ways, self.prices = cfg, run, ways, prices
         self.boundaries, self.memories = boundaries, memories
         self.shares = Shares(cfg, run, boundaries)
-        self._peak = cache(self._peak_of)
+        self._peak = cache(lambda stage, way: self.ranks[stage][way].peak().total)
         self.num_stages = run.sizes["pp"]
         num_units = len(run.spec.layers) + 2
         pipeline, edges = run.pipeline, boundaries or (0, num_units)
@@ -265,9 +264,6 @@ class _Stages:
             else:
                 high = middle
         return high
-
-    def _peak_of(self, stage: int, way: Way) -> int:
-        return self.ranks[stage][way].peak().total
 
     def _of_rank(self, stage: int, most: int) -> list[tuple[int, ...]] | None:
         """Return the cheapest options of a rank's chunks: the same for all layers, or mixed."""

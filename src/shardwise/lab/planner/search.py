@@ -7,6 +7,7 @@ and from the best two the search goes on, one change at a time.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from time import perf_counter
 
 from shardwise.config import UserError
@@ -130,7 +131,9 @@ def search(question: Question, top: int = 5, effort: int = 1) -> Answer:
     answer = Answer(question, subject, num_divisions=len(divisions))
     answer.simpler = _simpler(exact, space, estimates, divisions)
     if not any(exact.choices.values()):
-        _compute_any(exact, space, estimates, divisions)
+        # Not even a bound of memory fits: one choice is computed, so that there is one to show.
+        hopeful = (_most_hopeful(space, estimates, division) for division in divisions)
+        any(map(exact.of, chain.from_iterable(hopeful)))
     choices = _best_of_each(exact)
     if choices:
         # The second may have more to gain: another thing of it may fit.
@@ -296,15 +299,6 @@ def _simpler(
                 if choice.fits:
                     break
     return answer
-
-
-def _compute_any(
-    exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
-) -> None:
-    """Compute one choice where not even a bound of memory fits, so that there is one to show."""
-    for division in divisions:
-        if any(map(exact.of, _most_hopeful(space, estimates, division))):
-            return
 
 
 def _most_hopeful(space: Space, estimates: Estimates, division: Division) -> Iterator[Candidate]:

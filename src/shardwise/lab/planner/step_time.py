@@ -25,7 +25,7 @@ from shardwise.lab.planner.calibration import FACTORS
 from shardwise.lab.planner.cluster import Cluster, efficiency
 from shardwise.lab.planner.communication import data_messages, step_of, within_layers
 from shardwise.lab.planner.messages import Share, Total, add_up
-from shardwise.lab.planner.shares import Shares
+from shardwise.lab.planner.share import Shares
 from shardwise.lab.planner.unit_time import UnitSeconds, between, seconds_of_units
 from shardwise.lab.planner.update import moved_bytes
 from shardwise.models.alike import first_alike

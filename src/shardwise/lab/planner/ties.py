@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwise.lab.planner.candidates import Candidate, Question
+from shardwise.lab.planner.candidates import Question
 from shardwise.lab.planner.changes import ROOM, plain_ways
 from shardwise.lab.planner.divisions import layout_name
 from shardwise.lab.planner.exact import Choice, Exact
@@ -36,7 +36,7 @@ def intricacy(choice: Choice, question: Question) -> tuple[bool | int, ...]:
         candidate.offload != "none",
         not has_room(choice, question),
         len(layout_name(candidate.division).split("-")),
-        not _is_one_word(candidate),
+        not isinstance(candidate.recomputation, str),
         candidate.num_virtual + (candidate.split is not None),
     )
 
@@ -61,7 +61,3 @@ def _tied(exact: Exact, fastest: Choice) -> list[Choice]:
     limit = TIE * fastest.time.total
     fitting = [c for c in exact.choices.values() if c is not None and c.fits]
     return [choice for choice in fitting if choice.time.total <= limit]
-
-
-def _is_one_word(candidate: Candidate) -> bool:
-    return isinstance(candidate.recomputation, str)

@@ -186,7 +186,8 @@ def in_bytes(cfg: RunConfig, run: Description, unit_index: int, work: UnitWork) 
     Elements are the bytes that eager operators move, casts of weights included, and trained weights
     count in bytes. So a price holds for other dtypes and kinds of layers than were measured.
     """
-    moves = moves_of_unit(_on_gpu(cfg), run.hf, run.spec, unit_index)
+    on_gpu = replace(cfg, training=replace(cfg.training, device="cuda"))
+    moves = moves_of_unit(on_gpu, run.hf, run.spec, unit_index)
     forward, backward = float(sum(moves.forward)), float(sum(moves.backward))
     num_products = len(work.forward), len(work.backward)
     launches = len(moves.forward) + num_products[0], len(moves.backward) + num_products[1]
@@ -208,10 +209,6 @@ def in_bytes(cfg: RunConfig, run: Description, unit_index: int, work: UnitWork) 
         rest_backward=of(work.rest_backward, backward),
         rest_again=of(again, forward) if again.calls else again,
     )
-
-
-def _on_gpu(cfg: RunConfig) -> RunConfig:
-    return replace(cfg, training=replace(cfg.training, device="cuda"))
 
 
 def _is_compiled(cfg: RunConfig, key: str) -> bool:

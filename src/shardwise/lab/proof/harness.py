@@ -215,7 +215,10 @@ def run(
     eval_loss = evaluate(job.pm, [batches_of(mesh, EVALUATED)], mesh, job.num_steps).loss
     with tempfile.TemporaryDirectory() as folder:
         written = save_result(job, cfg, mesh, Path(folder))
-        saved = {} if written is None else _read_safetensors(written)
+        saved = {}
+        if written is not None:
+            (file,) = written.glob("*.safetensors")
+            saved = load_file(file)
     params = {
         name: full_tensor(job.pm.to_portable(name, p)).clone()
         for name, p in job.pm.trained().items()
@@ -227,11 +230,6 @@ def run(
 
 def _pairs(group: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return zip(group["param_names"], group["params"])
-
-
-def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
 
 
 def weaknesses(reference: Outcome, max_norm: float) -> list[str]:

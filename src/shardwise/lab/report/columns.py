@@ -37,7 +37,8 @@ def with_numbers(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]
     return found or list(columns)
 
 
-def _loss(value: float | None) -> str:
+def loss_text(value: float | None) -> str:
+    """Return a loss with four decimals."""
     return NOTHING if value is None else f"{value:.4f}"
 
 
@@ -46,7 +47,8 @@ def _relative(word: str, name: str) -> Callable[[Row], str]:
     return lambda row: f"{word} {row.relative_to[name]}" if name in row.relative_to else ""
 
 
-def _last_loss(row: Row) -> float | None:
+def last_loss(row: Row) -> float | None:
+    """Return the loss of the last step of a cell that has losses."""
     return row.record.losses[-1] if row.record and row.record.losses else None
 
 
@@ -66,7 +68,7 @@ def _perplexity(row: Row) -> float | None:
 def _first_to_last(last_first: tuple[float, ...] | None) -> str:
     if last_first is None:
         return NOTHING
-    return " → ".join(_loss(loss) for loss in reversed(last_first))
+    return " → ".join(loss_text(loss) for loss in reversed(last_first))
 
 
 def _excess(row: Row) -> int | None:
@@ -123,7 +125,7 @@ EFFICIENCY = Column(
 )
 SAVING = Column("Memory saved", lambda row: row.saving, percent, _relative("of", "saving"))
 
-LAST_LOSS = Column("Last loss", _last_loss, _loss)
+LAST_LOSS = Column("Last loss", last_loss, loss_text)
 DIFFERENCE = Column("Largest difference", lambda row: row.difference, scientific)
 TOLERANCE = Column("Tolerance", lambda row: row.tolerance, scientific)
 VALIDATION = Column("Validation loss", _validation, _first_to_last)

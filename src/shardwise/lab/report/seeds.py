@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.base.records.cell import Axis
 from shardwise.base.words import NOTHING, number, one_line, size
 from shardwise.lab.drawing.svg import colour
+from shardwise.lab.report.columns import last_loss, loss_text
 from shardwise.lab.report.folder import BenchFolder
 from shardwise.lab.report.names import named_values
 from shardwise.lab.report.panels import MAX_NAME, Drawn, grid
@@ -41,22 +42,14 @@ class Seeds:
         return [_spread(self.values(read), write) for _, read, write in FIGURES]
 
 
-def _last_loss(row: Row) -> float | None:
-    return row.record.losses[-1] if row.record and row.record.losses else None
-
-
 def _validation_loss(row: Row) -> float | None:
     return row.validation[-1][1] if row.validation else None
 
 
-def _four_decimals(value: float) -> str:
-    return f"{value:.4f}"
-
-
 Figure = tuple[str, Callable[[Row], float | None], Callable[[float], str]]
 LOSSES: tuple[Figure, ...] = (
-    ("Last loss", _last_loss, _four_decimals),
-    ("Validation loss", _validation_loss, _four_decimals),
+    ("Last loss", last_loss, loss_text),
+    ("Validation loss", _validation_loss, loss_text),
 )
 FIGURES: tuple[Figure, ...] = (
     *LOSSES,

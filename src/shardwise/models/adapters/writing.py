@@ -277,7 +277,7 @@ def export_adapter(
     reading = read_on(base, adapter_folder)
     check_writable(out)
     reading.require(f"{reading.folder.path}: does not fit {base.path}")
-    beside = [name for name in reading.sources if _text_name(reading, name) is None]
+    beside = [n for n in reading.sources if reading.text_name(n.removeprefix(PREFIX)) is None]
     if beside:
         raise UserError(
             f"{reading.folder.path}: {len(beside)} names in it are none of the language model of "
@@ -291,10 +291,6 @@ def export_adapter(
     write_tensors(tensors, out / SAFETENSORS_WEIGHTS_NAME)
     (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_for_generation(out, tokenizer)
-
-
-def _text_name(reading: Reading, name: str) -> str | None:
-    return reading.text_name(name.removeprefix(PREFIX))
 
 
 def _for_peft(

@@ -5,14 +5,13 @@ anything to do. A forward is replaced rather than a module wrapped: names stay, 
 checkpointing and sharding see what they always see. A later patch wraps what an earlier one left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwise.config import RunConfig
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.patches import (
     attention,
     cores,
@@ -29,9 +28,6 @@ from shardwise.models.patches import (
     router_loss,
     xielu,
 )
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
 
 Patch = Callable[[Any, RunConfig, torch.device], None]
 """Takes a CausalLM or, where FOR_ANY_MODULE names the patch, any part."""

@@ -1,9 +1,7 @@
 """Choice of what computes attention: a kernel of torch's, or another form of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -11,10 +9,8 @@ from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from shardwise.config import RunConfig, UserError
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dtypes import product_dtype
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

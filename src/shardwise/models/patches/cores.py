@@ -5,12 +5,10 @@ code and other globals: projections, norms and names stay those of the model. `K
 which names, and what takes their place.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,15 +23,12 @@ from shardwise.kernels.rotary import (
     rotate_pairs,
     rotate_repeated,
 )
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dtypes import product_dtype
 from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
 from shardwise.models.patches.elementwise import code_of, reference
 from shardwise.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
-
 
 ROTATED = {
     "llama.apply_rotary_pos_emb": rotate,
@@ -186,14 +181,8 @@ def _with_window(core: Callable[..., Any], kind: Kind, hf: Any) -> Callable[...,
         hf.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     window = getattr(kind.cores(hf.config)[0], "window", None)
 
-    def with_window(*args: Any, **kwargs: Any) -> Any:
-        return core(*args, **{**kwargs, "sliding_window": window})
-
-    return with_window
+    return lambda *args, **kwargs: core(*args, **{**kwargs, "sliding_window": window})
 
 
 def _with_tokens(core: Callable[..., Any], tokens: Callable[[], Tokens]) -> Callable[..., Any]:
-    def with_tokens(*args: Any, **kwargs: Any) -> Any:
-        return core(tokens(), *args, **kwargs)
-
-    return with_tokens
+    return lambda *args, **kwargs: core(tokens(), *args, **kwargs)

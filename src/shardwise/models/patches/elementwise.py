@@ -4,14 +4,12 @@ Families have a class of their own with the same forward. A module is recognised
 forward, so one that computes anything else keeps its own. The modules in it are called as before.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -23,11 +21,9 @@ from shardwise.kernels import gated_activation, rms_norm
 from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.gated_activation.clamped import clamped_gate
 from shardwise.kernels.gated_norm import gated_norm
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dtypes import product_dtype
 from shardwise.models.routed_experts import has_silu
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:

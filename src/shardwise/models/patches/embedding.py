@@ -1,17 +1,11 @@
 """Embeddings that require a gradient although nothing below them is trained."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from shardwise.base.schedules import HALVING
 from shardwise.config import RunConfig
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
+from shardwise.models.causal_lm import CausalLM
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:

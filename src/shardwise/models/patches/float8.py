@@ -6,12 +6,10 @@ so does a linear whose sizes the products of 8 bits cannot take. Adapters do too
 linear alone multiplies in 8 bits.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels import float8
 from shardwise.kernels.float8 import UNIT, Float8, Recipe, float8_linear
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import hf_name
 from shardwise.models.spec import ModelSpec
 from shardwise.models.weights import weights_of
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
 
 PREFIX = "fp8_"
 """Start of the values of `training.matmul` with products in 8 bits; the recipe follows."""

@@ -1,18 +1,14 @@
 """The forget gate of Kimi Delta Attention, with gradients that stay finite."""
 
-from __future__ import annotations
-
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from shardwise.config import RunConfig
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
+from shardwise.models.causal_lm import CausalLM
 
 GATES = ("KimiLinearForgetGate", "Glm5NextTextForgetGate")
 """transformers' classes that compute `where(g > 20, g, log(1 + exp(g)))`: from 89 on, where exp

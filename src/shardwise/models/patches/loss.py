@@ -1,9 +1,7 @@
 """The head computes the loss itself, so that its logits never lie in memory together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +16,8 @@ from shardwise.kernels.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from shardwise.kernels.triton_support import why_not
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import FAMILIES, Family
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
 
 KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "triton"}
 """The kernel of each value of `training.loss` except plain."""

@@ -7,10 +7,8 @@ for each length that has other frequencies, as of a new model, and each token ta
 document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +16,8 @@ from torch import nn
 
 from shardwise.base.batches import Batch
 from shardwise.config import RunConfig, require
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.slot_dropout import DropoutState
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
 
 Angles = tuple[torch.Tensor, ...]
 """Cosines and sines, [1 or B, T, H] each."""

@@ -1,9 +1,7 @@
 """Apertus' activation xIELU, whose derivative does not jump below 0."""
 
-from __future__ import annotations
-
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +9,7 @@ from torch.nn import functional as F
 from transformers.activations import XIELUActivation
 
 from shardwise.config import RunConfig
-
-if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
+from shardwise.models.causal_lm import CausalLM
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
