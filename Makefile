@@ -137,6 +137,7 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 peers: $(PEERS)/.ok  ## Trainer, TRL, PyTorch, Accelerate, DeepSpeed, torchtitan beside shardwise on the same work; resumable; writes results/peers/
 	$(PEERS)/bin/python -m tools.peers
 	$(PEERS)/bin/python -m tools.peers.chats
+	$(PEERS)/bin/python -m tools.peers.pairs
 
 launches: setup  ## what a layer of each kind launches and moves on a GPU, beside transformers + PEFT, counted on a CPU; writes results/launches.json
 	$(BIN)/python -m tools.launches

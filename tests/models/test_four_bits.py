@@ -1,6 +1,6 @@
 """Matrices of 4 bits have the values that the packages read which publish them.
 
-The records were made by `tools/four_bit_records.py`; their metadata names packages and versions.
+The records were made by `four_bits_by_others.py`; their metadata names packages and versions.
 """
 
 from __future__ import annotations

@@ -412,3 +412,20 @@ def test_the_page_of_peers_is_drawn_from_its_data():
     assert f"| DeepSpeed ZeRO-1 | {speeds} | {checks} |" in lines
     assert "- DeepSpeed ZeRO-1, LoRA: 0.500 (0.500–0.500), in all rounds" in lines
     assert "- torchtitan, all weights: `E: no`" in lines
+
+
+def test_the_page_of_preferences_has_what_was_measured_beside_trl():
+    pairs = importlib.import_module("tools.peers.pairs")
+    result = json.loads((TOOLS.parent / "results" / "peers" / "pairs.json").read_text())
+    rows = result["rows"]
+    assert result["complete"]
+    assert result["work"]["shapes"] == json.loads(json.dumps(pairs.SHAPES))
+    for case in (case for case in rows if case.endswith("/trl")):
+        ours = rows[case.replace("/trl", "/dpo")]["losses"]
+        assert ours == pytest.approx(rows[case]["losses"], rel=1e-4)
+    table = pairs.lines(rows)
+    page = pairs.PAGE.read_text(encoding="utf-8")
+    assert pairs.with_table(page, [table], pairs.START) == page
+    for line in table.splitlines()[2:]:
+        time, by_trl, by_sft = (float(cell.split()[0]) for cell in line.split("|")[3:6])
+        assert (time <= 0.8, by_trl <= 0.6, by_sft <= 1.35) == (True,) * 3, line

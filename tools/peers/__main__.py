@@ -150,8 +150,13 @@ def train(side: Side, work: Work, checks: bool) -> dict[str, Any]:
         "norms": watch.norms,
         "seconds": watch.seconds,
         "peak_bytes": watch.peak_bytes,
-        "weight_bytes": tensor_bytes(peer.weights(built)),
+        "weight_bytes": tensor_bytes(getattr(peer, "weights", parameters)(built)),
     }
+
+
+def parameters(built: Any) -> Any:
+    """Return what a rank holds of the weights, where a side does not say it: its first part has."""
+    return built[0].parameters()
 
 
 def adapters(name: str) -> dict[str, Any]:

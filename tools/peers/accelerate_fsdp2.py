@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from tools.peers.sides import MAX_NORM, MICROBATCHES
 from tools.peers.work import Rows, Watch, Work, layers_of, mean_over_ranks
 from torch.distributed.tensor import DTensor
 
-Built = tuple[Accelerator, Any, Any]
+Built = tuple[Any, Accelerator, Any]
 
 
 def build(work: Work) -> Built:
@@ -34,12 +33,12 @@ def build(work: Work) -> Built:
         shared = AcceleratorState._shared_state
         shared |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
     model, optimizer = accelerator.prepare(model, work.adamw(model))
-    return accelerator, model, optimizer
+    return model, accelerator, optimizer
 
 
 def train(built: Built, batches: list[list[Rows]], watch: Watch, work: Work) -> None:
     """Train on the batches."""
-    accelerator, model, optimizer = built
+    model, accelerator, optimizer = built
     for batch in batches:
         losses: list[torch.Tensor] = []
         norm: Any = None
@@ -56,8 +55,3 @@ def train(built: Built, batches: list[list[Rows]], watch: Watch, work: Work) -> 
         watch.end()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         watch.took(mean_over_ranks(losses), float(norm))
-
-
-def weights(built: Built) -> Iterable[torch.Tensor]:
-    """Return what this rank holds of the weights."""
-    return built[1].parameters()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,8 +38,3 @@ def train(built: Built, batches: list[list[Rows]], watch: Watch, work: Work) -> 
         optimizer.zero_grad()
         watch.end()
         watch.took(mean_over_ranks(losses), norm.full_tensor().item())
-
-
-def weights(built: Built) -> Iterable[torch.Tensor]:
-    """Return what this rank holds of the weights."""
-    return built[0].parameters()

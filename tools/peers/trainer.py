@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from tools.peers.sides import MAX_NORM, MICROBATCHES, ROWS
 from tools.peers.work import Rows, Watch, Work, layers_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-Built = dict[str, Any]
+Built = list[Any]
 
 
 def build(work: Work) -> Built:
@@ -37,7 +35,7 @@ def build(work: Work) -> Built:
         disable_tqdm=True,
         **asked,
     )
-    return {"model": model, "arguments": arguments}
+    return [model, arguments]
 
 
 def train(built: Built, batches: list[list[Rows]], watch: Watch, work: Work) -> None:
@@ -48,19 +46,12 @@ def train(built: Built, batches: list[list[Rows]], watch: Watch, work: Work) -> 
         for microbatch in batch
         for row in range(ROWS)
     ]
-    trainer = Trainer(
-        built["model"], built["arguments"], train_dataset=rows, callbacks=[_Watching(watch)]
-    )
+    trainer = Trainer(*built, train_dataset=rows, callbacks=[Watching(watch)])
     trainer.train()
-    built["model"] = trainer.model
+    built[0] = trainer.model
 
 
-def weights(built: Built) -> Iterable[torch.Tensor]:
-    """Return what this rank holds of the weights."""
-    return built["model"].parameters()
-
-
-class _Watching(TrainerCallback):
+class Watching(TrainerCallback):
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 

@@ -21,7 +21,7 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-OUT = Path(__file__).parents[1] / "tests" / "models" / "four_bits.safetensors"
+OUT = Path(__file__).with_name("four_bits.safetensors")
 PACKAGES = ("compressed-tensors", "torchao", "transformers", "auto-gptq", "autoawq")
 ROWS, COLUMNS, GROUP = 32, 128, 32
 Tensors = dict[str, torch.Tensor]

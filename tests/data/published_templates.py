@@ -3,15 +3,13 @@
 TRL's package has copies of published templates:
 
     pip download --no-deps trl && unzip trl-*.whl
-    python -m tools.chat_templates trl/chat_templates
+    python -m tests.data.published_templates trl/chat_templates
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.data.exact_turns import CASES, outcome
 
