@@ -13,8 +13,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401 (each rank would import it: a fifth of a second)
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
