@@ -1,22 +1,17 @@
 """A run as workers of Ray Train, which starts them again until the run is finished."""
 
-from __future__ import annotations
-
 import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
 from shardwise.base.process.ending import report_ending
 from shardwise.config import RunConfig
+from shardwise.launch.rank import Train, record
 from shardwise.launch.ray_request import check_installed, is_final, request
-
-if TYPE_CHECKING:
-    from shardwise.launch.rank import Train
 
 
 def script(cfg: RunConfig, run_file: str, overrides: Sequence[str]) -> str:
@@ -41,7 +36,6 @@ def run(cfg: RunConfig, train: Train) -> int:
     check_installed()
     from shardwise.checkpoint import output_dir
     from shardwise.launch import ray_train
-    from shardwise.launch.rank import record
 
     cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
     output_dir.claim(cfg, clear=False)

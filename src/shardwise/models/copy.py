@@ -13,7 +13,7 @@ from shardwise.models.quantise import check_blocks, read_back, stored_paths
 from shardwise.models.save import save_for_generation, save_model
 
 
-def copy_model(model: Model, fmt: Format, out_folder: str | Path, seed: int = 0) -> list[str]:
+def copy_model(model: Model, fmt: Format, out_folder: str | Path) -> list[str]:
     """Write a model whose matrices have the values that this `model.base` stores, in its own dtype.
 
     Of a folder that is quantised so they are its own. One parameter at a time is in memory.
@@ -35,7 +35,7 @@ def copy_model(model: Model, fmt: Format, out_folder: str | Path, seed: int = 0)
         )
         for name in stored_paths(hf, spec, fmt):
             check_blocks(hf, name, fmt)
-    entries = read_back(hf, model, seed, fmt)
+    entries = read_back(hf, model, 0, fmt)
     others = other_weights(hf, model)
     note = save_model(hf, entries, out_folder, multimodal=multimodal, others=others)
     save_for_generation(Path(out_folder), None, model.path)

@@ -168,7 +168,7 @@ def _step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, li
     seconds, delays = [0.0] * len(numbers), [0.0] * len(numbers)
     for columns, by_sort in ((_seconds(work), seconds), (_delays(pipeline, work), delays)):
         for kind, column in columns.items():
-            first = _sort(pipeline, kind, 0)
+            first = _first_sort(pipeline, kind)
             by_sort[first : first + len(column)] = column[:, 0].tolist()
     ends: list[float] = []
     free = [0.0] * pipeline.num_ranks
@@ -188,8 +188,8 @@ def _step_seconds(pipeline: Pipeline, chunks: Sequence[Cost]) -> tuple[float, li
     return max(free), busy
 
 
-def _sort(pipeline: Pipeline, kind: Kind, chunk: int) -> int:
-    return [*KIND_NAMES].index(kind) * pipeline.num_chunks + chunk
+def _first_sort(pipeline: Pipeline, kind: Kind) -> int:
+    return [*KIND_NAMES].index(kind) * pipeline.num_chunks
 
 
 @lru_cache(maxsize=32)
@@ -199,7 +199,7 @@ def _sorts(pipeline: Pipeline) -> tuple[tuple[tuple[int, int, int], ...], tuple[
     They are the sort of an action, which tells its kind and chunk, its rank, and the index of the
     action whose message it waits for.
     """
-    firsts = {kind: _sort(pipeline, kind, 0) for kind in KIND_NAMES}
+    firsts = {kind: _first_sort(pipeline, kind) for kind in KIND_NAMES}
     actions = tuple((firsts[a.kind] + a.chunk, rank, of) for a, rank, _, of in _plan(pipeline))
     found = Counter(sort for sort, *_ in actions)
     return actions, tuple(found[i] for i in range(len(firsts) * pipeline.num_chunks))

@@ -56,19 +56,13 @@ class _Scale:
         return f"{seconds / self.unit_seconds:.4g} {self.unit_name}"
 
 
-def gantt_svg(
-    timelines: Mapping[str, Timeline],
-    name: str,
-    predicted: Collection[str] = (),
-    width: float = WIDE,
-) -> str:
+def gantt_svg(timelines: Mapping[str, Timeline], name: str, predicted: Collection[str] = ()) -> str:
     """Return a chart of timelines, by their titles, as an `<svg>` element.
 
-    `name`: see `svg_of`; `predicted` and `width`: see `draw_gantt`. UserError where matplotlib is
-    missing.
+    `name`: see `svg_of`; `predicted`: see `draw_gantt`. UserError where matplotlib is missing.
     """
     with drawing():
-        return svg_of(draw_gantt(timelines, predicted, width), name, title=_title(timelines))
+        return svg_of(draw_gantt(timelines, predicted), name, title=_title(timelines))
 
 
 def gantt_file(timelines: Mapping[str, Timeline], width: float = WIDE) -> str:
