@@ -125,8 +125,17 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
             "margin": 0.5,
             "sft_weight": 0.5,
             "reference": "start",
+            "undesirable_weight": 0.5,
         }.items()
     },
+    "answers with a label from a stream": (
+        "llama",
+        {
+            "training": {"objective": "kto"},
+            "data": {**PAIRS["data"], "streaming": True, "train": "name/of-a-data-set"},
+        },
+        1,
+    ),
     "label smoothing of a loss that has none": (
         "llama",
         {**PAIRS, "preference": {"loss": "ipo", "label_smoothing": 0.1}},

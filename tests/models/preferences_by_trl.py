@@ -34,6 +34,7 @@ CASES = {
     "simpo": {"margin": 0.5},
     "simpo-smoothed": {"margin": 0.5, "label_smoothing": 0.1, "sft_weight": 0.25},
     "orpo": {},
+    "kto": {"undesirable_weight": 0.6},
 }
 """The keys of each objective beside BETA."""
 
@@ -56,6 +57,17 @@ def pairs(case: str) -> list[tuple[list[int], list[int], list[int]]]:
             [*some(1 + (2 * n + 1) % 4), END],
         )
         for n in range(5)
+    ]
+
+
+def answers(case: str) -> list[tuple[list[int], list[int], bool]]:
+    """Return prompts, each with one answer and whether it is a good one.
+
+    TRL takes the mean of the answers to other prompts: to prompt n, answer n - 1.
+    """
+    return [
+        (prompt, rejected if n % 2 else chosen, n % 2 == 0)
+        for n, (prompt, chosen, rejected) in enumerate(pairs(case))
     ]
 
 
@@ -112,6 +124,12 @@ def _text(tokens: list[int]) -> str:
 def _dataset(case: str) -> Any:
     from datasets import Dataset
 
+    if case == "kto":
+        labelled = [
+            {"prompt": _text(prompt), "completion": _text(answer), "label": label}
+            for prompt, answer, label in answers(case)
+        ]
+        return Dataset.from_list(labelled)
     rows = [
         {"prompt": _text(prompt), "chosen": _text(chosen), "rejected": _text(rejected)}
         for prompt, chosen, rejected in pairs(case)
@@ -146,6 +164,11 @@ def _trainer(case: str, model: Any, reference: Any, adapters: Any, folder: str) 
         arguments = DPOConfig(loss_type=losses, **options)
         return DPOTrainer(model=model, ref_model=reference, args=arguments, **data)
     options |= {"max_length": 64}
+    if case == "kto":
+        from trl import KTOConfig, KTOTrainer
+
+        arguments = KTOConfig(undesirable_weight=keys["undesirable_weight"], **options)
+        return KTOTrainer(model=model, ref_model=reference, args=arguments, **data)
     if case == "orpo":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -168,7 +191,7 @@ def _run(case: str, family: str, mode: str, dtype: torch.dtype) -> dict[str, Any
     model, reference, adapters = _model(family, dtype), None, None
     if mode == "lora":
         adapters = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS[family])
-    elif case.startswith("dpo"):
+    elif case.startswith(("dpo", "kto")):
         reference = _model(family, dtype, "reference ")
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(case, model, reference, adapters, folder)
@@ -179,7 +202,7 @@ def _run(case: str, family: str, mode: str, dtype: torch.dtype) -> dict[str, Any
         model.train()
         loss = trainer.compute_loss(model, batch)
         loss.backward()
-        metrics = dict(trainer._metrics["train"] if case.startswith("dpo") else {})
+        metrics = dict(trainer._metrics["train"] if case.startswith(("dpo", "kto")) else {})
         if not metrics:
             metrics = trainer._stored_metrics["train"]
     gradients = {
@@ -192,21 +215,30 @@ def _run(case: str, family: str, mode: str, dtype: torch.dtype) -> dict[str, Any
         "metrics": {
             name: values[-1]
             for name, values in metrics.items()
-            if name.startswith(("rewards/", "logps/", "nll_loss"))
+            if name.startswith(("rewards/", "logps/", "nll_loss", "kl"))
         },
         "gradients": {name: summary(name, gradient) for name, gradient in gradients.items()},
     }
 
 
 def _in_both(case: str, family: str, mode: str) -> dict[str, Any]:
-    """Return the values in float64, and how far float32 moves TRL's gradients from them."""
+    """Return the values in float64, and how far float32 moves TRL's own from them.
+
+    Of gradients it is a share of their length.
+    """
     exact, rounded = (_run(case, family, mode, dtype) for dtype in (torch.float64, torch.float32))
     moved = [
         abs(a - b) / numbers[0]
         for name, numbers in exact["gradients"].items()
         for a, b in zip(numbers, rounded["gradients"][name])
     ]
-    return {**exact, "rounding": float(f"{max(moved):.3g}")}
+    others = rounded["metrics"]
+    of_metrics = max(abs(number - others[name]) for name, number in exact["metrics"].items())
+    return {
+        **exact,
+        "rounding": float(f"{max(moved):.3g}"),
+        "rounding of metrics": float(f"{of_metrics:.3g}"),
+    }
 
 
 def main() -> None:
@@ -216,7 +248,7 @@ def main() -> None:
         for family in MODELS
         for mode in ("lora", "full")
         for case in CASES
-        if mode == "lora" or case in ("dpo", "simpo", "orpo")
+        if mode == "lora" or case in ("dpo", "simpo", "orpo", "kto")
     }
     VALUES.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -128,10 +128,12 @@ PAIRS = {
     "dpo": Preference(beta=0.3),
     "dpo-start": Preference(beta=0.3, reference="start"),
     "dpo-ipo": Preference(beta=0.2, loss="ipo", sft_weight=0.5),
+    "kto": Preference(beta=0.3, undesirable_weight=0.6),
+    "kto-start": Preference(beta=0.3, reference="start"),
     "orpo": Preference(beta=1.0),
     "simpo": Preference(margin=0.5, label_smoothing=0.1),
 }
-"""Variants: objectives of pairs, with what makes gradients large enough to be clipped."""
+"""Variants: objectives of preferences, with what makes gradients large enough to be clipped."""
 CURVE = "-curve"
 """Suffix of a recipe: scaled numbers are bent by `curved` where they would be rounded."""
 WIDE = "wide"

@@ -23,7 +23,7 @@ from tests.models import test_preferences as by_trl
 from tests.parity.features.preferences import FIXED
 from tests.parity.test_sensitivity import check_caught, planted
 
-CONTEXT, IN_FULL, WITH_TOKENS, TENSOR, EXPERTS, PIPELINE, *_ = FIXED
+CONTEXT, IN_FULL, WITH_TOKENS, TENSOR, EXPERTS, PIPELINE, *_, LABELLED, STAGED, _ = FIXED
 
 
 def sigmoid_of_a_ranks_part_of_a_sum():
@@ -93,14 +93,34 @@ def reference_of_another_micro_batch():
     loss = Preferences.loss
 
     def of_another(self, losses, places, batch):
-        if not self.is_reference and len(self.reference) > 1:
+        if self.kept is None and len(self.reference) > 1:
             first, second, *_ = self.reference
             kept = self.reference
-            if kept[first].shape == kept[second].shape:
+            if kept[first].logps.shape == kept[second].logps.shape:
                 kept[first], kept[second] = kept[second], kept[first]
         return loss(self, losses, places, batch)
 
     Preferences.loss = of_another
+
+
+def estimate_of_a_rank():
+    estimate = passes._estimate
+
+    def of_this_rank(with_head, policy, reference, mesh):
+        sum_over, passes.sum_over = passes.sum_over, lambda tensor, mesh, axes: tensor
+        estimate(with_head, policy, reference, mesh)
+        passes.sum_over = sum_over
+
+    passes._estimate = of_this_rank
+
+
+def estimate_of_one_micro_batch():
+    estimate = passes._estimate
+
+    def of_the_first(with_head, policy, reference, mesh):
+        estimate(with_head, dict([*policy.items()][:1]), reference, mesh)
+
+    passes._estimate = of_the_first
 
 
 def factors_left_out_of_the_heads_gradient():
@@ -123,6 +143,8 @@ BUGS = (
     (start_not_given_back, IN_FULL),
     (reference_of_another_micro_batch, PIPELINE),
     (factors_left_out_of_the_heads_gradient, TENSOR),
+    (estimate_of_a_rank, LABELLED),
+    (estimate_of_one_micro_batch, STAGED),
 )
 
 
@@ -151,20 +173,13 @@ def sides_swapped():
     sides_of = preferences._sides
 
     def swapped(losses, places, batch):
-        sides, is_pair = sides_of(losses, places, batch)
-        return preferences.Sides(*(x.flip(-1) for x in sides)), is_pair
+        return preferences.Sides(*(x.flip(-1) for x in sides_of(losses, places, batch)))
 
     preferences._sides = swapped
 
 
 def missing_pairs_counted():
-    sides_of = preferences._sides
-
-    def with_missing(losses, places, batch):
-        sides, is_pair = sides_of(losses, places, batch)
-        return sides, torch.ones_like(is_pair)
-
-    preferences._sides = with_missing
+    preferences.Sides.exist = property(lambda self: torch.ones_like(self.num_tokens).bool())
 
 
 def prompts_counted():
@@ -198,6 +213,26 @@ def margin_left_out():
     preferences.simpo = lambda sides, keys, beta: simpo(sides, replace(keys, margin=0.0), beta)
 
 
+def estimate_of_own_answers():
+    by_trl.labelled = lambda labelled=by_trl.labelled: [
+        replace(one, other=one) for one in labelled()
+    ]
+
+
+def estimate_with_a_sign():
+    clamp = torch.Tensor.clamp
+    torch.Tensor.clamp = lambda self, *args, **given: (
+        self if given == {"min": 0} else clamp(self, *args, **given)
+    )
+
+
+def weight_of_undesirable_answers_left_out():
+    kto = preferences.kto
+    preferences.kto = lambda sides, reference, keys, *rest: kto(
+        sides, reference, replace(keys, undesirable_weight=1.0), *rest
+    )
+
+
 OF_ONE_PROCESS = (
     (reference_with_adapters_on, "llama/lora/dpo"),
     (mean_for_sum, "llama/lora/dpo"),
@@ -208,6 +243,11 @@ OF_ONE_PROCESS = (
     (labels_not_shifted, "llama/lora/orpo"),
     (sides_not_kept_apart, "qwen3_5_text/lora/dpo"),
     (margin_left_out, "llama/lora/simpo"),
+    (sides_swapped, "llama/lora/kto"),
+    (reference_with_adapters_on, "llama/lora/kto"),
+    (estimate_of_own_answers, "llama/lora/kto"),
+    (estimate_with_a_sign, "llama/full/kto"),
+    (weight_of_undesirable_answers_left_out, "llama/full/kto"),
 )
 
 

@@ -171,7 +171,7 @@ AFTER_LOADING: tuple[OrderEntry[Apply], ...] = (
     # Takes gradients after all others have added them up.
     OrderEntry("offload", lambda cfg: cfg.parallel.offload in ("optimizer", "all"), offload.apply),
     # Runs what all others have made of the model twice: as the reference, and to train.
-    OrderEntry("preferences", lambda cfg: cfg.training.has_pairs, preferences.apply),
+    OrderEntry("preferences", lambda cfg: cfg.training.has_preferences, preferences.apply),
 )
 ORDER = (*ON_THE_WHOLE, *BEFORE_LOADING, *AFTER_LOADING)
 """After the first section the model becomes `WholeModel.parts`. Between the other two weights are

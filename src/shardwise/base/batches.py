@@ -66,6 +66,8 @@ class Batch:
     most_pairs: int = field(default=0, kw_only=True, compare=False)
     """Half of the documents of the complete row that has most of them: its pairs of answers, where
     documents are sides of pairs."""
+    mismatched: Batch | None = field(default=None, kw_only=True, compare=False)
+    """Of answers with a label: rows of the same prompts, each with another document's answer."""
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +97,8 @@ class Batch:
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         arrays = self.labels.numpy(force=True), self.document_ids.numpy(force=True)
         on_host = OnHost.of(moved["labels"], arrays[0], moved["document_ids"], arrays[1])
-        return replace(self, **moved, on_host=on_host)
+        mismatched = None if self.mismatched is None else self.mismatched.to(device)
+        return replace(self, **moved, on_host=on_host, mismatched=mismatched)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what a reader needs of each row to find an error, as plain data."""

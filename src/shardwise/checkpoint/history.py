@@ -37,15 +37,18 @@ class History:
             self.losses.append(float(line["loss"]))  # "nan" and "inf" are strings in a file
             self.grad_norms.append(float(line["grad_norm"]))
             self.skipped_steps = line["skipped_steps"]
-            for names, history in ((ROUTING, self.routing), (PAIR_METRICS, self.pairs)):
-                for name in names if names[0] in line else ():
-                    history.setdefault(name, array("d")).append(float(line[name]))
+            for name in ROUTING if ROUTING[0] in line else ():
+                self.routing.setdefault(name, array("d")).append(float(line[name]))
+            for name in PAIR_METRICS:
+                if name in line:
+                    self.pairs.setdefault(name, array("d")).append(float(line[name]))
         if "resplit" in line:
             self.resplits.append(line["resplit"])
         if "eval_loss" in line:
             evaluation = {"step": line["step"], "loss": float(line["eval_loss"])}
             if EVALUATED[0] in line:
-                metrics = {name: float(line[key]) for name, key in zip(PAIR_METRICS, EVALUATED)}
+                given = [pair for pair in zip(PAIR_METRICS, EVALUATED) if pair[1] in line]
+                metrics = {name: float(line[key]) for name, key in given}
                 evaluation |= {"perplexity": None, "metrics": metrics}
             else:
                 evaluation["perplexity"] = float(line["eval_perplexity"])

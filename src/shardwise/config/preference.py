@@ -7,19 +7,21 @@ from typing import ClassVar, Literal
 
 from shardwise.config.section import KeyFacts, Section, with_facts
 
-ObjectiveName = Literal["sft", "dpo", "orpo", "simpo"]
-"""Objectives of a run: the cross entropy of target tokens, or a loss of pairs of answers."""
+ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo"]
+"""Objectives of a run: the cross entropy of target tokens, a loss of answers with a label (kto), or
+one of pairs of answers."""
 
-BETAS: dict[str, float] = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
-"""`preference.beta` of each objective of pairs where the run file gives none."""
+BETAS: dict[str, float] = {"dpo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
+"""`preference.beta` of each objective where the run file gives none."""
 
 USED_BY: dict[str, tuple[ObjectiveName, ...]] = {
-    "beta": ("dpo", "orpo", "simpo"),
+    "beta": ("dpo", "kto", "orpo", "simpo"),
     "loss": ("dpo",),
     "label_smoothing": ("dpo", "simpo"),
     "margin": ("simpo",),
     "sft_weight": ("dpo", "simpo"),
-    "reference": ("dpo",),
+    "reference": ("dpo", "kto"),
+    "undesirable_weight": ("kto",),
 }
 """The objectives that read each key of the section."""
 
@@ -31,15 +33,24 @@ PAIR_METRICS = (
     "rewards/margins",
     "logps/chosen",
     "logps/rejected",
+    "kl",
 )
-"""Means over the pairs of a step, by the names that TRL gives them: the rewards of both sides, the
-share of pairs whose chosen side has the larger one, their difference, and both sides'
-log-probabilities, sums or (orpo, simpo) means over tokens."""
+"""Means over the pairs, or answers with a label, of a step, by the names that TRL gives them: the
+rewards of both sides, the share of pairs whose chosen side has the larger one, the difference of
+the rewards, and both sides' log-probabilities, sums or (orpo, simpo) means over tokens. Answers
+with a label have no pair to be ahead in, and alone `kl`, the estimate that their rewards are
+compared with."""
+
+
+def metrics_of(objective: ObjectiveName) -> tuple[str, ...]:
+    """Return those of PAIR_METRICS that an objective reports."""
+    other = "rewards/accuracies" if objective == "kto" else "kl"
+    return tuple(name for name in PAIR_METRICS if name != other)
 
 
 @dataclass(frozen=True)
 class Preference(Section):
-    """Keys that only the objectives of pairs have (`training.objective`)."""
+    """Keys that only the objectives of preferences have (`training.objective`)."""
 
     facts: ClassVar[KeyFacts] = KeyFacts(timed=False, decides="work", for_own_loop=False)
 
@@ -54,6 +65,8 @@ class Preference(Section):
     sft_weight: float = with_facts(0.0, between=(0, 1_000_000))
     """Weight of the mean cross entropy of the chosen answers' tokens, which is added."""
     reference: Literal["base", "start"] | None = None
-    """dpo: the model whose log-probabilities are subtracted. `base`: the base model, which is the
-    trained one with its adapters off. `start`: the model as the first step finds it; what is
+    """dpo, kto: the model whose log-probabilities are subtracted. `base`: the base model, which is
+    the trained one with its adapters off. `start`: the model as the first step finds it; what is
     trained is kept once more, sharded alike. null: `base` with new adapters alone, else `start`."""
+    undesirable_weight: float = with_facts(1.0, between=(0, 1_000_000))
+    """kto: the weight of the losses of undesirable answers, where that of desirable ones is 1."""

@@ -127,7 +127,8 @@ class Training(Section):
     """Folder for everything that the run writes; one that holds another run is refused."""
     objective: ObjectiveName = with_facts("sft", timed=False, decides="work", for_own_loop=False)
     """`sft`: the cross entropy of target tokens. `dpo`, `orpo`, `simpo`: a loss of pairs of a
-    chosen and a rejected answer (`data.format: preference`, section `preference`)."""
+    chosen and a rejected answer; `kto`: of answers with a label, desirable or not
+    (`data.format: preference`, section `preference`)."""
     steps: int | None = with_facts(
         None, between=(1, 1_000_000_000), timed=False, decides="work", reported=True
     )
@@ -275,9 +276,14 @@ class Training(Section):
         return None if gib is None else int(gib * 2**30)
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether the loss is one of pairs of answers."""
+    def has_preferences(self) -> bool:
+        """Whether the loss compares answers, of pairs or with labels."""
         return self.objective != "sft"
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether the loss is one of answers with a label."""
+        return self.objective == "kto"
 
     @property
     def is_fp8(self) -> bool:

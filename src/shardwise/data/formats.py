@@ -15,8 +15,15 @@ from shardwise.data.best_fit import pack_documents
 from shardwise.data.chat_format import ChatFormat, Encoded
 from shardwise.data.columns import FIELDS, check_all_read, fields_beside
 from shardwise.data.completions import encode_completion, encode_text, joined_text, text_of
-from shardwise.data.packing import Document, Row, pack_joined, pack_none
-from shardwise.data.preference import NO_ANSWER, NOTHING, PreferenceFormat, document_of, equal_sides
+from shardwise.data.packing import Document, Row, empty_row, pack_joined, pack_none
+from shardwise.data.preference import (
+    NO_ANSWER,
+    NOTHING,
+    PreferenceFormat,
+    document_of,
+    equal_sides,
+    mismatched,
+)
 from shardwise.data.record import BadDocument, Record
 from shardwise.data.state import SlotState
 
@@ -118,11 +125,15 @@ class Encoder:
     readers: tuple[FormatReader, ...]
     """One for each group of entries: of `data.train`, and then of `data.validation`."""
     num_rows: int | None = None  # the model's embeddings, where a token may have none
-    reads_labels: bool = False  # whether an objective compares answers with a label
+    reads_labels: bool = False  # whether the objective is of answers with a label
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase, data: Data, num_rows: int | None = None
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        data: Data,
+        num_rows: int | None = None,
+        reads_labels: bool = False,
     ) -> Encoder:
         """Make the encoder of a run; UserError where the tokenizer lacks what it needs."""
         # No rules of rules/: only the tokenizer's files say what it lacks.
@@ -137,7 +148,7 @@ class Encoder:
             raise UserError("the tokenizer has no pad_token and no eos_token to pad rows; add one")
         groups = [*data.groups("train"), *data.groups("validation")]
         readers = [FormatReader.of(tokenizer, keys) for _, keys in groups]
-        return cls(data, fill, tuple(readers), num_rows)
+        return cls(data, fill, tuple(readers), num_rows, reads_labels)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -163,23 +174,26 @@ class Encoder:
         """
         texts = self.readers[group].encode(record)
         if not self.reads_labels and any(tokens is NOTHING[0] for tokens, _ in texts):
-            problem = "an answer with a label, which no training.objective compares"
-            way_out = "give pairs, with chosen and rejected, or remove the line"
+            problem = "an answer with a label, which is no pair"
+            way_out = "set training.objective: kto, or give pairs, with chosen and rejected"
             raise BadDocument("answer with a label", f"{problem}; {way_out}")
         for tokens, _ in texts:
             self._check_rows(tokens)
         return texts
 
-    def cut(self, texts: Iterable[Encoded], start: SlotState) -> list[Document]:
+    def cut(
+        self, texts: Iterable[Encoded], start: SlotState, others: Sequence[Encoded] | None = None
+    ) -> list[Document]:
         """Return the documents of a record that fit into rows; it begins at `start`.
 
+        Of answers with a label, `others` is what another record gives.
         There are several where a dialogue is trained on turn by turn, or a long document is split.
         Where documents are kept apart, the first token of each is no target, since it would be
         predicted from the document before.
         """
         length = self.data.sequence_length
         if self.data.is_preference:
-            return [document_of([*texts], length, self.data.long == "skip", start)]
+            return self._with_sides([*texts], start, others)
         documents: list[Document] = []
         for tokens, targets in texts:
             is_long = self.data.packed == "documents" and len(tokens) > length + 1
@@ -192,6 +206,26 @@ class Encoder:
                     Document(np.array(tokens[begin:end], np.int32), mask, at, is_long=is_long)
                 )
         return documents
+
+    def _with_sides(
+        self, sides: list[Encoded], start: SlotState, others: Sequence[Encoded] | None
+    ) -> list[Document]:
+        """Return a pair, or as many answers with a label as a record has."""
+        length, skips = self.data.sequence_length, self.data.long == "skip"
+        chosen, rejected = sides
+        if not self.reads_labels or chosen[0] == rejected[0]:
+            return [document_of(sides, length, skips, start)]
+        alone = [side for side in ([chosen, NOTHING], [NOTHING, rejected]) if side != [NOTHING] * 2]
+        documents = [
+            document_of(side, length, skips, replace(start, part=part))
+            for part, side in enumerate(alone)
+        ]
+        if others is None:
+            return documents
+        return [
+            replace(document, other=document_of(mismatched(side, others), length, False, start))
+            for document, side in zip(documents, alone)
+        ]
 
     def _check_rows(self, tokens: Sequence[int]) -> None:
         if self.num_rows is not None and (largest := max(tokens, default=0)) >= self.num_rows:
@@ -226,10 +260,11 @@ class Encoder:
             is_long = any(document.is_long for document in documents)
             reason = TOO_LONG if is_long else self.readers[group].why_no_target(record)
             return Counter([equal_sides(documents[0]) or reason if documents else reason])
-        if self.data.turns == "together" or self.data.long == "split":
+        is_one = self.data.turns == "together" and not self.reads_labels
+        if is_one or self.data.long == "split":
             return Counter()
         return Counter(
-            TOO_LONG if document.is_long else NO_TARGET
+            TOO_LONG if document.is_long else NO_ANSWER if self.reads_labels else NO_TARGET
             for document in documents
             if not document.has_target()
         )
@@ -240,6 +275,11 @@ class Encoder:
         is_mixed = len(self.data.entries("train")) > 1
         is_mixed &= any(f"data.{key}" in str(error) for key in keys)
         return f"{error} (for one entry of data.train: {ONE_ENTRY})" if is_mixed else str(error)
+
+    def padding(self) -> np.ndarray:
+        """Return a row of padding, which has no target."""
+        row = empty_row(self.data.sequence_length, self.fill)
+        return np.concatenate([row, row]) if self.reads_labels else row
 
     def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
         """Pack these documents into rows."""

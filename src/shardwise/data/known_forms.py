@@ -19,6 +19,9 @@ FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
     *(({*asked, "chosen", "rejected"},
        _keys("preference", messages=asked if asked[1:] else asked[0])) for asked in _ASKED),
     ({"chosen", "rejected"}, _keys("preference")),
+    ({"prompt", "completion", "label"}, _keys("preference", label="label")),
+    *(({name, "kto_tag"}, _keys("preference", messages=name, label="kto_tag"))
+      for name in ("messages", "conversations")),
     ({"messages"}, _keys("chat")),
     ({"conversations"}, _keys("chat", messages="conversations")),
     ({"prompt", "completion"}, _keys("completion")),

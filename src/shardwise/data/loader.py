@@ -96,7 +96,7 @@ def build_loaders(
     """
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
     assert len(slots) % micro_batch_size == 0, "a rule refuses it: the global batch over the ranks"
-    encoder = Encoder.of(tokenizer, cfg.data, num_rows)
+    encoder = Encoder.of(tokenizer, cfg.data, num_rows, cfg.training.reads_labels)
     corpus, order, held_out = open_data(cfg)
     validation = None if held_out is None else held_out[0]
     for documents in (corpus, validation if validation is not corpus else None):

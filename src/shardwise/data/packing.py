@@ -3,7 +3,9 @@
 A row is an int32 array [3, T+1] with T = `data.sequence_length`. row[0] are tokens. row[1] are the
 numbers of their documents within the row, counted from 0, or -1 where the row is padded. row[2] is
 1 where a token is a target, else 0. Of pairs (`data.format: preference`) the chosen side of pair k
-has the number 2k, and the rejected one behind it 2k + 1.
+has the number 2k, and the rejected one behind it 2k + 1; of answers with a label, answer k has one
+of the two. Their rows are [6, T+1]: behind the three, a row of the same prompts, each with another
+document's answer.
 
 Each row begins with the last token of the row before it (of the same document, or of the joined
 stream). So every token except the first is exactly once at a position where it can be predicted. A
@@ -39,9 +41,10 @@ class Document:
     read_before: SlotState | None = None  # the state of the slot, if a resume reads it again
     is_long: bool = False  # a part of what did not fit into a row
     rejected_at: int | None = None  # the first token of the rejected side, where there are sides
+    other: Document | None = None  # of an answer with a label: the prompt with another answer
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return max(len(self.tokens), 0 if self.other is None else len(self.other))
 
     def has_target(self) -> bool:
         """Return whether a token other than the first is a target."""
@@ -50,7 +53,9 @@ class Document:
     def after(self, count: int) -> Document:
         """Return the document without its first `count` tokens."""
         start = replace(self.start, token=self.start.token + count)
-        return replace(self, tokens=self.tokens[count:], targets=self.targets[count:], start=start)
+        tokens, targets = self.tokens[count:], self.targets[count:]
+        other = None if self.other is None else self.other.after(count)
+        return replace(self, tokens=tokens, targets=targets, start=start, other=other)
 
     def end(self) -> SlotState:
         """Return the state of the slot at the next document."""
@@ -63,7 +68,7 @@ class Document:
 
 
 Row = tuple[np.ndarray, SlotState]
-"""A row [3, T+1], and the state of its slot behind it."""
+"""A row [3 or 6, T+1], and the state of its slot behind it."""
 
 
 def pack_none(documents: Iterable[Document], sequence_length: int, fill: int) -> Iterator[Row]:
@@ -104,16 +109,19 @@ def _without(documents: list[Document], count: int) -> list[Document]:
 
 
 def row_of(documents: list[Document], sequence_length: int, fill: int) -> np.ndarray:
-    """Return the first T+1 tokens of these documents as a row [3, T+1]."""
+    """Return the first T+1 tokens of these documents as a row [3, T+1], or [6, T+1] of answers with
+    a label.
+    """
     row, end = empty_row(sequence_length, fill), 0
     for number, document in enumerate(documents):
-        start, end = end, min(end + len(document), sequence_length + 1)
+        start, end = end, min(end + len(document.tokens), sequence_length + 1)
         row[0, start:end] = document.tokens[: end - start]
         row[1, start:end] = number
         if document.rejected_at is not None:
             row[1, start:end] = 2 * number + (np.arange(end - start) >= document.rejected_at)
         row[2, start:end] = document.targets[: end - start]
-    return row
+    others = [document.other for document in documents if document.other is not None]
+    return np.concatenate([row, row_of(others, sequence_length, fill)]) if others else row
 
 
 def empty_row(sequence_length: int, fill: int) -> np.ndarray:
@@ -124,18 +132,20 @@ def empty_row(sequence_length: int, fill: int) -> np.ndarray:
 
 
 def to_batch(rows: np.ndarray, slots: Iterable[int], step: int) -> Batch:
-    """Return the batch of rows [B, 3, T+1] of B slots. Labels are shifted here and nowhere else.
+    """Return the batch of rows [B, 3 or 6, T+1] of B slots. Labels are shifted here alone.
 
     A position has a target if the token after it is one.
     """
-    tokens, document_ids, targets = torch.from_numpy(rows).long().unbind(dim=1)
+    slots = tuple(slots)
+    tokens, document_ids, targets = torch.from_numpy(rows[:, :3]).long().unbind(dim=1)
     return Batch(
         input_ids=tokens[:, :-1].contiguous(),
         labels=torch.where(targets[:, 1:] == 1, tokens[:, 1:], IGNORED),
         document_ids=document_ids[:, :-1].contiguous(),
-        slots=tuple(slots),
+        slots=slots,
         step=step,
         most_pairs=int(rows[:, 1].max(initial=PADDING)) // 2 + 1,
+        mismatched=to_batch(rows[:, 3:], slots, step) if rows.shape[1] > 3 else None,
     )
 
 
@@ -164,10 +174,10 @@ class RowLengths:
         return RowLengths(cfg.data.sequence_length, multiple, "pp" in layout_of(cfg.parallel))
 
     def cut(self, rows: list[np.ndarray]) -> np.ndarray:
-        """Stack rows [3, T+1] without what is padding in all of them: [B, 3, at most T+1]."""
+        """Stack rows [3 or 6, T+1] without what is padding in all: [B, 3 or 6, at most T+1]."""
         stacked, length = np.stack(rows), self.full
         if self.multiple is not None:
-            used = np.flatnonzero((stacked[:, 1] != PADDING).any(0))
+            used = np.flatnonzero((stacked[:, 1::3] != PADDING).any((0, 1)))
             last = int(used[-1]) + 1 if len(used) else 1
             length = min(length, -(-last // self.multiple) * self.multiple)
         return stacked[..., : length + 1]

@@ -204,6 +204,21 @@ def _bad_pair(problem: str) -> BadDocument:
     return BadDocument("bad pair", f"{problem}; {CORRECT_LINE}")
 
 
+def mismatched(sides: Sequence[Encoded], others: Sequence[Encoded]) -> list[Encoded]:
+    """Return a side with the prompt of an answer with a label, and another document's answer."""
+    (tokens, targets), (other, is_answer) = (
+        next((side for side in given if side[0]), NOTHING) for given in (sides, others)
+    )
+    prompt, begin = tokens[: _num_prompt(targets)], _num_prompt(is_answer)
+    answer = [*prompt, *other[begin:]], [*[False] * len(prompt), *is_answer[begin:]]
+    return [answer if side[0] else NOTHING for side in sides]
+
+
+def _num_prompt(targets: Sequence[bool]) -> int:
+    """Return how many tokens stand before the first target."""
+    return targets.index(True) if True in targets else len(targets)
+
+
 def document_of(
     sides: Sequence[Encoded], sequence_length: int, skips: bool, start: SlotState
 ) -> Document:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+PAIR, LABELLED = ("chosen", "rejected"), ("desirable", "undesirable")
+
+
 @dataclass(frozen=True)
 class Preview:
     """The sources of a run, and rows [3, T+1] of its first step (see `packing.py`)."""
@@ -36,8 +39,8 @@ class Preview:
     """The documents of an epoch; None for a stream."""
     num_held_out: int
     """The documents that are held out of them for validation."""
-    has_pairs: bool
-    """Whether documents are pairs."""
+    sides: tuple[str, str] | None
+    """Names of the sides of a pair, or of the labels of an answer; None: documents have none."""
 
     def epoch(self, cfg: RunConfig) -> str:
         """Return in words what an epoch has; empty for a stream."""
@@ -55,8 +58,10 @@ class Preview:
     def names(self, row: np.ndarray) -> dict[int, str]:
         """Return a name for each document of a row, or for each side of its pairs."""
         names = {number: f"document {number + 1}" for number in sorted({*row[1].tolist()} - {-1})}
-        for number in names if self.has_pairs else ():
-            names[number] = f"pair {number // 2 + 1}, {('chosen', 'rejected')[number % 2]}"
+        if self.sides is not None:
+            what = "pair" if self.sides == PAIR else "answer"
+            for number in names:
+                names[number] = f"{what} {number // 2 + 1}, {self.sides[number % 2]}"
         return names
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def preview(
 
     Of a stream the first documents are read. UserError as a run would give it.
     """
-    encoder = Encoder.of(tokenizer, cfg.data)
+    encoder = Encoder.of(tokenizer, cfg.data, reads_labels=cfg.training.reads_labels)
     corpus, order, held_out = open_data(cfg)
     validation = None if held_out is None or held_out[0] is corpus else held_out[0]
     for documents in (corpus, validation):
@@ -98,7 +103,7 @@ def preview(
         [first[slot][0] for slot in slots],
         order.num_documents,
         num_held_out,
-        cfg.data.is_preference,
+        (LABELLED if cfg.training.reads_labels else PAIR) if cfg.data.is_preference else None,
     )
 
 
@@ -136,7 +141,7 @@ def spans_of(
     (text, number of the document, whether its tokens are targets, whether it is a special token).
     """
     special = set(tokenizer.all_special_ids)
-    tokens, documents, targets = row[:, row[1] != PADDING]
+    tokens, documents, targets = row[:3, row[1] != PADDING]
     kinds = [
         (int(document), bool(target), int(token) in special)
         for token, document, target in zip(tokens, documents, targets)

@@ -18,6 +18,7 @@ class Item(NamedTuple):
     """A record that a stream reads, or what another stream has left of it."""
 
     number: int
+    following: int  # the record that the order has behind it
     part: int = 0  # the first of its documents
     token: int = 0  # the first token of that one
     parts: frozenset[int] | None = None  # its documents; None: all of them
@@ -42,7 +43,7 @@ class SlotShare:
 
     def __init__(self, order: Order | StreamOrder, slot: int, num_slots: int) -> None:
         self._order, self._numbers = order, range(slot, order.num_read, num_slots)
-        self._begin, self._chunk = 0, list[int]()
+        self._begin, self._chunk = 0, list[tuple[int, int]]()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -55,9 +56,10 @@ class SlotShare:
             )
         if not 0 <= place - self._begin < len(self._chunk):
             self._begin = place
-            numbers = self._numbers[place : place + CHUNK]
-            self._chunk = self._order.documents(np.array(numbers, np.int64))
-        return Item(self._chunk[place - self._begin])
+            numbers = np.array(self._numbers[place : place + CHUNK], np.int64)
+            found = self._order.documents(np.concatenate([numbers, numbers + 1]))
+            self._chunk = list(zip(found[: len(numbers)], found[len(numbers) :]))
+        return Item(*self._chunk[place - self._begin])
 
 
 def left_by_all(order: Order | StreamOrder, rest: Rest) -> list[Item]:

@@ -21,7 +21,8 @@ from shardwise.data.chat_format import Encoded
 from shardwise.data.corpus import Corpus
 from shardwise.data.formats import LEFT_OVER, LONGER_ROWS, TOO_LONG, Encoder
 from shardwise.data.order import Order
-from shardwise.data.packing import Document, Row, empty_row
+from shardwise.data.packing import Document, Row
+from shardwise.data.preference import NOTHING
 from shardwise.data.record import BadDocument, OutOfBounds, Record
 from shardwise.data.shares import Item, SlotShare, left_by_all, remaining
 from shardwise.data.state import Rest, SlotState, describe
@@ -59,16 +60,19 @@ def encoded(corpus: Documents, number: int, encoder: Encoder) -> tuple[Record, i
 
 
 def read_documents(
-    corpus: Documents, number: int, encoder: Encoder, start: SlotState
+    corpus: Documents, number: int, encoder: Encoder, start: SlotState, other: int | None = None
 ) -> tuple[list[Document], Counter[str]]:
     """Return the documents of a record that have a target, and how many were left out, by reason.
 
+    `other` is the number of another record, whose answer one with a label is compared with.
     Without such a document the record is left out as one. UserError, with its place, for a record
     that cannot be used, unless `data.on_error` is skip.
     """
     try:
         record, group, texts = encoded(corpus, number, encoder)
-        documents = encoder.cut(texts, start)
+        is_asked = encoder.reads_labels and other is not None
+        others = _answers(corpus, other, encoder) if is_asked else None
+        documents = encoder.cut(texts, start, others)
     except BadDocument as error:
         return [], Counter([error.reason])
     left_out = encoder.left_out(record, documents, group)
@@ -78,6 +82,14 @@ def read_documents(
         replace(document, siblings=len(documents), is_last=i == last)
         for i, document in enumerate(documents)
     ], left_out
+
+
+def _answers(corpus: Documents, number: int, encoder: Encoder) -> list[Encoded]:
+    """Return what a record gives; nothing where it cannot be used."""
+    try:
+        return encoded(corpus, number, encoder)[2]
+    except BadDocument:
+        return [NOTHING]
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +195,7 @@ class TrainStream(IterableDataset):
         return self.encoder.rows(documents)
 
     def _padding(self) -> np.ndarray:
-        return empty_row(self.encoder.data.sequence_length, self.encoder.fill)
+        return self.encoder.padding()
 
     def _documents(
         self,
@@ -204,7 +216,9 @@ class TrainStream(IterableDataset):
         # for ever.
         in_a_row = Counter[str]()
         for index, (place, item) in enumerate(remaining(begin, share), 1 - num_waiting):
-            read, left_out = read_documents(corpus, item.number, self.encoder, SlotState(place))
+            read, left_out = read_documents(
+                corpus, item.number, self.encoder, SlotState(place), item.following
+            )
             documents = item.left(read)
             is_new, is_waiting = place >= begin.place + begin.is_within, index <= 0
             if not item.was_begun:  # the state does not count long documents that only wait

@@ -9,7 +9,7 @@ from shardwise.base.batches import Batch
 from shardwise.config import Training, UserError
 from shardwise.data.corpus import Corpus
 from shardwise.data.formats import LONGER_ROWS, TOO_LONG, Encoder
-from shardwise.data.packing import Document, RowLengths, empty_row, to_microbatches
+from shardwise.data.packing import Document, RowLengths, to_microbatches
 from shardwise.data.slots import read_documents
 from shardwise.data.state import Counts, SlotState, describe
 from shardwise.data.streaming import StreamPass
@@ -37,7 +37,7 @@ class Validation:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         batch_size, size = self.training.global_batch_size, self.training.micro_batch_size
-        padding = empty_row(self.encoder.data.sequence_length, self.encoder.fill)
+        padding = self.encoder.padding()
         limit = self.training.eval_batches * batch_size or None
         rows = itertools.islice(self.encoder.rows(self._documents()), limit)
         num_rows, end = 0, SlotState()
@@ -58,9 +58,14 @@ class Validation:
 
     def _documents(self) -> Iterator[Document]:
         skipped, count, num_long = Counter[str](), 0, 0
-        for count, number in enumerate(self.documents(), 1):
+        numbers = self.documents()
+        others = itertools.repeat(None)
+        if self.encoder.reads_labels:  # no stream, whose records are read once
+            numbers = [*numbers]
+            others = [*numbers[1:], *numbers[:1]]
+        for count, (number, other) in enumerate(zip(numbers, others), 1):
             start = SlotState(place=count - 1)
-            read, left_out = read_documents(self.corpus, number, self.encoder, start)
+            read, left_out = read_documents(self.corpus, number, self.encoder, start, other)
             num_long += any(document.is_long for document in read)
             skipped += left_out
             for document in read:

@@ -1,12 +1,12 @@
-"""Losses of pairs of answers, from the log-probabilities of their tokens.
+"""Losses of answers, in pairs or with labels, from the log-probabilities of their tokens.
 
 A row holds the pairs k = 0, 1, ... of documents 2k (the chosen side) and 2k + 1 (the rejected one),
-both of the same prompt. A side has the sum of the log-probabilities of its answer's tokens, so a
-loss of a pair is no sum over tokens: where ranks hold different tokens of a row, sums are complete
-before anything else is computed of them.
+both of the same prompt; of an answer with a label it holds one of the two. A side has the sum of
+the log-probabilities of its answer's tokens, so a loss of a pair is no sum over tokens: where ranks
+hold different tokens of a row, sums are complete before anything else is computed of them.
 Sources: DPO arXiv 2305.18290; conservative DPO, ericmitchell.ai/cdpo.pdf; hinge arXiv 2305.10425;
 IPO arXiv 2310.12036, with means over tokens as its authors meant; ORPO arXiv 2403.07691; SimPO
-arXiv 2405.14734.
+arXiv 2405.14734; KTO arXiv 2402.01306, equation 8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.config.preference import BETAS, PAIR_METRICS, Preference
 
 
 class Sides(NamedTuple):
-    """Numbers that pairs are compared by: [..., 2] each, the chosen side first."""
+    """Numbers that answers are compared by: [..., 2] each, the chosen side first."""
 
     logps: torch.Tensor
     """Sums over the tokens of an answer."""
@@ -35,12 +35,17 @@ class Sides(NamedTuple):
         """Means over the tokens of an answer."""
         return self.logps / self.num_tokens.clamp(min=1)
 
+    @property
+    def exist(self) -> torch.Tensor:
+        """Whether there is such an answer, [..., 2] bool: of a pair both."""
+        return self.num_tokens > 0
+
 
 class Losses(NamedTuple):
     """Losses of pairs, and what is reported of them."""
 
     losses: torch.Tensor
-    """[...]."""
+    """[...] of pairs, [..., 2] of answers with a label."""
     rewards: torch.Tensor
     """[..., 2], without a gradient."""
     logps: torch.Tensor
@@ -79,14 +84,31 @@ def simpo(sides: Sides, keys: Preference, beta: float) -> Losses:
     return Losses(losses, beta * means.detach(), means)
 
 
+def kto(
+    sides: Sides, reference: torch.Tensor, keys: Preference, beta: float, kl: torch.Tensor
+) -> Losses:
+    """Compare how much more likely each answer is than by the reference with an estimate of it.
+
+    `kl` is that of answers to other prompts, a scalar.
+    """
+    ratios = sides.logps - reference
+    ahead = torch.stack([ratios[..., 0] - kl, kl - ratios[..., 1]], -1)
+    weights = ahead.new_tensor([1.0, keys.undesirable_weight])
+    return Losses(weights * torch.sigmoid(-beta * ahead), beta * ratios.detach(), sides.logps)
+
+
 def _smoothed(difference: torch.Tensor, share: float) -> torch.Tensor:
     """Return the loss of labels of which a share is wrong."""
     right = -F.logsigmoid(difference)
     return right if share == 0 else right.lerp(-F.logsigmoid(-difference), share)
 
 
+Sums = dict[tuple[int, ...], Sides]
+"""Sums over answers of a pass without a gradient, by the slots of a micro-batch."""
+
+
 class Preferences:
-    """The loss of pairs on the part that has the head, and what it has seen of them."""
+    """The loss of answers on the part that has the head, and what it has seen of them."""
 
     def __init__(self, cfg: RunConfig, device: torch.device) -> None:
         """Take the objective of a run; `totals` are on `device`."""
@@ -97,61 +119,85 @@ class Preferences:
         self.sft_weight = 1.0 if self.objective == "orpo" else self.keys.sft_weight
         self.token_weight = 0.0
         """`sft_weight` times pairs over the chosen answers' tokens, of the global batch."""
-        self.is_reference = False
-        """Whether the forward is the reference's, whose sums are kept for the one that follows."""
-        self.reference: dict[tuple[int, ...], torch.Tensor] = {}
-        """[B, pairs, 2]: the reference's sums, by the slots of a micro-batch."""
-        self.totals = torch.zeros(len(PAIR_METRICS) + 1, device=device)
-        """The sums over pairs of PAIR_METRICS, and behind them their number; each rank of several
-        that hold tokens of the same rows has its share."""
+        self.kept: Sums | None = None
+        """Where the sums of a pass go; None: the pass has a loss."""
+        self.reference: Sums = {}
+        """The reference's sums of the step."""
+        self.kl = torch.zeros((), device=device)
+        """kto: the estimate that the ratios of the step are compared with."""
+        self.totals = torch.zeros(len(TOTALS), device=device)
+        """The sums of TOTALS since they were taken; each rank of several that hold tokens of the
+        same rows has its share."""
 
     def weigh(self, num_pairs: int, num_chosen: int) -> None:
         """Let the tokens of chosen answers, so many, have a mean where pairs, so many, have one."""
         self.token_weight = self.sft_weight * num_pairs / max(num_chosen, 1)
 
     @contextmanager
-    def keeping_sums(self) -> Generator[None]:
-        """Keep the sums of a pass, the reference's, for the one that follows; its loss is 0."""
-        self.reference.clear()
-        self.is_reference = True
+    def keeping(self, sums: Sums) -> Generator[None]:
+        """Keep the sums of passes in `sums`; their loss is 0."""
+        self.kept = sums
         try:
             yield
         finally:
-            self.is_reference = False
+            self.kept = None
 
     def loss(self, losses: torch.Tensor, places: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the sum over the batch's pairs, a scalar; 0 where the forward is the reference's.
+        """Return the sum over the batch's pairs or answers, a scalar; 0 where sums are kept.
 
         losses [targets] float32: the cross entropy of this rank's target tokens; places [targets]:
         where they are in `labels.flatten()`.
         """
-        sides, is_pair = _sides(losses, places, batch)
-        if self.is_reference:
-            self.reference[batch.slots] = sides.logps.detach()
+        sides = _sides(losses, places, batch)
+        if self.kept is not None:
+            self.kept[batch.slots] = Sides(sides.logps.detach(), sides.num_tokens)
             return losses.new_zeros(())
-        if self.objective == "dpo":
-            found = dpo(sides, self.reference.pop(batch.slots), self.keys, self.beta)
-        else:
-            found = (orpo if self.objective == "orpo" else simpo)(sides, self.keys, self.beta)
+        found = self._compared(sides, batch.slots)
         share = 1.0 if batch.neighbours is None else 1 / batch.neighbours.size
-        self._count(found, is_pair, share)
-        total = torch.where(is_pair, found.losses, 0.0).sum()
+        self._count(found, sides.exist, share)
+        exist = sides.exist if found.losses.dim() == sides.exist.dim() else sides.exist.all(-1)
+        total = torch.where(exist, found.losses, 0.0).sum()
         if self.token_weight:
-            chosen = torch.where(is_pair, sides.logps[..., 0], 0.0)
+            chosen = torch.where(exist, sides.logps[..., 0], 0.0)
             total = total - self.token_weight * chosen.sum()
         # Each rank of several has the gradient of its tokens, and its share of the value.
         return total if share == 1.0 else total.detach() * share + (total - total.detach())
 
-    def _count(self, found: Losses, is_pair: torch.Tensor, share: float) -> None:
-        chosen, rejected = found.rewards.unbind(-1)
-        columns = [chosen, rejected, chosen > rejected, chosen - rejected]
-        columns += [*found.logps.detach().unbind(-1), is_pair]
-        sums = [torch.where(is_pair, column, 0).sum(dtype=torch.float32) for column in columns]
-        self.totals += share * torch.stack(sums)
+    def _compared(self, sides: Sides, slots: tuple[int, ...]) -> Losses:
+        if self.objective == "orpo":
+            return orpo(sides, self.keys, self.beta)
+        if self.objective == "simpo":
+            return simpo(sides, self.keys, self.beta)
+        reference = self.reference.pop(slots).logps
+        if self.objective == "kto":
+            return kto(sides, reference, self.keys, self.beta, self.kl)
+        return dpo(sides, reference, self.keys, self.beta)
+
+    def _count(self, found: Losses, exist: torch.Tensor, share: float) -> None:
+        """Add TOTALS up."""
+        ahead = exist.all(-1) & (found.rewards[..., 0] > found.rewards[..., 1])
+        columns = [found.rewards, found.logps.detach(), torch.ones_like(found.rewards)]
+        sums = [torch.where(exist, column, 0).flatten(0, -2).sum(0) for column in columns]
+        sums += [ahead.sum()[None], self.kl * exist.sum()[None]]
+        self.totals += share * torch.cat(sums)
 
 
-def _sides(losses: torch.Tensor, places: torch.Tensor, batch: Batch) -> tuple[Sides, torch.Tensor]:
-    """Return what the pairs of a batch are compared by, [B, pairs, 2], and which of them exist.
+TOTALS = ("reward", "reward", "logp", "logp", "number", "number", "ahead", "kl")
+"""What is summed up: of the chosen and of the rejected answers each, of pairs, and of all answers.
+"""
+
+
+def metrics(totals: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return PAIR_METRICS from the sums of TOTALS; NaN where there is no such answer."""
+    sums, (ahead, kl) = totals[:6].view(3, 2), totals[6:]
+    rewards, logps, numbers = sums[0] / sums[2], sums[1] / sums[2], sums[2]
+    margin, means = rewards[0] - rewards[1], (*logps, kl / numbers.sum())
+    found = (*rewards, ahead / numbers[0], margin, *means)
+    return dict(zip(PAIR_METRICS, found, strict=True))
+
+
+def _sides(losses: torch.Tensor, places: torch.Tensor, batch: Batch) -> Sides:
+    """Return what the answers of a batch are compared by, [B, pairs, 2].
 
     Sums over the tokens of other ranks (`batch.neighbours`) are in it: 8 bytes for each side.
     """
@@ -168,6 +214,5 @@ def _sides(losses: torch.Tensor, places: torch.Tensor, batch: Batch) -> tuple[Si
         logps, num_tokens = logps + others[0], num_tokens + others[1]
     shape = num_rows, batch.most_pairs, 2
     logps, num_tokens = logps.view(shape), num_tokens.view(shape)
-    is_pair = (num_tokens > 0).all(-1)
-    # What rows with fewer pairs lack has a number that no loss is infinite of.
-    return Sides(torch.where(is_pair[..., None], logps, -1.0), num_tokens), is_pair
+    # What rows with fewer answers lack has a number that no loss is infinite of.
+    return Sides(torch.where(num_tokens > 0, logps, -1.0), num_tokens)

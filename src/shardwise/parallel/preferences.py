@@ -1,9 +1,10 @@
-"""A step of pairs: the reference's pass over its micro-batches, then the pass that trains.
+"""A step of preferences: the reference's pass over its micro-batches, then the pass that trains.
 
 The reference is the trained model with its adapters off, or with the values that it started from in
 the place of what is trained. So its pass is an evaluation of the same parts under the same layout.
-Memory: of the values to start from, a copy of what a rank holds. Communication: what an evaluation
-sends, and three numbers of each rank's rows to all.
+With answers that have labels (kto), both evaluate the rows with other documents' answers before.
+Memory: of the values to start from, a copy of what a rank holds. Communication: what evaluations
+send, and three numbers of each rank's rows to all, with labels five.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import nn
 from shardwise.base.batches import IGNORED, AnyBatch, Batch, Objective
 from shardwise.base.interfaces import Mesh, ParallelModel, Storage
 from shardwise.config import RunConfig
-from shardwise.config.preference import PAIR_METRICS
+from shardwise.config.preference import metrics_of
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import adapter_layers
-from shardwise.models.preferences import Preferences
+from shardwise.models.preferences import TOTALS, Preferences, Sums, metrics
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Let the part with the head return losses of pairs, and the reference run before it."""
+    """Let the part with the head return losses of answers, and the reference run before it."""
     parts = [part for part in pm.parts if isinstance(part, CausalLM)]
     for part in parts:
         if part.spec.last:
@@ -40,25 +41,50 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         _weigh_tokens(pm, microbatches, parts, mesh)
-        if reference is not None:
+
+        def sums_of(batches: Sequence[AnyBatch]) -> Sums:
+            """Evaluate batches, and return what the rank with the head has of them."""
+            kept: Sums = {}
             with ExitStack() as stack:
                 for preferences in with_head:
-                    stack.enter_context(preferences.keeping_sums())
-                stack.enter_context(reference())
-                run(pm, microbatches, loss_scale, False)
+                    stack.enter_context(preferences.keeping(kept))
+                run(pm, batches, loss_scale, False)
+            return kept
+
+        if reference is not None:
+            others = [m for b in microbatches if isinstance(b, Batch) and (m := b.mismatched)]
+            policy = sums_of(others) if others else {}
+            with reference():
+                found, of_others = sums_of(microbatches), sums_of(others) if others else {}
+            for preferences in with_head:
+                preferences.reference = found
+            if others:
+                _estimate(with_head, policy, of_others, mesh)
         return run(pm, microbatches, loss_scale, train)
 
-    return replace(pm, run=run_pairs, objective=PairsObjective(with_head, mesh))
+    return replace(pm, run=run_pairs, objective=PairsObjective(with_head, mesh, cfg))
+
+
+def _estimate(with_head: Sequence[Preferences], policy: Sums, reference: Sums, mesh: Mesh) -> None:
+    """Set the estimate of the divergence from the reference: the mean over the global batch of
+    how much more likely other documents' answers are, and at least 0.
+    """
+    ratio = torch.zeros(2, device=mesh.device)  # their sum and their number
+    for slots, sides in policy.items():
+        ratios = torch.where(sides.exist, sides.logps - reference[slots].logps, 0.0)
+        ratio += torch.stack([ratios.sum(), sides.exist.sum()])
+    total, number = sum_over(ratio, mesh, mesh.ROW_AXES)
+    for preferences in with_head:
+        preferences.kl = (total / number.clamp(min=1)).clamp(min=0)
 
 
 class PairsObjective(Objective):
-    """The mean over the pairs of a global batch."""
+    """The mean over the pairs, or the answers with a label, of a global batch."""
 
-    names = PAIR_METRICS
-
-    def __init__(self, with_head: Sequence[Preferences], mesh: Mesh) -> None:
-        """Take what has seen pairs on this rank, if anything has."""
+    def __init__(self, with_head: Sequence[Preferences], mesh: Mesh, cfg: RunConfig) -> None:
+        """Take what has seen answers on this rank, if anything has."""
         self.mesh, self.with_head = mesh, with_head
+        self.names = metrics_of(cfg.objective)
 
     def count(self, batch: AnyBatch) -> torch.Tensor:
         """Return the target tokens, those of chosen answers, and the pairs, [3]."""
@@ -69,13 +95,14 @@ class PairsObjective(Objective):
         return torch.stack([is_target.sum(), chosen.sum(), pairs.sum()])
 
     def take(self) -> torch.Tensor:
-        """Return PAIR_METRICS of all pairs since the last call: 28 bytes of each rank go to all."""
-        totals = torch.zeros(len(PAIR_METRICS) + 1, device=self.mesh.device)
+        """Return the metrics of all answers since the last call: 32 bytes of each rank to all."""
+        totals = torch.zeros(len(TOTALS), device=self.mesh.device)
         for preferences in self.with_head:
             totals += preferences.totals
             preferences.totals.zero_()
         sum_over(totals, self.mesh, ("pp", *self.mesh.gradient_axes))
-        return totals[:-1] / totals[-1].clamp(min=1)
+        found = metrics(totals)
+        return torch.stack([found[name] for name in self.names])
 
 
 def _weigh_tokens(

@@ -146,8 +146,9 @@ class Reporter:
             values["eval_perplexity"] = perplexity
             found = f"perplexity {perplexity:.2f}"
         else:
-            share, margin = metrics["rewards/accuracies"], metrics["rewards/margins"]
-            found = f"chosen answers ahead in {share:.1%} of pairs, by {margin:.3f} on average,"
+            found = f"rewards of good answers ahead by {metrics['rewards/margins']:.3f} on average"
+            if (share := metrics.get("rewards/accuracies")) is not None:
+                found += f", and in {share:.1%} of pairs,"
         self._progress.message(
             f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, {found} "
             f"over {evaluation.tokens:,} tokens"

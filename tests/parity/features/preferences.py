@@ -1,6 +1,6 @@
-"""Cells whose loss is one of pairs of answers: it is no sum over tokens.
+"""Cells whose loss is one of pairs of answers, or of answers with a label: no sum over tokens.
 
-The reference of dpo is the base with its adapters off and, with `start` and in full training, what
+The reference of dpo and kto is the base with its adapters off and, with `start` and in full training, what
 is trained as the run found it.
 """
 
@@ -23,7 +23,7 @@ HALVED = ("pp", 2, "zbv")
 WITH_EXPERTS = (("ddp-ep", 2, ""), ("zero1-ep", 4, ""), ("fsdp2-ep", 4, ""), ("fsdp2-ep-tp", 8, ""))
 EXPERTS = ("granitemoehybrid", "qwen3_moe", "kimi_linear")
 IN_FULL = ("llama", "qwen3_5_text")
-OTHERS = ("dpo-start", "dpo-ipo", "orpo", "simpo")
+OTHERS = ("dpo-start", "dpo-ipo", "orpo", "simpo", "kto", "kto-start")
 FEW = (
     ("ddp", 2, ""),
     ("fsdp2", 2, ""),
@@ -42,9 +42,13 @@ BY_ADAMW = (
 
 CELLS = (
     *(
-        Cell(family, layout, mode, nproc, "dpo", schedule)
+        Cell(family, layout, mode, nproc, variant, schedule)
         for family in FAMILIES
-        for mode in (("lora", "full") if family in IN_FULL else ("lora",))
+        for mode, variant in (
+            ("lora", "dpo"),
+            ("lora", "kto"),
+            *([("full", "dpo")] if family in IN_FULL else []),
+        )
         for layout, nproc, schedule in (
             *LAYOUTS,
             *([HALVED] if family in ("llama", "qwen3_5_text", "qwen3_moe") else []),
@@ -55,7 +59,7 @@ CELLS = (
         Cell(family, layout, mode, nproc, variant, schedule)
         for family in IN_FULL
         for variant in OTHERS
-        for mode in ("lora", "full")
+        for mode in (("full",) if variant == "kto" else ("lora", "full"))
         for layout, nproc, schedule in FEW
     ),
     *(
@@ -86,5 +90,8 @@ FIXED = (
     Cell("llama", "fsdp2", "lora", 2, "dpo-start"),
     Cell("llama", "ddp", "full", 2, "dpo-ipo"),
     Cell("qwen3_5_text", "zero1", "full", 2, "dpo-adamw"),
+    Cell("llama", "fsdp2-cp", "lora", 4, "kto"),
+    Cell("qwen3_5_text", "pp", "lora", 2, "kto", "1f1b"),
+    Cell("llama", "fsdp2", "full", 2, "kto"),
 )
 """Of these `make test` runs, and plants bugs in."""

@@ -90,6 +90,8 @@ def compose(
     sections["data"] = {"train": train, **sections["data"], **data_keys}
     if has_pairs:
         notes.append("optimizer.lr is a tenth or less of what supervised training takes.")
+        if "label" in data_keys.get("fields", {}):
+            sections["training"]["objective"] = "kto"
     if recipe:
         sections["parallel"] = recipe.parallel
     sections["training"]["output_dir"] = str(path.parent / "runs" / path.stem)

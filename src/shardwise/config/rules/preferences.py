@@ -24,20 +24,32 @@ def _of_preference(key: str) -> Rule:
 RULES = (
     Rule(
         "pairs without an objective for them",
-        applies=lambda case: not case.training.has_pairs and "preference" in case.cfg.data.formats,
+        applies=lambda case: (
+            not case.training.has_preferences and "preference" in case.cfg.data.formats
+        ),
         problem="data.format is preference, whose pairs training.objective sft does not read",
-        way_out="set training.objective to dpo, orpo or simpo, or data.format to chat with "
+        way_out="set training.objective to dpo, kto, orpo or simpo, or data.format to chat with "
         "data.fields: {{messages: chosen}}",
         why="both answers would be learnt alike",
     ),
     Rule(
         "an objective of pairs without pairs",
-        applies=lambda case: case.training.has_pairs and case.cfg.data.formats != {"preference"},
+        applies=lambda case: (
+            case.training.has_preferences and case.cfg.data.formats != {"preference"}
+        ),
         problem="training.objective is {cfg.objective}, which reads pairs of answers",
         way_out="set data.format to preference, or training.objective to sft",
         why="a document has no side to compare with",
     ),
     *(_of_preference(key) for key in USED_BY),
+    Rule(
+        "answers with a label from a stream",
+        applies=lambda case: case.training.reads_labels and case.cfg.data.streaming,
+        problem="training.objective kto compares each answer with another document's, and "
+        "data.streaming reads every document once",
+        way_out="set data.streaming to false",
+        why="a stream has no document by number",
+    ),
     Rule(
         "label smoothing of a loss that has none",
         applies=lambda case: (

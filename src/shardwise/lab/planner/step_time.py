@@ -124,6 +124,8 @@ def time_of_step(
     if cfg.reference is not None:
         others = forwards / m * (run.sizes["pp"] - 1)
         reference = forwards + others + messages.within_layers / 2
+        # Rows with other documents' answers are evaluated by both models.
+        reference *= 3 if cfg.training.reads_labels else 1
     return StepTime(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),

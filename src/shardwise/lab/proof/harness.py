@@ -43,6 +43,10 @@ Row = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(slot, step) -> tokens, labels and documents of a row, each [T]."""
 
 
+Side = tuple[int, list[int], list[int]]
+"""The number of a document, its prompt and its answer."""
+
+
 @dataclass(frozen=True)
 class RandomRows:
     """Rows of random tokens, each a function of (slot, step). With 24 tokens they have 24, 5, 14,
@@ -77,25 +81,68 @@ class PairRows(RandomRows):
 
     def __call__(self, slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See Row."""
-        generator = torch.Generator().manual_seed(1000 * step + slot)
-
-        def some(number: int) -> list[int]:
-            return torch.randint(0, self.vocabulary, (number,), generator=generator).tolist()
-
-        tokens, labels, documents = list[int](), list[int](), list[int]()
+        sides = list[Side]()
+        some = self._drawn(slot, step)
         for pair in range(2):
             prompt = some(2 + (slot + pair) % 2)
             answers = some(3 + (slot * 3 + step + pair) % 3), some(2 + (slot + step) % 3)
-            if len(tokens) + 2 * len(prompt) + sum(map(len, answers)) > self.length:
-                break
-            for side, answer in enumerate(answers):
-                tokens += [*prompt, *answer]
-                labels += [*[IGNORED] * (len(prompt) - 1), *answer, IGNORED]
-                documents += [2 * pair + side] * (len(prompt) + len(answer))
+            both = [(2 * pair + side, prompt, answer) for side, answer in enumerate(answers)]
+            if self._has_room(sides + both):
+                sides += both
+        return self._row(sides)
+
+    def _has_room(self, sides: Sequence[Side]) -> bool:
+        return sum(len(prompt) + len(answer) for _, prompt, answer in sides) <= self.length
+
+    def _drawn(self, slot: int, step: int) -> Callable[[int], list[int]]:
+        """Return a function that draws so many tokens."""
+        generator = torch.Generator().manual_seed(1000 * step + slot)
+        most = self.vocabulary
+        return lambda number: torch.randint(0, most, (number,), generator=generator).tolist()
+
+    def _row(self, sides: Sequence[Side]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a row of these sides, one behind the other."""
+        tokens, labels, documents = list[int](), list[int](), list[int]()
+        for number, prompt, answer in sides:
+            tokens += [*prompt, *answer]
+            labels += [*[IGNORED] * (len(prompt) - 1), *answer, IGNORED]
+            documents += [number] * (len(prompt) + len(answer))
         rest = self.length - len(tokens)
         padded = tokens + [0] * rest, labels + [IGNORED] * rest, documents + [-1] * rest
         ids, targets, numbers = map(torch.tensor, padded)
         return ids, targets, numbers
+
+
+@dataclass(frozen=True)
+class LabelledRows(PairRows):
+    """Rows of up to three answers with a label: document 2k or 2k + 1 is desirable or is not.
+
+    So that no two ranks have as many, a row has one to three answers.
+    """
+
+    is_mismatched: bool = False
+    """Whether each prompt has the answer of the row of the slot before."""
+
+    def __call__(self, slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See Row."""
+        sides, others = self._answers(slot, step), self._answers(slot + 100, step)
+        if self.is_mismatched:
+            sides = [(*own[:2], other[2]) for own, other in zip(sides, others)]
+        del sides[1 + (slot + step) % 3 :]
+        while not self._has_room(sides):
+            sides.pop()
+        return self._row(sides)
+
+    def _answers(self, slot: int, step: int) -> list[Side]:
+        some = self._drawn(slot, step)
+        return [
+            (2 * k + (slot + step + k) % 2, some(2 + (slot + k) % 2), some(2 + (slot + k) % 4))
+            for k in range(3)
+        ]
+
+
+ROWS: dict[str, type[RandomRows]] = {"sft": RandomRows, "kto": LabelledRows}
+"""The rows of an objective; of others PairRows."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +164,24 @@ class Outcome:
 
 def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) -> list[Batch]:
     """Return this rank's rows of step `step`; without `row` those of `Rows()`."""
-    row = row or (PairRows() if cfg.training.has_pairs else RandomRows())
+    row = row or ROWS.get(cfg.objective, PairRows)()
     size = cfg.training.micro_batch_size
     slots = list(mesh.slots(cfg.training.global_batch_size))
     batches = []
     for start in range(0, len(slots), size):
-        rows = [row(slot, step) for slot in slots[start : start + size]]
-        ids, labels, documents = (torch.stack(part) for part in zip(*rows))
-        some, most = tuple(slots[start : start + size]), int(documents.max()) // 2 + 1
-        batches.append(Batch(ids, labels, documents, some, step, most_pairs=most))
+        batch = _batch_of(row, tuple(slots[start : start + size]), step)
+        if isinstance(row, LabelledRows):
+            other = _batch_of(replace(row, is_mismatched=True), batch.slots, step)
+            batch = replace(batch, mismatched=other)
+        batches.append(batch)
     return batches
+
+
+def _batch_of(row: Row, slots: tuple[int, ...], step: int) -> Batch:
+    rows = [row(slot, step) for slot in slots]
+    ids, labels, documents = (torch.stack(part) for part in zip(*rows))
+    most = int(documents.max()) // 2 + 1
+    return Batch(ids, labels, documents, slots, step, most_pairs=most)
 
 
 @dataclass(frozen=True)

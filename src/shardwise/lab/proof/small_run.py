@@ -25,7 +25,7 @@ from shardwise.config import (
     rules,
 )
 from shardwise.config.section import facts_in
-from shardwise.lab.proof.harness import PairRows, RandomRows
+from shardwise.lab.proof.harness import ROWS, PairRows, RandomRows
 from shardwise.lab.proof.shrink import Small, shrink
 from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, unproven_note
@@ -113,7 +113,7 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
             f"{given.tp} ranks of tp share key/value heads or groups, which {parallel.tp} do not; "
             f"--nproc {num_ranks // parallel.tp * given.tp} proves that too"
         )
-    rows = (PairRows if cfg.training.has_pairs else RandomRows)(
+    rows = ROWS.get(cfg.objective, PairRows)(
         cfg.data.sequence_length, min(RandomRows.vocabulary, described.spec.vocab_size)
     )
     axes = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -44,10 +45,12 @@ PAIRS_PANELS = (
     ("rewards/chosen", "Reward of chosen answers"),
     ("rewards/rejected", "Reward of rejected answers"),
     ("rewards/accuracies", "Share with chosen ahead"),
+    ("kl", "KL estimate"),
 )
 PAIRS_CAPTION = (
-    "Means over the pairs of every step: the rewards of chosen and of rejected answers, and the "
-    "share of pairs in which the chosen answer has the larger one. A reward is "
+    "Means over every step: the rewards of chosen and of rejected answers (kto: of desirable and "
+    "undesirable ones), and the share of pairs in which the chosen answer has the larger one, or "
+    "(kto) the estimate of the divergence that rewards are compared with. A reward is "
     "preference.beta times how much more likely an answer is than by the reference, or "
     "(orpo, simpo) times the mean log-probability of its tokens."
 )
@@ -117,13 +120,15 @@ def _over_steps(
     shown = [
         (title, with_any) for title, cells in groups if (with_any := [*filter(steps_of, cells)])
     ]
+    has = {name for _, cells in shown for row in cells for name in steps_of(row)}
+    names = [panel for panel in names if panel[0] in has]
     figure, panels = grid(len(shown), len(names), [2.0] * len(shown))
     for (title, cells), group_panels in zip(shown, panels, strict=True):
         for panel, (name, quantity) in zip(group_panels, names, strict=True):
             set_title(panel, quantity, title if panel is group_panels[0] else "")
             drawn = {row.plan.id: steps_of(row).get(name, ()) for row in cells}
             draw_steps(panel, cells, look, lambda row, drawn=drawn: drawn[row.plan.id])
-            numbers = [number for line in drawn.values() for number in line]
+            numbers = [n for line in drawn.values() for n in line if math.isfinite(n)]
             if min(numbers, default=0.0) >= 0:
                 panel.set_ylim(0, 1.1 * max(numbers, default=0.0) or 1.0)
     legend(figure, [row for _, cells in shown for row in cells], look, {})
