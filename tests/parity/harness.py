@@ -128,7 +128,7 @@ PAIRS = {
     "dpo": Preference(beta=0.3),
     "dpo-start": Preference(beta=0.3, reference="start"),
     "dpo-ipo": Preference(beta=0.2, loss="ipo", sft_weight=0.5),
-    "kto": Preference(beta=0.3, undesirable_weight=0.6),
+    "kto": Preference(beta=0.5, undesirable_weight=0.6),
     "kto-start": Preference(beta=0.3, reference="start"),
     "orpo": Preference(beta=1.0),
     "simpo": Preference(margin=0.5, label_smoothing=0.1),
@@ -459,7 +459,8 @@ def run(
 def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]:
     """Largest relative errors of all ranks, by kind; no compared gradient may be zero, and clipping
     must act."""
-    assert not weaknesses(reference, MAX_NORM)
+    problems = weaknesses(reference, MAX_NORM)
+    assert not problems, "; ".join(problems)
     return largest(differences(outcomes, reference))
 
 

@@ -1,7 +1,7 @@
 """Cells whose loss is one of pairs of answers, or of answers with a label: no sum over tokens.
 
-The reference of dpo and kto is the base with its adapters off and, with `start` and in full training, what
-is trained as the run found it.
+The reference of dpo and kto is the base with its adapters off and, with `start` and in full
+training, what is trained as the run found it.
 """
 
 from __future__ import annotations
