@@ -65,6 +65,7 @@ def run_config() -> Callable[..., RunConfig]:
 
     def make(train: str | list[str], **keys: Any) -> RunConfig:
         names = {"global_batch_size", "micro_batch_size", "seed", "eval_batches", "steps", "epochs"}
+        names.add("objective")
         training = names & keys.keys()
         if weights := keys.pop("weights", None):
             train = [Entry(path, weight=weight) for path, weight in zip(train, weights)]

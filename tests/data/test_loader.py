@@ -27,14 +27,16 @@ MakeConfig = Callable[..., RunConfig]
 
 
 def rows_of(batches: list[Batch]) -> list[Row]:
-    """(step, slot, input_ids, labels, document_ids) of each row."""
+    """(step, slot, input_ids, labels, document_ids) of each row, also with other answers."""
     return [
         (
             batch.step,
             slot,
             *(tuple(t[row].tolist()) for t in (batch.input_ids, batch.labels, batch.document_ids)),
         )
-        for batch in batches
+        for given in batches
+        for batch in (given, given.mismatched)
+        if batch is not None
         for row, slot in enumerate(batch.slots)
     ]
 
@@ -395,7 +397,7 @@ def test_places_are_drawn_a_few_at_a_time(tokenizer, write_corpus, run_config, m
         global_batch_size=4,
     )
     train_rows(cfg, tokenizer, range(4), num_steps=CHUNK + 3)
-    assert drawn == [CHUNK] * 8  # the last ones in two epochs
+    assert drawn == [2 * CHUNK] * 8  # the last ones in two epochs; with each the one behind it
 
 
 def test_validation_without_a_target(tokenizer, write_corpus, run_config):

@@ -17,7 +17,7 @@ from shardwise.data.columns import check_all_read, fields_beside
 from shardwise.data.corpus import open_corpus
 from shardwise.data.detect import keys_for
 from shardwise.data.formats import TOO_LONG, Encoder
-from shardwise.data.packing import Document, row_of
+from shardwise.data.packing import Document, row_of, to_batch
 from shardwise.data.preference import EQUAL, NO_ANSWER, document_of, equal_sides
 from shardwise.data.record import BadDocument
 from shardwise.data.slots import read_documents
@@ -43,11 +43,25 @@ def encoder_of(tokenizer: PreTrainedTokenizerFast, **keys: Any) -> Encoder:
     return replace(encoder, reads_labels=True)
 
 
+def one_document(
+    tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], **keys: Any
+) -> Document:
+    """The only document of a pair, or of an answer with a label."""
+    encoder = encoder_of(tokenizer, **keys)
+    try:
+        (document,) = replace(encoder, reads_labels=False).documents(record, SlotState())
+    except BadDocument as error:
+        if error.reason != "answer with a label":
+            raise
+        (document,) = encoder.documents(record, SlotState())
+    return document
+
+
 def sides(
     tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], **keys: Any
 ) -> tuple[str, str]:
     """The two sides of a record as text, with « and » around the runs of targets."""
-    (document,) = encoder_of(tokenizer, **keys).documents(record, SlotState())
+    document = one_document(tokenizer, record, **keys)
     at = document.rejected_at
     assert at is not None
     one, other = (
@@ -174,7 +188,7 @@ TRL: list[tuple[dict[str, Any], tuple[list[int], list[int]], int]] = [
 
 @pytest.mark.parametrize(("record", "tokens", "begin"), TRL)
 def test_texts_have_the_tokens_and_targets_of_trl(tokenizer, record, tokens, begin):
-    (document,) = encoder_of(tokenizer).documents(record, SlotState())
+    document = one_document(tokenizer, record)
     assert document.rejected_at == len(tokens[0])
     assert document.tokens.tolist() == [*tokens[0], *tokens[1]]
     targets = [n >= begin for side in tokens for n in range(len(side))]
@@ -378,8 +392,7 @@ def test_no_known_field_is_lost(tokenizer, fields, message):
         with pytest.raises(BadDocument, match=message):
             encoder.documents(record, SlotState())
     else:
-        (document,) = encoder.documents(record, SlotState())
-        assert document.has_target()
+        assert all(document.has_target() for document in encoder.documents(record, SlotState()))
 
 
 @pytest.mark.parametrize(("record", "reason", "message"), BAD_RECORDS)
@@ -461,6 +474,8 @@ def test_cells_of_csv_and_parquet(tokenizer, tmp_path, datasets_cache):  # noqa:
             {"messages": ["instruction", "input"]},
         ),
         ({"chosen": [], "rejected": []}, None),
+        ({"prompt": "p", "completion": "c", "label": True}, {"label": "label"}),
+        ({"conversations": [], "kto_tag": True}, {"messages": "conversations", "label": "kto_tag"}),
     ],
 )
 def test_known_forms_are_recognised(tmp_path, record, fields):
@@ -471,7 +486,7 @@ def test_known_forms_are_recognised(tmp_path, record, fields):
 def test_an_answer_with_a_label_is_refused_where_no_objective_compares_it(tokenizer):
     encoder = Encoder.of(tokenizer, Data("unused", format="preference"))
     record = {"prompt": "p", "completion": "c", "label": True}
-    with pytest.raises(BadDocument, match=r"no training\.objective .*; give pairs") as caught:
+    with pytest.raises(BadDocument, match=r"no pair; set training\.objective: kto") as caught:
         encoder.documents(record, SlotState())
     assert caught.value.reason == "answer with a label"
     assert encoder.documents({"prompt": "p", "chosen": "", "rejected": ""}, SlotState())
@@ -533,15 +548,64 @@ def test_what_is_left_out_is_counted_by_its_reason(tokenizer):
         ),
     ]
     for record, keys, reason in cases:
-        encoder = encoder_of(chat, **keys)
+        encoder = replace(encoder_of(chat, **keys), reads_labels="label" in record)
         documents = encoder.documents(record, SlotState())
         assert encoder.left_out(record, documents) == {reason: 1}, record
         assert not any(document.has_target() for document in documents)
     for keys in ({}, {"sequence_length": 10}):
-        encoder = encoder_of(chat, **keys)
+        encoder = replace(encoder_of(chat, **keys), reads_labels=False)
         (document,) = encoder.documents(PAIR, SlotState())
         assert (document.has_target(), document.is_long) == (True, bool(keys))
         assert encoder.left_out(PAIR, [document]) == {}
+
+
+def test_a_pair_is_two_answers_with_a_label_where_the_objective_reads_labels(tokenizer):
+    encoder = encoder_of(tokenizer)
+    good, bad = encoder.documents(PAIR, SlotState())
+    assert [mark_targets(tokenizer, document) for document in (good, bad)] == [
+        "a long prompt«yes it is<eos>»",
+        "a long prompt«no<eos>»",
+    ]
+    assert (good.rejected_at, bad.rejected_at) == (len(good.tokens), 0)
+    documents = encoder.documents(PAIR | {"rejected": ""}, SlotState())
+    assert encoder.left_out(PAIR, documents) == {NO_ANSWER: 1}  # of two answers, the empty one
+
+
+def test_an_answer_with_a_label_has_the_next_documents_answer_too(tokenizer, tmp_path):
+    records = [
+        {"prompt": "a", "completion": "yes", "label": True},
+        {"prompt": "bc", "completion": "no", "label": False},
+        {"prompt": "d", "completion": "", "label": True},
+        {"prompt": "e", "chosen": "x", "rejected": "y"},
+    ]
+    path = str(jsonl(tmp_path / "a.jsonl", *records))
+    encoder = encoder_of(tokenizer)
+    corpus = open_corpus(path, encoder.data)
+
+    def other(number: int, following: int) -> list[str]:
+        documents, _ = read_documents(corpus, number, encoder, SlotState(), following)
+        assert all(document.other is not None for document in documents)
+        others = [document.other for document in documents if document.other is not None]
+        for document, one in zip(documents, others):
+            sizes = len(document.tokens), len(one.tokens)
+            assert (one.rejected_at == 0) == (document.rejected_at == 0)
+            assert len(document) == max(sizes)
+        return [mark_targets(tokenizer, one) for one in others]
+
+    assert other(0, 1) == ["a«no<eos>»"]
+    assert other(1, 0) == ["bc«yes<eos>»"]
+    assert other(1, 2) == ["bc"]  # there is no answer, and nothing to compare with
+    assert other(0, 3) == ["a«x<eos>»"]
+    assert other(3, 0) == ["e«yes<eos>»"] * 2
+    rows = [read_documents(corpus, n, encoder, SlotState(), m)[0] for n, m in ((0, 1), (3, 0))]
+    row = row_of([document for documents in rows for document in documents], 20, 0)
+    assert row.shape == (6, 21)
+    assert row[1].tolist() == [0] * 5 + [2] * 3 + [5] * 3 + [-1] * 10
+    assert row[4].tolist() == [0] * 4 + [2] * 5 + [5] * 5 + [-1] * 7
+    batch = to_batch(row[None], [0], 1)
+    assert batch.mismatched is not None
+    assert batch.mismatched.document_ids.tolist() == [row[4, :-1].tolist()]
+    assert (batch.most_pairs, batch.mismatched.most_pairs) == (3, 3)
 
 
 @st.composite

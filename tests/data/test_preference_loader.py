@@ -79,14 +79,24 @@ def parts_of(row: Row) -> dict[int, tuple[list[int], list[int]]]:
     long=st.sampled_from(["cut", "skip"]),
     sequence_length=st.sampled_from([9, 16, 40]),
     before=st.integers(0, 4),
+    objective=st.sampled_from(["dpo", "kto"]),
 )
 @settings(deadline=None, max_examples=15, derandomize=True)
 def test_resume_and_ranks_change_nothing(
-    tokenizer, write_pairs, run_config, data, case, packing, long, sequence_length, before
+    tokenizer,
+    write_pairs,
+    run_config,
+    data,
+    case,
+    packing,
+    long,
+    sequence_length,
+    before,
+    objective,
 ):
     found, batch_size = case
     keys = {"packing": packing, "long": long, "sequence_length": sequence_length}
-    keys["on_error"] = "skip"  # as no objective reads labels
+    keys |= {"on_error": "skip", "objective": objective}  # of which one reads labels
     if long == "skip":
         keys["sequence_length"] = 40
     cfg = settled(run_config, write_pairs(found), global_batch_size=batch_size, **keys)
@@ -94,7 +104,7 @@ def test_resume_and_ranks_change_nothing(
     first, state = read(cfg, tokenizer, data.draw(divisors(batch_size)), before)
     then, then_state = read(cfg, tokenizer, data.draw(divisors(batch_size)), 3, state)
     rows, wanted = (
-        [[*map(without_padding, step)] for step in steps] for steps in (first + then, expected)
+        [sorted(map(without_padding, step)) for step in steps] for steps in (first + then, expected)
     )
     assert rows == wanted
     assert then_state == end
@@ -186,6 +196,36 @@ def test_a_share_for_validation_and_weights(tokenizer, write_pairs, run_config):
     said = [tokenizer.decode(parts_of(row)[0][1]).removesuffix("<eos>") for row in rows]
     first = {p["chosen"] for p in pairs[:5]}
     assert sum(words in first for words in said) == 15
+
+
+def test_validation_compares_each_answer_with_the_next_one_of_its_own(
+    tokenizer, write_pairs, run_config
+):
+    labelled = [{"prompt": f"{n}", "completion": "x" * n, "label": n % 2 == 0} for n in range(1, 4)]
+    train = write_pairs([pair(number) for number in range(4)])
+    cfg = settled(
+        run_config,
+        train,
+        validation=[write_pairs(labelled)],
+        objective="kto",
+        packing="none",
+        sequence_length=40,
+        global_batch_size=3,
+        micro_batch_size=3,
+    )
+    loaders = build_loaders(cfg, tokenizer, range(3))
+    assert loaders.validation is not None
+    ((batch,),) = loaders.validation
+    answers = [
+        tokenizer.decode([label for label in labels if label != IGNORED])
+        for given in (batch, batch.mismatched)
+        for labels in given.labels.tolist()
+    ]
+    said = [f"{'x' * n}<eos>" for n in (1, 2, 3, 2, 3, 1)]
+    assert answers == said
+    for batches in islice(loaders.train, 3):  # never an answer that is held out
+        for _, _, ids, *_ in rows_of(batches):
+            assert "x" not in tokenizer.decode([*ids])
 
 
 def test_a_stream_has_the_same_pairs(

@@ -109,7 +109,7 @@ def _table(title: str, surveys: list[Survey]) -> Any:
 def _counts(row: np.ndarray, names: dict[int, str]) -> str:
     """Return in words what a row [3, T+1] has."""
     num_tokens = int((row[1] >= 0).sum())
-    kind, num = "pair" if "," in names.get(0, "") else "document", len(names)
+    kind, num = next(iter(names.values()), "document").split()[0], len(names)
     num //= 1 + (kind == "pair")
     what = f"{num} {kind}{'s' * (num != 1)}"
     tokens = f"{num_tokens:,} tokens, {row.shape[1] - num_tokens:,} of padding"
