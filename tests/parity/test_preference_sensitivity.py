@@ -106,10 +106,11 @@ def reference_of_another_micro_batch():
 def estimate_of_a_rank():
     estimate = passes._estimate
 
-    def of_this_rank(with_head, policy, reference, mesh):
+    def of_this_rank(policy, reference, mesh):
         sum_over, passes.sum_over = passes.sum_over, lambda tensor, mesh, axes: tensor
-        estimate(with_head, policy, reference, mesh)
+        found = estimate(policy, reference, mesh)
         passes.sum_over = sum_over
+        return found
 
     passes._estimate = of_this_rank
 
@@ -117,10 +118,7 @@ def estimate_of_a_rank():
 def estimate_of_one_micro_batch():
     estimate = passes._estimate
 
-    def of_the_first(with_head, policy, reference, mesh):
-        estimate(with_head, dict([*policy.items()][:1]), reference, mesh)
-
-    passes._estimate = of_the_first
+    passes._estimate = lambda policy, *rest: estimate(dict([*policy.items()][:1]), *rest)
 
 
 def factors_left_out_of_the_heads_gradient():

@@ -196,7 +196,7 @@ def lay_out(
     def load(pm: ParallelModel) -> None:
         materialise(nn.ModuleList(pm.parts), mesh.device)
         # A reference to start from has the values of the files, whatever the state has.
-        load_initial_weights(pm, cfg, FRESH if cfg.reference == "start" else state)
+        load_initial_weights(pm, cfg, FRESH if cfg.keeps_start else state)
 
     pm = ParallelModel(
         run.parts(cfg, boundaries, chunks),

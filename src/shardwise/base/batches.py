@@ -63,11 +63,13 @@ class Batch:
     """With context parallelism: the ranks that have the other tokens of these rows."""
     on_host: OnHost | None = field(default=None, kw_only=True, repr=False, compare=False)
     """Set by `to`."""
+    ids_on_host: np.ndarray | None = field(default=None, kw_only=True, repr=False, compare=False)
+    """`input_ids`, [B, T] in the host's memory; set by `to`."""
     most_pairs: int = field(default=0, kw_only=True, compare=False)
     """Half of the documents of the complete row that has most of them: its pairs of answers, where
     documents are sides of pairs."""
     mismatched: Batch | None = field(default=None, kw_only=True, compare=False)
-    """Of answers with a label: rows of the same prompts, each with another document's answer."""
+    """Rows of the same prompts, each with another document's answer, where answers have labels."""
 
     @property
     def device(self) -> torch.device:
@@ -96,9 +98,10 @@ class Batch:
         tensors = {n: t for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         arrays = self.labels.numpy(force=True), self.document_ids.numpy(force=True)
+        ids = self.input_ids.numpy(force=True)
         on_host = OnHost.of(moved["labels"], arrays[0], moved["document_ids"], arrays[1])
         mismatched = None if self.mismatched is None else self.mismatched.to(device)
-        return replace(self, **moved, on_host=on_host, mismatched=mismatched)
+        return replace(self, **moved, on_host=on_host, ids_on_host=ids, mismatched=mismatched)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what a reader needs of each row to find an error, as plain data."""

@@ -24,7 +24,16 @@ from shardwise.config import RunConfig, UserError
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
 """Files of a pipeline's step: for programs, for Perfetto, and as a picture."""
-FILES = (RECORD, METRICS, folders.MEMORY_NAME, *TIMELINES, "non-finite-step-*-rank-*.json")
+REFERENCE = "reference-logprobs.safetensors"
+"""The log-probabilities of `preference.reference_logprobs: precompute`."""
+FILES = (
+    RECORD,
+    METRICS,
+    REFERENCE,
+    folders.MEMORY_NAME,
+    *TIMELINES,
+    "non-finite-step-*-rank-*.json",
+)
 """The files that a run writes, as patterns.
 
 Stacks are not among them: one rank may have its file open before another clears the folder.

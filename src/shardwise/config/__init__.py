@@ -96,6 +96,17 @@ class RunConfig(Section):
         return self.preference.reference or ("base" if is_new else "start")
 
     @property
+    def keeps_start(self) -> bool:
+        """Whether what is trained is held twice, as it was before the first step."""
+        return self.reference == "start" and self.preference.reference_logprobs == "step"
+
+    @property
+    def num_evaluations(self) -> int:
+        """The forwards of a step without a backward: of its rows, and (kto) of other answers."""
+        of_reference = self.reference is not None and self.preference.reference_logprobs == "step"
+        return (1 + self.training.reads_labels) * of_reference + self.training.reads_labels
+
+    @property
     def reference_adapter(self) -> str | None:
         """The folder of the adapter that pairs of answers are compared with, if it has one."""
         return self.lora.path if self.lora is not None and self.reference == "start" else None

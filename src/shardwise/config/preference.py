@@ -21,6 +21,7 @@ USED_BY: dict[str, tuple[ObjectiveName, ...]] = {
     "margin": ("simpo",),
     "sft_weight": ("dpo", "simpo"),
     "reference": ("dpo", "kto"),
+    "reference_logprobs": ("dpo", "kto"),
     "undesirable_weight": ("kto",),
 }
 """The objectives that read each key of the section."""
@@ -68,5 +69,9 @@ class Preference(Section):
     """dpo, kto: the model whose log-probabilities are subtracted. `base`: the base model, which is
     the trained one with its adapters off. `start`: the model as the first step finds it; what is
     trained is kept once more, sharded alike. null: `base` with new adapters alone, else `start`."""
+    reference_logprobs: Literal["step", "precompute"] = "step"
+    """dpo, kto: when the reference computes: in each step, or before the first one, once for all
+    answers of the run, into a file in `training.output_dir`, which a resume reads. Then no copy of
+    weights is kept, and a step has no other forward; kto: one."""
     undesirable_weight: float = with_facts(1.0, between=(0, 1_000_000))
     """kto: the weight of the losses of undesirable answers, where that of desirable ones is 1."""

@@ -64,6 +64,8 @@ class Loaders:
     first_step: Callable[[], list[Batch]]
     """Returns the rank's micro-batches of step 1, read again, with rows of their full length: the
     most that a step of this run can take."""
+    again: Callable[[], Generator[list[Batch], None, None]]
+    """Returns the rank's micro-batches of each step from 1, read again, as `train` is."""
     num_steps: Callable[[range, Gather], int]
     """Deals out the rows up to the end of `training.epochs`, a collective of all ranks, and returns
     the last step. Each rank tokenises what its share of the slots has not read yet."""
@@ -115,11 +117,13 @@ def build_loaders(
     ) -> Generator[list[Batch], None, None]:
         return _train_batches(stream, at, workers, micro_batch_size, lengths)
 
-    def first_step() -> list[Batch]:
+    def again(
+        workers: int = cfg.data.workers, lengths: RowLengths = lengths
+    ) -> Generator[list[Batch], None, None]:
         at = starts(None, source, slots, order)
         if position.rest is not None:
             at.rest = replace(position.rest, row=0, state=SlotState())
-        return next(batches(at, 0, replace(lengths, multiple=None)))
+        return batches(at, workers, lengths)
 
     def num_steps(slots: range, gather: Gather) -> int:
         if position.rest is None:
@@ -131,7 +135,8 @@ def build_loaders(
         batches(position, cfg.data.workers, lengths),
         None if held_out is None else Validation(*held_out, encoder, cfg.training, slots, lengths),
         lambda: position.to_dict(source),
-        first_step,
+        lambda: next(again(0, replace(lengths, multiple=None))),
+        again,
         num_steps,
         _notes(cfg, order),
         partial(sample, corpus, encoder) if isinstance(corpus, Corpus) else str,

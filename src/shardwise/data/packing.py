@@ -41,7 +41,7 @@ class Document:
     read_before: SlotState | None = None  # the state of the slot, if a resume reads it again
     is_long: bool = False  # a part of what did not fit into a row
     rejected_at: int | None = None  # the first token of the rejected side, where there are sides
-    other: Document | None = None  # of an answer with a label: the prompt with another answer
+    other: Document | None = None  # the prompt with another answer, where answers have labels
 
     def __len__(self) -> int:
         return max(len(self.tokens), 0 if self.other is None else len(self.other))

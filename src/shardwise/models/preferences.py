@@ -37,7 +37,7 @@ class Sides(NamedTuple):
 
     @property
     def exist(self) -> torch.Tensor:
-        """Whether there is such an answer, [..., 2] bool: of a pair both."""
+        """The answers that there are, [..., 2] bool."""
         return self.num_tokens > 0
 
 
@@ -124,7 +124,7 @@ class Preferences:
         self.reference: Sums = {}
         """The reference's sums of the step."""
         self.kl = torch.zeros((), device=device)
-        """kto: the estimate that the ratios of the step are compared with."""
+        """The estimate that the ratios of a step are compared with (kto)."""
         self.totals = torch.zeros(len(TOTALS), device=device)
         """The sums of TOTALS since they were taken; each rank of several that hold tokens of the
         same rows has its share."""
@@ -132,6 +132,11 @@ class Preferences:
     def weigh(self, num_pairs: int, num_chosen: int) -> None:
         """Let the tokens of chosen answers, so many, have a mean where pairs, so many, have one."""
         self.token_weight = self.sft_weight * num_pairs / max(num_chosen, 1)
+
+    def compare_with(self, reference: Sums, kl: torch.Tensor | None) -> None:
+        """Take the reference's sums of a step and, of answers with a label, the estimate."""
+        self.reference = reference
+        self.kl = self.kl if kl is None else kl
 
     @contextmanager
     def keeping(self, sums: Sums) -> Generator[None]:
@@ -183,8 +188,7 @@ class Preferences:
 
 
 TOTALS = ("reward", "reward", "logp", "logp", "number", "number", "ahead", "kl")
-"""What is summed up: of the chosen and of the rejected answers each, of pairs, and of all answers.
-"""
+"""Names of sums: of the chosen and of the rejected answers each, of pairs, and of all answers."""
 
 
 def metrics(totals: torch.Tensor) -> dict[str, torch.Tensor]:

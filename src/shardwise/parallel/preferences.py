@@ -10,7 +10,7 @@ send, and three numbers of each rank's rows to all, with labels five.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardwise.config import RunConfig
 from shardwise.config.preference import metrics_of
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import adapter_layers
-from shardwise.models.preferences import TOTALS, Preferences, Sums, metrics
+from shardwise.models.preferences import TOTALS, Preferences, Sides, Sums, metrics
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over
 
@@ -37,36 +37,41 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     with_head = [part.preferences for part in parts if part.preferences is not None]
     run, reference = pm.run, _reference(pm, parts, cfg)
 
+    def sums_of(pm: ParallelModel, batches: Sequence[AnyBatch]) -> Sums:
+        """Evaluate batches, and return what the rank with the head has of them."""
+        kept: Sums = {}
+        with ExitStack() as stack:
+            for preferences in with_head:
+                stack.enter_context(preferences.keeping(kept))
+            run(pm, batches, 1.0, False)
+        return kept
+
     def run_pairs(
         pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         _weigh_tokens(pm, microbatches, parts, mesh)
-
-        def sums_of(batches: Sequence[AnyBatch]) -> Sums:
-            """Evaluate batches, and return what the rank with the head has of them."""
-            kept: Sums = {}
-            with ExitStack() as stack:
-                for preferences in with_head:
-                    stack.enter_context(preferences.keeping(kept))
-                run(pm, batches, loss_scale, False)
-            return kept
-
         if reference is not None:
             others = [m for b in microbatches if isinstance(b, Batch) and (m := b.mismatched)]
-            policy = sums_of(others) if others else {}
-            with reference():
-                found, of_others = sums_of(microbatches), sums_of(others) if others else {}
-            for preferences in with_head:
-                preferences.reference = found
+            policy = sums_of(pm, others) if others else {}
+            found = objective.reference_of(pm, microbatches)
+            kl = None
             if others:
-                _estimate(with_head, policy, of_others, mesh)
+                kl = _estimate(policy, objective.reference_of(pm, others), mesh)
+            for preferences in with_head:
+                preferences.compare_with(found, kl)
         return run(pm, microbatches, loss_scale, train)
 
-    return replace(pm, run=run_pairs, objective=PairsObjective(with_head, mesh, cfg))
+    def of_reference(pm: ParallelModel, batches: Sequence[AnyBatch]) -> Sums:
+        assert reference is not None
+        with reference():
+            return sums_of(pm, batches)
+
+    objective = PairsObjective(with_head, mesh, cfg, of_reference)
+    return replace(pm, run=run_pairs, objective=objective)
 
 
-def _estimate(with_head: Sequence[Preferences], policy: Sums, reference: Sums, mesh: Mesh) -> None:
-    """Set the estimate of the divergence from the reference: the mean over the global batch of
+def _estimate(policy: Sums, reference: Sums, mesh: Mesh) -> torch.Tensor:
+    """Return the estimate of the divergence from the reference: the mean over the global batch of
     how much more likely other documents' answers are, and at least 0.
     """
     ratio = torch.zeros(2, device=mesh.device)  # their sum and their number
@@ -74,17 +79,33 @@ def _estimate(with_head: Sequence[Preferences], policy: Sums, reference: Sums, m
         ratios = torch.where(sides.exist, sides.logps - reference[slots].logps, 0.0)
         ratio += torch.stack([ratios.sum(), sides.exist.sum()])
     total, number = sum_over(ratio, mesh, mesh.ROW_AXES)
-    for preferences in with_head:
-        preferences.kl = (total / number.clamp(min=1)).clamp(min=0)
+    return (total / number.clamp(min=1)).clamp(min=0)
 
 
 class PairsObjective(Objective):
     """The mean over the pairs, or the answers with a label, of a global batch."""
 
-    def __init__(self, with_head: Sequence[Preferences], mesh: Mesh, cfg: RunConfig) -> None:
-        """Take what has seen answers on this rank, if anything has."""
+    def __init__(
+        self,
+        with_head: Sequence[Preferences],
+        mesh: Mesh,
+        cfg: RunConfig,
+        of_reference: Callable[[ParallelModel, Sequence[AnyBatch]], Sums],
+    ) -> None:
+        """Take what has seen answers on this rank, if anything has, and the reference's pass."""
         self.mesh, self.with_head = mesh, with_head
         self.names = metrics_of(cfg.objective)
+        self.of_reference = of_reference
+        self.computed: Callable[[Batch], torch.Tensor] | None = None
+        """The reference's sums of a batch, [B, pairs, 2], where they were computed before."""
+
+    def reference_of(self, pm: ParallelModel, batches: Sequence[AnyBatch]) -> Sums:
+        """Return the reference's sums by the slots of batches; those of other ranks are missing."""
+        if self.computed is None:
+            return self.of_reference(pm, batches)
+        given = [batch for batch in batches if isinstance(batch, Batch)]
+        sums = {b.slots: self.computed(b).to(self.mesh.device, non_blocking=True) for b in given}
+        return {slots: Sides(logps, torch.ones_like(logps)) for slots, logps in sums.items()}
 
     def count(self, batch: AnyBatch) -> torch.Tensor:
         """Return the target tokens, those of chosen answers, and the pairs, [3]."""
@@ -127,6 +148,8 @@ def _reference(
     """
     if cfg.reference is None:
         return None
+    if cfg.reference == "start" and not cfg.keeps_start:
+        return nullcontext  # it computes before the first step alone
     if cfg.reference == "base":
         layers = [layer for part in parts for layer in adapter_layers(part.hf).values()]
         return lambda: _adapters_off(layers)

@@ -45,6 +45,7 @@ def train(cfg: RunConfig, mesh: Mesh, instruments: Instruments) -> RunRecord | N
         Session(cfg, mesh, job, start, loaders, meter, observer) as session,
     ):
         del job  # the session's alone, which makes another one when layers move
+        session.read_reference(loaders)
         if validation is not None and session.done == 0:
             session.evaluate(validation)
         for step in session.steps():

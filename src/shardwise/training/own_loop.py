@@ -91,6 +91,7 @@ class OwnLoop(Session):
             validation=None,
             state=lambda: Position(self.done, beginning, filled).to_dict(source),
             first_step=list,
+            again=_nothing,
             num_steps=lambda slots, gather: num_steps,
         )
         super().__init__(cfg, mesh, job, start, loaders, meter, observer)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.evaluate import evaluate
 from shardwise.training.instruments import StepObserver
 from shardwise.training.measure import add_to_record, measure_memory, write_record
+from shardwise.training.reference_sums import ReferenceSums
 from shardwise.training.reporter import Reporter
 from shardwise.training.resplit import Watch
 from shardwise.training.step import NonFiniteLossError, StepResult, training_step
@@ -76,6 +78,7 @@ class Session:
         self._number = 0  # of the step that `steps` has given; 0 when it is over
         self._evaluation: Evaluation | None = None  # after it
         self._record: RunRecord | None = None
+        self._sums: ReferenceSums | None = None
         self._is_open = False  # from the beginning of the context to `finish`
         self._stack = contextlib.ExitStack()
 
@@ -100,6 +103,20 @@ class Session:
         if isinstance(error[1], Exception) and not is_own and self.done == self._began:
             check_computes(self.cfg.model)  # whose fault a first step's error is
         return is_handled
+
+    def read_reference(self, loaders: Loaders) -> None:
+        """Let the reference compute for all steps, or read what it has computed, where it is to."""
+        if self.cfg.preference.reference_logprobs == "step":
+            return
+        self._sums = ReferenceSums(self.cfg)
+        if self.done:
+            self._sums.read()
+        else:
+            self.reporter.say(lambda: f"the reference computes for {self.job.num_steps:,} steps")
+            with contextlib.closing(loaders.again()) as steps:
+                of_run = itertools.islice(steps, self.job.num_steps)
+                self._sums.compute(self.job.pm, itertools.chain(of_run, loaders.validation or ()))
+        self._sums.use_in(self.job.pm)
 
     def _check_open(self, method: str) -> None:
         """Raise UserError where the run has not begun or is over: its record would be wrong."""
@@ -180,6 +197,8 @@ class Session:
         parallel = replace(self.cfg.parallel, split=list(proposal.layers))
         rebuilt = rebuild(replace(self.cfg, parallel=parallel), state)
         self.job = self._checkpointer.job = replace(rebuilt, routing=routing)
+        if self._sums is not None:
+            self._sums.use_in(self.job.pm)
         self._observer.moved()
         # A number from every rank to all, who are ready then.
         num_bytes = sum(from_every_rank(state.moved_bytes)) // self.mesh.size("pp")

@@ -78,6 +78,14 @@ RULES = (
         why="a stream has no number of documents to take a share of",
     ),
     Rule(
+        "answers with a label from a stream",
+        applies=lambda case: case.training.reads_labels and case.cfg.data.streaming,
+        problem="training.objective kto compares each answer with another document's, and "
+        "data.streaming reads every document once",
+        way_out="set data.streaming to false",
+        why="a stream has no document by number",
+    ),
+    Rule(
         "evaluations without validation",
         applies=lambda case: _of_evaluations(case) is not None,
         problem=lambda case: (

@@ -43,14 +43,6 @@ RULES = (
     ),
     *(_of_preference(key) for key in USED_BY),
     Rule(
-        "answers with a label from a stream",
-        applies=lambda case: case.training.reads_labels and case.cfg.data.streaming,
-        problem="training.objective kto compares each answer with another document's, and "
-        "data.streaming reads every document once",
-        way_out="set data.streaming to false",
-        why="a stream has no document by number",
-    ),
-    Rule(
         "label smoothing of a loss that has none",
         applies=lambda case: (
             case.cfg.preference.label_smoothing > 0 and case.cfg.preference.loss != "sigmoid"

@@ -91,7 +91,7 @@ def _add(total: Counter[str], cfg: RunConfig, times: int, held: Elements) -> Non
     With `offload: optimizer` the optimizer works on copies of what it updates. They count with its
     states, and their gradients have no padding.
     """
-    is_twice = cfg.reference == "start" and held.states is not None
+    is_twice = cfg.keeps_start and held.states is not None
     total["weights"] += times * (1 + is_twice) * held.weights * held.itemsize
     gradients = held.gradients
     if held.states is not None:

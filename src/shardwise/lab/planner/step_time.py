@@ -55,8 +55,8 @@ class StepTime:
     """Final norm, head and loss, forward and backward."""
     recomputation: float = 0.0
     reference: float = 0.0
-    """Forwards of the model that a loss of pairs compares with, and half of what is sent in layers:
-    between stages all of it waits for the first one to come through."""
+    """Forwards without a backward, as of the model that a loss of pairs compares with, and half of
+    what is sent in layers: between stages all of it waits for the first one to come through."""
     communication: float = 0.0
     """Messages that nothing hides."""
     bubble: float = 0.0
@@ -121,11 +121,9 @@ def time_of_step(
     jitter = others_busy * calibration.jitter if calibration and num_ranks > 1 else 0.0
     head = [i for i in busiest if i == len(units) - 1]
     reference = 0.0
-    if cfg.reference is not None:
+    if cfg.num_evaluations:
         others = forwards / m * (run.sizes["pp"] - 1)
-        reference = forwards + others + messages.within_layers / 2
-        # Rows with other documents' answers are evaluated by both models.
-        reference *= 3 if cfg.training.reads_labels else 1
+        reference = cfg.num_evaluations * (forwards + others + messages.within_layers / 2)
     return StepTime(
         layers=m * sum(units[i].forward + units[i].backward for i in busiest if i not in head),
         head=m * sum(units[i].forward + units[i].backward for i in head),

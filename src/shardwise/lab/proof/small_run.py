@@ -148,7 +148,10 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     notes = []
     model = replace(cfg.model, init="random", tokenizer=None)
     training = replace(cfg.training, device="cpu")
-    lora = cfg.lora
+    lora, preference = cfg.lora, cfg.preference
+    if preference.reference_logprobs == "precompute":
+        notes.append("the reference computes in each step, and not before the first one")
+        preference = replace(preference, reference_logprobs="step")
     if model.attention in ("flash_attention_2", "flash", "efficient", "cudnn"):
         notes.append(f"attention runs by torch's choice, not by {model.attention}")
         model = replace(model, attention="auto")
@@ -161,7 +164,8 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     if lora is not None and lora.kernel == "triton":
         notes.append("LoRA runs by torch's operators, not by the triton kernel")
         lora = replace(lora, kernel="torch")
-    return replace(cfg, model=model, training=training, lora=lora), notes
+    parts = {"model": model, "training": training, "lora": lora, "preference": preference}
+    return replace(cfg, **parts), notes
 
 
 def _smaller_layout(parallel: Parallel, nproc: int | None) -> tuple[Parallel, int]:

@@ -1,0 +1,126 @@
+"""The reference's log-probabilities of a run's answers, in a file (`reference_logprobs`).
+
+An answer is known by a hash of its tokens and targets, those of its pair included. So the file does
+not depend on rows, ranks, epochs or the order of documents: a resume under another layout reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from shardwise.base.batches import IGNORED, Batch
+from shardwise.base.interfaces import ParallelModel
+from shardwise.base.process.watchdog import beat
+from shardwise.base.safety import write_atomically
+from shardwise.checkpoint.output_dir import REFERENCE
+from shardwise.checkpoint.resume import fingerprint
+from shardwise.config import RunConfig, UserError, require
+from shardwise.parallel.preferences import PairsObjective
+from shardwise.parallel.reduce import from_every_rank
+
+START_ANEW = "put it back, or start from scratch without training.resume"
+"""The way out where a resume cannot use the file: the model is its reference no more."""
+
+
+class ReferenceSums:
+    """Sums over the tokens of answers by the reference, two numbers for each pair."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        """Take the run; nothing is read yet."""
+        self.path = Path(cfg.training.output_dir, REFERENCE)
+        content = json.dumps([fingerprint(cfg), cfg.reference], sort_keys=True)
+        self._model = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        self._sums: dict[int, tuple[float, float]] = {}
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Return the sums of complete rows, [B, pairs, 2]; UserError where the file lacks them."""
+        found = torch.zeros(len(batch.slots), batch.most_pairs, 2)
+        for row, pair, key in _keys(batch):
+            if key not in self._sums:
+                raise UserError(
+                    f"{self.path} lacks answers of step {batch.step}: it has those of the run as "
+                    "it began; set training.steps and data back, or start from scratch without "
+                    "training.resume"
+                )
+            found[row, pair] = torch.tensor(self._sums[key])
+        return found
+
+    def compute(self, pm: ParallelModel, steps: Iterable[Sequence[Batch]]) -> None:
+        """Let the reference compute what these global batches have and is not there, and save it.
+
+        A collective of all ranks, which read different rows.
+        """
+        assert isinstance(pm.objective, PairsObjective)
+        for microbatches in steps:
+            own = [batch.to(pm.objective.mesh.device) for batch in microbatches]
+            others = [batch.mismatched for batch in own if batch.mismatched is not None]
+            for batches in (own, others) if others else (own,):
+                beat()
+                keys = {key for batch in batches for _, _, key in _keys(batch)}
+                if any(from_every_rank(not keys <= self._sums.keys())):
+                    sums = pm.objective.of_reference(pm, batches)
+                    found = {
+                        key: tuple(sums[batch.slots].logps[row, pair].tolist())
+                        for batch in batches
+                        if batch.slots in sums
+                        for row, pair, key in _keys(batch)
+                    }
+                    for those in from_every_rank(found):
+                        self._sums |= those
+        if dist.get_rank() == 0:
+            self._save()
+
+    def _save(self) -> None:
+        keys = torch.tensor([*self._sums], dtype=torch.int64)
+        tensors = {"keys": keys, "logps": torch.tensor([*self._sums.values()]).view(-1, 2)}
+        write_atomically(self.path, save(tensors, {"model": self._model}))
+
+    def use_in(self, pm: ParallelModel) -> None:
+        """Let the steps of a model look up what the reference gave."""
+        assert isinstance(pm.objective, PairsObjective)
+        pm.objective.computed = self
+
+    def read(self) -> None:
+        """Read what the run wrote before its first step; UserError where it cannot be used."""
+        require(self.path.is_file(), f"{self.path} is missing; {START_ANEW}")
+        try:
+            with safe_open(self.path, "pt") as file:
+                keys, logps = file.get_tensor("keys"), file.get_tensor("logps")
+                model = (file.metadata() or {}).get("model")
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{self.path} is cut short or damaged ({error}); {START_ANEW}"
+            ) from None
+        require(model == self._model, f"{self.path} is of another run's model; {START_ANEW}")
+        is_whole = bool(logps.isfinite().all()) and len(keys) == len(logps)
+        require(is_whole, f"{self.path} has a number that is not finite; {START_ANEW}")
+        self._sums = dict(zip(keys.tolist(), map(tuple, logps.tolist())))
+
+
+def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Yield row and number of each pair of complete rows, and its hash.
+
+    What stands behind the last target of a side is left out: a row may end before it.
+    """
+    assert batch.ids_on_host is not None
+    assert batch.on_host is not None
+    labels, documents = batch.on_host.labels_array, batch.documents_on_host
+    for row, (ids, of_row, numbers) in enumerate(zip(batch.ids_on_host, labels, documents)):
+        for pair in range(batch.most_pairs):
+            content = hashlib.blake2b(digest_size=8)
+            for number in (2 * pair, 2 * pair + 1):
+                places = np.flatnonzero(numbers == number)
+                targets = np.flatnonzero(of_row[places] != IGNORED)
+                places = places[: targets[-1] + 1] if len(targets) else places[:0]
+                content.update(np.stack([ids[places], of_row[places]]).tobytes() + b"|")
+            if (numbers // 2 == pair).any():
+                yield row, pair, int.from_bytes(content.digest(), "little", signed=True)
