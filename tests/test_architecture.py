@@ -93,17 +93,17 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_641,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_694,
     "cli commands library __main__ __init__": 2_586,
-    "presets": 472,
-    "assembly training checkpoint process launch": 9_120,
-    "models": 14_726,
-    "parallel": 6_722,
-    "data": 5_637,
+    "presets": 474,
+    "assembly training checkpoint process launch": 9_286,
+    "models": 14_775,
+    "parallel": 6_772,
+    "data": 5_736,
     "kernels": 7_168,
     "planner schedule metrics": 10_847,
-    "proof": 1_147,
-    "benchmark report drawing records": 6_406,
+    "proof": 1_206,
+    "benchmark report drawing records": 6_417,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__", "lab"}
@@ -247,7 +247,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 124
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 126
 
 
 NO_NOUN = {"Of", "Those", "That", "As", "In", "By", "What"}

@@ -126,6 +126,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
             "sft_weight": 0.5,
             "reference": "start",
             "undesirable_weight": 0.5,
+            "reference_logprobs": "precompute",
         }.items()
     },
     "answers with a label from a stream": (

@@ -102,7 +102,7 @@ def test_a_run_is_the_same_and_so_is_its_resume(data, objective, layout):
     file = data / "b" / REFERENCE
     before = file.read_bytes()
     num_keys = len(load_file(file)["keys"])  # of labels also with the answers that follow
-    assert num_keys == 8 if objective == "dpo" else num_keys > 16
+    assert num_keys == 8 if objective == "dpo" else num_keys >= 8 + 7
     training = replace(cfg.training, resume=str(folder_of(data / "b", 2)))
     last = lines_of(replace(cfg, training=training), processes)[-1]
     assert last == pytest.approx(found[-1], rel=0, abs=0, nan_ok=True)

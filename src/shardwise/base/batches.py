@@ -68,7 +68,7 @@ class Batch:
     most_pairs: int = field(default=0, kw_only=True, compare=False)
     """Half of the documents of the complete row that has most of them: its pairs of answers, where
     documents are sides of pairs."""
-    mismatched: Batch | None = field(default=None, kw_only=True, compare=False)
+    mismatched: "Batch | None" = field(default=None, kw_only=True, compare=False)
     """Rows of the same prompts, each with another document's answer, where answers have labels."""
 
     @property
