@@ -103,6 +103,11 @@ def remove_files(cfg: RunConfig) -> None:
         _remove_folder(folder / name)
 
 
+def reference_file(cfg: RunConfig) -> Path:
+    """Return the file of the reference's log-probabilities."""
+    return Path(cfg.training.output_dir, REFERENCE)
+
+
 def results(folder: str | Path) -> list[Path]:
     """Return the folders of what was trained, of those that were saved completely."""
     return [path for name in RESULTS if (path := Path(folder, name)).is_dir()]

@@ -96,15 +96,20 @@ class RunConfig(Section):
         return self.preference.reference or ("base" if is_new else "start")
 
     @property
+    def precomputes(self) -> bool:
+        """Whether the reference computes before the first step alone."""
+        return self.preference.reference_logprobs == "precompute"
+
+    @property
     def keeps_start(self) -> bool:
         """Whether what is trained is held twice, as it was before the first step."""
-        return self.reference == "start" and self.preference.reference_logprobs == "step"
+        return self.reference == "start" and not self.precomputes
 
     @property
     def num_evaluations(self) -> int:
         """The forwards of a step without a backward: of its rows, and (kto) of other answers."""
-        of_reference = self.reference is not None and self.preference.reference_logprobs == "step"
-        return (1 + self.training.reads_labels) * of_reference + self.training.reads_labels
+        is_own = self.reference is not None and not self.precomputes
+        return (1 + self.training.reads_labels) * is_own + self.training.reads_labels
 
     @property
     def reference_adapter(self) -> str | None:

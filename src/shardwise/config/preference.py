@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from shardwise.config.section import KeyFacts, Section, with_facts
@@ -75,3 +75,7 @@ class Preference(Section):
     weights is kept, and a step has no other forward; kto: one."""
     undesirable_weight: float = with_facts(1.0, between=(0, 1_000_000))
     """kto: the weight of the losses of undesirable answers, where that of desirable ones is 1."""
+
+    def in_each_step(self) -> Preference:
+        """Return the keys with a reference that computes in each step."""
+        return replace(self, reference_logprobs="step")

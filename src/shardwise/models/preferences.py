@@ -45,7 +45,7 @@ class Losses(NamedTuple):
     """Losses of pairs, and what is reported of them."""
 
     losses: torch.Tensor
-    """[...] of pairs, [..., 2] of answers with a label."""
+    """[...], or [..., 2] where answers have labels."""
     rewards: torch.Tensor
     """[..., 2], without a gradient."""
     logps: torch.Tensor

@@ -61,12 +61,12 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
                 preferences.compare_with(found, kl)
         return run(pm, microbatches, loss_scale, train)
 
-    def of_reference(pm: ParallelModel, batches: Sequence[AnyBatch]) -> Sums:
+    def reference_pass(pm: ParallelModel, batches: Sequence[AnyBatch]) -> Sums:
         assert reference is not None
         with reference():
             return sums_of(pm, batches)
 
-    objective = PairsObjective(with_head, mesh, cfg, of_reference)
+    objective = PairsObjective(with_head, mesh, cfg, reference_pass)
     return replace(pm, run=run_pairs, objective=objective)
 
 
@@ -90,19 +90,19 @@ class PairsObjective(Objective):
         with_head: Sequence[Preferences],
         mesh: Mesh,
         cfg: RunConfig,
-        of_reference: Callable[[ParallelModel, Sequence[AnyBatch]], Sums],
+        reference_pass: Callable[[ParallelModel, Sequence[AnyBatch]], Sums],
     ) -> None:
         """Take what has seen answers on this rank, if anything has, and the reference's pass."""
         self.mesh, self.with_head = mesh, with_head
         self.names = metrics_of(cfg.objective)
-        self.of_reference = of_reference
+        self.reference_pass = reference_pass
         self.computed: Callable[[Batch], torch.Tensor] | None = None
         """The reference's sums of a batch, [B, pairs, 2], where they were computed before."""
 
     def reference_of(self, pm: ParallelModel, batches: Sequence[AnyBatch]) -> Sums:
         """Return the reference's sums by the slots of batches; those of other ranks are missing."""
         if self.computed is None:
-            return self.of_reference(pm, batches)
+            return self.reference_pass(pm, batches)
         given = [batch for batch in batches if isinstance(batch, Batch)]
         sums = {b.slots: self.computed(b).to(self.mesh.device, non_blocking=True) for b in given}
         return {slots: Sides(logps, torch.ones_like(logps)) for slots, logps in sums.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from shardwise.base.batches import IGNORED, Batch
 from shardwise.base.interfaces import ParallelModel
 from shardwise.base.process.watchdog import beat
 from shardwise.base.safety import write_atomically
-from shardwise.checkpoint.output_dir import REFERENCE
+from shardwise.checkpoint.output_dir import reference_file
 from shardwise.checkpoint.resume import fingerprint
 from shardwise.config import RunConfig, UserError, require
 from shardwise.parallel.preferences import PairsObjective
@@ -36,7 +35,7 @@ class ReferenceSums:
 
     def __init__(self, cfg: RunConfig) -> None:
         """Take the run; nothing is read yet."""
-        self.path = Path(cfg.training.output_dir, REFERENCE)
+        self.path = reference_file(cfg)
         content = json.dumps([fingerprint(cfg), cfg.reference], sort_keys=True)
         self._model = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         self._sums: dict[int, tuple[float, float]] = {}
@@ -67,7 +66,7 @@ class ReferenceSums:
                 beat()
                 keys = {key for batch in batches for _, _, key in _keys(batch)}
                 if any(from_every_rank(not keys <= self._sums.keys())):
-                    sums = pm.objective.of_reference(pm, batches)
+                    sums = pm.objective.reference_pass(pm, batches)
                     found = {
                         key: tuple(sums[batch.slots].logps[row, pair].tolist())
                         for batch in batches
@@ -114,13 +113,13 @@ def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:
     assert batch.ids_on_host is not None
     assert batch.on_host is not None
     labels, documents = batch.on_host.labels_array, batch.documents_on_host
-    for row, (ids, of_row, numbers) in enumerate(zip(batch.ids_on_host, labels, documents)):
+    for row, (ids, row_labels, numbers) in enumerate(zip(batch.ids_on_host, labels, documents)):
         for pair in range(batch.most_pairs):
             content = hashlib.blake2b(digest_size=8)
             for number in (2 * pair, 2 * pair + 1):
                 places = np.flatnonzero(numbers == number)
-                targets = np.flatnonzero(of_row[places] != IGNORED)
+                targets = np.flatnonzero(row_labels[places] != IGNORED)
                 places = places[: targets[-1] + 1] if len(targets) else places[:0]
-                content.update(np.stack([ids[places], of_row[places]]).tobytes() + b"|")
+                content.update(np.stack([ids[places], row_labels[places]]).tobytes() + b"|")
             if (numbers // 2 == pair).any():
                 yield row, pair, int.from_bytes(content.digest(), "little", signed=True)

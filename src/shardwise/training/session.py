@@ -106,7 +106,7 @@ class Session:
 
     def read_reference(self, loaders: Loaders) -> None:
         """Let the reference compute for all steps, or read what it has computed, where it is to."""
-        if self.cfg.preference.reference_logprobs == "step":
+        if not self.cfg.precomputes:
             return
         self._sums = ReferenceSums(self.cfg)
         if self.done:
@@ -114,8 +114,8 @@ class Session:
         else:
             self.reporter.say(lambda: f"the reference computes for {self.job.num_steps:,} steps")
             with contextlib.closing(loaders.again()) as steps:
-                of_run = itertools.islice(steps, self.job.num_steps)
-                self._sums.compute(self.job.pm, itertools.chain(of_run, loaders.validation or ()))
+                read = itertools.islice(steps, self.job.num_steps)
+                self._sums.compute(self.job.pm, itertools.chain(read, loaders.validation or ()))
         self._sums.use_in(self.job.pm)
 
     def _check_open(self, method: str) -> None:

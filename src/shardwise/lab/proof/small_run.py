@@ -149,9 +149,9 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     model = replace(cfg.model, init="random", tokenizer=None)
     training = replace(cfg.training, device="cpu")
     lora, preference = cfg.lora, cfg.preference
-    if preference.reference_logprobs == "precompute":
+    if cfg.precomputes:
         notes.append("the reference computes in each step, and not before the first one")
-        preference = replace(preference, reference_logprobs="step")
+        preference = preference.in_each_step()
     if model.attention in ("flash_attention_2", "flash", "efficient", "cudnn"):
         notes.append(f"attention runs by torch's choice, not by {model.attention}")
         model = replace(model, attention="auto")
