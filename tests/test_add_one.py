@@ -42,8 +42,8 @@ def test_most_keys_are_named_where_they_are_declared_alone():
 
 
 MOST_READERS = {
-    31: "data.sequence_length",
     30: "training.global_batch_size",
+    29: "data.sequence_length",
     28: "training.output_dir training.checkpointing",
     25: "training.micro_batch_size parallel.cp",
     24: "parallel.tp",

@@ -93,10 +93,10 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_694,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_703,
     "cli commands library __main__ __init__": 2_586,
     "presets": 474,
-    "assembly training checkpoint process launch": 9_286,
+    "assembly training checkpoint process launch": 9_290,
     "models": 14_775,
     "parallel": 6_772,
     "data": 5_736,
