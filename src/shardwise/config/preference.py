@@ -1,7 +1,5 @@
 """The section `preference` of the run file: how a model learns from pairs of answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -76,6 +74,6 @@ class Preference(Section):
     undesirable_weight: float = with_facts(1.0, between=(0, 1_000_000))
     """kto: the weight of the losses of undesirable answers, where that of desirable ones is 1."""
 
-    def in_each_step(self) -> Preference:
+    def in_each_step(self) -> "Preference":
         """Return the keys with a reference that computes in each step."""
         return replace(self, reference_logprobs="step")

@@ -1,7 +1,5 @@
 """How the weights are updated, for how long, and what is measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -295,7 +293,7 @@ class Training(Section):
         """Whether layers compute with copies of their weights in `precision`."""
         return self.cast == "weights"
 
-    def in_float32(self) -> Training:
+    def in_float32(self) -> "Training":
         """Return it with products in float32."""
         return replace(self, precision="float32", cast="products")
 

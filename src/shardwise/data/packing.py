@@ -12,8 +12,6 @@ stream). So every token except the first is exactly once at a position where it 
 row without a target is dropped, since nothing is learnt from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,7 +39,7 @@ class Document:
     read_before: SlotState | None = None  # the state of the slot, if a resume reads it again
     is_long: bool = False  # a part of what did not fit into a row
     rejected_at: int | None = None  # the first token of the rejected side, where there are sides
-    other: Document | None = None  # the prompt with another answer, where answers have labels
+    other: "Document | None" = None  # the prompt with another answer, where answers have labels
 
     def __len__(self) -> int:
         return max(len(self.tokens), 0 if self.other is None else len(self.other))
@@ -50,7 +48,7 @@ class Document:
         """Return whether a token other than the first is a target."""
         return bool(self.targets[1:].any())
 
-    def after(self, count: int) -> Document:
+    def after(self, count: int) -> "Document":
         """Return the document without its first `count` tokens."""
         start = replace(self.start, token=self.start.token + count)
         tokens, targets = self.tokens[count:], self.targets[count:]
@@ -166,7 +164,7 @@ class RowLengths:
     tensors of one shape on."""
 
     @staticmethod
-    def of(cfg: RunConfig) -> RowLengths:
+    def of(cfg: RunConfig) -> "RowLengths":
         """Return the lengths of a run: equal on all ranks that share the tokens of a row."""
         # Compiled layers would be compiled again for each length.
         may_differ = cfg.data.packed == "none" and not cfg.training.is_compiled

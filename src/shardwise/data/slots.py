@@ -1,7 +1,5 @@
 """The documents and rows of the slots of a rank, read here or in worker processes."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

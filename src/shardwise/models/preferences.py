@@ -9,8 +9,6 @@ IPO arXiv 2310.12036, with means over tokens as its authors meant; ORPO arXiv 24
 arXiv 2405.14734; KTO arXiv 2402.01306, equation 8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -7,8 +7,6 @@ Memory: of the values to start from, a copy of what a rank holds. Communication:
 send, and three numbers of each rank's rows to all, with labels five.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace

@@ -4,8 +4,6 @@ An answer is known by a hash of its tokens and targets, those of its pair includ
 not depend on rows, ranks, epochs or the order of documents: a resume under another layout reads it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence

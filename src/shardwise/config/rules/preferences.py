@@ -1,7 +1,5 @@
 """Rules of objectives of pairs: their data, their keys, and the model that they compare with."""
 
-from __future__ import annotations
-
 from shardwise.config import Preference
 from shardwise.config.preference import USED_BY
 from shardwise.config.rules.rule import Rule, either
