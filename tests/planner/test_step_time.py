@@ -10,10 +10,11 @@ import pytest
 
 from shardwise.assembly.costs import with_gradients
 from shardwise.assembly.describe import describe
-from shardwise.config import Lora, Parallel, RunConfig
+from shardwise.config import Lora, Parallel, Preference, RunConfig
 from shardwise.lab.planner.calibration import FACTORS, Calibration, Collective, Speeds
 from shardwise.lab.planner.cluster import Cluster, Link, cluster_of, efficiency
 from shardwise.lab.planner.communication import data_messages, step_of
+from shardwise.lab.planner.memory import state_bytes
 from shardwise.lab.planner.share import Shares
 from shardwise.lab.planner.step_time import StepTime, _waits_for_host, time_of_step
 from shardwise.lab.planner.unit_time import UnitSeconds, seconds_of_units
@@ -401,3 +402,29 @@ def test_between_measured_sizes_a_rate_is_interpolated_and_beyond_them_it_is_the
         for work in work_of_units(single(), *build(single()))[1].forward
     ]
     assert all(seconds > 0 for seconds in times)
+
+
+def test_preferences_take_forwards_and_a_copy_to_start_from():
+    """SFT, and in order: dpo and kto whose reference computes in each step, and before the first.
+
+    Kto evaluates two kinds of rows by the reference, and one by the model itself.
+    """
+    cluster = cluster_of("1xH100-80GB")
+    plain = single()
+    forwards, copies = [], []
+    for objective, when in product(("dpo", "kto"), ("step", "precompute")):
+        training = replace(plain.training, objective=objective)
+        keys = Preference(reference_logprobs=when)
+        cfg = replace(plain, training=training, preference=keys)
+        step, of_plain = step_time(cfg, 1, cluster), step_time(plain, 1, cluster)
+        assert step.layers == of_plain.layers
+        forwards.append(step.reference)
+        run = describe(plain, 1)
+        share, none = Shares(plain, run).of(0), dict.fromkeys(run.sizes, 0)
+        held, before = (state_bytes(c, share, run.sizes, none) for c in (cfg, plain))
+        copies.append(held["weights"] / before["weights"])
+        assert held["optimizer"] == before["optimizer"]
+    assert copies == [2.0, 1.0, 2.0, 1.0]
+    one = forwards[0]
+    assert forwards == pytest.approx([one, 0.0, 3 * one, one])
+    assert 0 < one < step_time(plain, 1, cluster).total / 2
