@@ -415,7 +415,8 @@ def test_preferences_take_forwards_and_a_copy_to_start_from():
     for objective, when in product(("dpo", "kto"), ("step", "precompute")):
         training = replace(plain.training, objective=objective)
         keys = Preference(reference_logprobs=when)
-        cfg = replace(plain, training=training, preference=keys)
+        data = replace(plain.data, format="preference")
+        cfg = replace(plain, data=data, training=training, preference=keys)
         step, of_plain = step_time(cfg, 1, cluster), step_time(plain, 1, cluster)
         assert step.layers == of_plain.layers
         forwards.append(step.reference)

@@ -32,7 +32,7 @@ TIME_PARTS = {
     "layers": "forwards and backwards of the layers",
     "head": "the head and the loss",
     "recomputation": "forwards that backwards run again",
-    "reference": "forwards of the model that pairs are compared with",
+    "reference": "forwards alone, as of the model that answers are compared with",
     "communication": "what no computation hides",
     "bubble": "waiting for other stages of the pipeline",
     "host": "a GPU waits until its host has queued its work",
