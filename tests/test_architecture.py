@@ -93,9 +93,9 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_697,
-    "cli commands library __main__ __init__": 2_586,
-    "presets": 474,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_699,
+    "cli commands library __main__ __init__": 2_694,
+    "presets": 512,
     "assembly training checkpoint process launch": 9_282,
     "models": 14_773,
     "parallel": 6_770,

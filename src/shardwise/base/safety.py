@@ -118,9 +118,11 @@ def is_hub_name(path: str) -> bool:
     check_no_pipes(folder)
     if not (folder / "config.json").is_file():
         check_given(path, "the folder of a model")
-    problem = "is a folder without a config.json"
+    problem, way_out = "is a folder without a config.json", "give a hub id such as owner/name"
     if folder.is_file():
         problem = "is a file, and not a folder with a config.json"
+        if folder.suffix.lower() == ".gguf":
+            way_out = f"write one of it by shardwise init --model {path}"
     elif not folder.is_dir():
         is_path = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
         if not is_path:
@@ -128,7 +130,7 @@ def is_hub_name(path: str) -> bool:
         problem = "is no folder here, so it has no config.json"
     require(
         (folder / "config.json").is_file(),
-        f"{path}: the path of the model {problem}; correct it, or give a hub id such as owner/name",
+        f"{path}: the path of the model {problem}; correct it, or {way_out}",
     )
     return False
 

