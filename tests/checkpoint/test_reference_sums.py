@@ -109,31 +109,60 @@ def test_a_run_is_the_same_and_so_is_its_resume(data, objective, layout):
     assert file.read_bytes() == before
 
 
-def test_a_file_that_cannot_be_used_is_one_line(data, capfd):
+def again(cfg: RunConfig, step: int, **training: Any) -> RunConfig:
+    """The run from the checkpoint of a step on."""
+    folder = folder_of(cfg.training.output_dir, step)
+    return replace(cfg, training=replace(cfg.training, resume=str(folder), **training))
+
+
+def test_a_file_that_the_run_has_not_written_is_one_line(data, capfd):
     cfg = run_of(data / "a", "dpo")
     lines_of(cfg)
+    lines_of(replace(cfg, training=replace(cfg.training, output_dir=str(data / "b"), seed=7)))
     file = data / "a" / REFERENCE
     whole, content = file.read_bytes(), load_file(file)
-    other = {"logps": content["logps"].clone(), "keys": content["keys"]}
-    other["logps"][3, 1] = torch.nan
-    (some,) = {len(content["keys"])}
-    again = replace(cfg, training=replace(cfg.training, resume=str(folder_of(data / "a", 2))))
-
-    def refused() -> str:
-        assert launch.start_processes(again, 1, LOOP) == 2
+    with_nan = {"logps": content["logps"].clone(), "keys": content["keys"]}
+    with_nan["logps"][3, 1] = torch.nan
+    save_file(with_nan, data / "nan")
+    before = sorted(path.name for path in (data / "a" / "checkpoints").iterdir())
+    of_another_run = (data / "b" / REFERENCE).read_bytes()
+    for other in (whole[:-20], b"", of_another_run, (data / "nan").read_bytes(), None):
+        file.unlink()
+        if other is not None:
+            file.write_bytes(other)
+        assert launch.start_processes(again(cfg, 2), 1, LOOP) == 2
         (line,) = (line for line in capfd.readouterr().err.splitlines() if "error" in line)
-        return line
-
-    file.write_bytes(whole[:-20])
-    assert f"{REFERENCE} is cut short or damaged" in refused()
-    file.unlink()
-    assert f"{REFERENCE} is missing; put it back, or start from scratch" in refused()
-    save_file(content, file, {"model": "another"})
-    assert f"{REFERENCE} is of another run's model" in refused()
-    model = json.loads(whole[8 : whole.index(b"}") + 1].decode() + "}")["__metadata__"]
-    save_file(other, file, model)
-    assert f"{REFERENCE} has a number that is not finite" in refused()
-    save_file({name: tensor[: some - 7] for name, tensor in content.items()}, file, model)
-    assert f"{REFERENCE} lacks answers of step 3" in refused()
+        assert f"{REFERENCE} is not what checkpoint" in line
+        assert "put that file back, or start from scratch" in line
+        # The run is as it was: no later checkpoint is set aside.
+        assert sorted(path.name for path in (data / "a" / "checkpoints").iterdir()) == before
+        file.touch()
     file.write_bytes(whole)
-    assert launch.start_processes(again, 1, LOOP) == 0
+    assert launch.start_processes(again(cfg, 2), 1, LOOP) == 0
+
+
+def test_a_run_with_more_steps_computes_in_each_step(data, capfd):
+    """Each epoch compares an answer with another document's: the file has those of its steps."""
+    cfg = run_of(data / "a", "kto")
+    lines_of(cfg)
+    more = again(cfg, STEPS, steps=STEPS + 2)
+    assert launch.start_processes(more, 1, LOOP) == 2
+    error = capfd.readouterr().err
+    assert f"{REFERENCE} lacks answers of step 5" in error
+    assert "or preference.reference_logprobs to step" in error
+    keys = Preference(reference_logprobs="step")
+    assert lines_of(replace(more, preference=keys))[-1]["step"] == STEPS + 2
+    whole = run_of(data / "b", "kto", "step", steps=STEPS + 2)
+    last, expected = (
+        json.loads((data / name / "metrics.jsonl").read_text().splitlines()[-1])
+        for name in ("a", "b" if lines_of(whole) else "")
+    )
+    assert float(last["eval_loss"]) == pytest.approx(float(expected["eval_loss"]), rel=1e-5)
+
+
+def test_a_resume_into_another_folder_takes_the_file_with_it(data):
+    cfg = run_of(data / "a", "dpo")
+    whole = lines_of(cfg)
+    elsewhere = again(cfg, 2, output_dir=str(data / "b"))
+    assert lines_of(elsewhere)[-1] == pytest.approx(whole[-1], rel=0, abs=0)
+    assert (data / "b" / REFERENCE).read_bytes() == (data / "a" / REFERENCE).read_bytes()

@@ -475,6 +475,10 @@ def test_cells_of_csv_and_parquet(tokenizer, tmp_path, datasets_cache):  # noqa:
         ),
         ({"chosen": [], "rejected": []}, None),
         ({"prompt": "p", "completion": "c", "label": True}, {"label": "label"}),
+        (
+            {"instruction": "p", "input": "", "output": "c", "kto_tag": True},
+            {"messages": ["instruction", "input"], "completion": "output", "label": "kto_tag"},
+        ),
         ({"conversations": [], "kto_tag": True}, {"messages": "conversations", "label": "kto_tag"}),
     ],
 )
@@ -596,6 +600,7 @@ def test_an_answer_with_a_label_has_the_next_documents_answer_too(tokenizer, tmp
     assert other(1, 0) == ["bc«yes<eos>»"]
     assert other(1, 2) == ["bc"]  # there is no answer, and nothing to compare with
     assert other(0, 3) == ["a«x<eos>»"]
+    assert other(0, 0) == ["a"]  # its own answer says nothing of others
     assert other(3, 0) == ["e«yes<eos>»"] * 2
     rows = [read_documents(corpus, n, encoder, SlotState(), m)[0] for n, m in ((0, 1), (3, 0))]
     row = row_of([document for documents in rows for document in documents], 20, 0)

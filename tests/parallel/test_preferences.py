@@ -98,3 +98,34 @@ def test_a_start_is_what_the_files_say_and_not_the_state():
     """`DrawnStart` gives adapters other values than a run begins with, as a resume does."""
     (metrics,) = run_ranks(1, _first_rewards)
     assert metrics[0] != 0.0
+
+
+def _sums_of_the_reference(cell: Cell, rate: float) -> list[torch.Tensor]:
+    cfg = run_config(cell)
+    cfg = replace(cfg, model=replace(cfg.model, router_bias_rate=rate))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh, DrawnStart())
+    found = []
+    for step in (1, 2, 3):
+        batches = microbatches(cfg, mesh, 3)
+        sums = job.pm.objective.reference_pass(job.pm, batches)
+        found.append(torch.stack([sums[batch.slots].logps for batch in batches[:1]]))
+        training_step(job, microbatches(cfg, mesh, step), mesh, None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "variant", "rate"),
+    [
+        ("llama", "lora", "dpo", 0.0),
+        ("llama", "lora", "dpo-start", 0.0),
+        ("qwen3_5_text", "full", "kto", 0.0),
+        ("deepseek_v3", "full", "dpo", 0.2),
+    ],
+)
+def test_the_reference_is_the_same_in_every_step(family, mode, variant, rate):
+    """Whatever a step moves: weights, adapters, biases of routers."""
+    cell = Cell(family, "single", mode, 1, variant)
+    (found,) = run_ranks(1, _sums_of_the_reference, cell, rate)
+    for sums in found[1:]:
+        assert torch.equal(sums, found[0])

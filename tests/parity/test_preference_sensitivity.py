@@ -81,8 +81,8 @@ def start_not_given_back():
     exchanged, kept = passes._exchanged, []
 
     @contextmanager
-    def only_once(pairs, storage):
-        kept.append(exchanged(pairs, storage))
+    def only_once(*given):
+        kept.append(exchanged(*given))
         kept[-1].__enter__()
         yield
 

@@ -28,6 +28,7 @@ from shardwise.checkpoint import memory_folder
 from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.folder import Best, File, Manifest, folder_of
 from shardwise.checkpoint.memory import MemoryCheckpoints
+from shardwise.checkpoint.output_dir import reference_sum
 from shardwise.checkpoint.resume import Start, fingerprint
 from shardwise.checkpoint.saved_state import SavedState
 from shardwise.checkpoint.tensors import Tensors
@@ -216,6 +217,10 @@ class Checkpointer:
     def has(self, step: int) -> bool:
         """Return whether the run as it is after `step` was saved by this process."""
         return self._saved == step and step > self._start_step
+
+    def read_beside(self, file: Path) -> None:
+        """Let checkpoints name the reference's file by its checksum, which a resume compares."""
+        self._model |= reference_sum(file) if self._main else {}
 
     def stop(self, step: int) -> Path:
         """Return the checkpoint after `step` once it is written; it is saved now if it was not."""

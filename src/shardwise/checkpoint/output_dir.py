@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -103,9 +104,19 @@ def remove_files(cfg: RunConfig) -> None:
         _remove_folder(folder / name)
 
 
-def reference_file(cfg: RunConfig) -> Path:
-    """Return the file of the reference's log-probabilities."""
-    return Path(cfg.training.output_dir, REFERENCE)
+def reference_file(cfg: RunConfig, checkpoint: Path | None = None) -> Path:
+    """Return the file of the reference's log-probabilities: the run's own or, where it has none,
+    that of the run which wrote `checkpoint`.
+    """
+    own = Path(cfg.training.output_dir, REFERENCE)
+    if checkpoint is None or own.exists():
+        return own
+    return checkpoint.parent.parent / REFERENCE
+
+
+def reference_sum(file: Path) -> dict[str, str]:
+    """Return the name of the reference's file with its checksum, which is empty for no file."""
+    return {REFERENCE: hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""}
 
 
 def results(folder: str | Path) -> list[Path]:

@@ -151,6 +151,8 @@ def _check_fits(cfg: RunConfig, manifest: folders.Manifest, folder: Path) -> Non
         slot.skipped for slot in manifest.loader.slots.values()
     ):
         may_differ.add("data.on_error")
+    if not cfg.precomputes:
+        may_differ.add("preference.reference_logprobs")  # the reference can compute in each step
     for key in dict.fromkeys([*before, *now]):
         differs = before.get(key) != now.get(key)
         if differs and key not in may_differ:
@@ -165,10 +167,15 @@ def _check_fits(cfg: RunConfig, manifest: folders.Manifest, folder: Path) -> Non
                 f"{key} is {value}, but checkpoint {folder} was trained with {old_value}{reason}; "
                 "set it back, or start from scratch without training.resume"
             )
-    model = fingerprint(cfg)
-    for name in sorted(model.keys() | manifest.model.keys()):
-        if model.get(name) != manifest.model.get(name):
-            where = "" if name.startswith(ADAPTER) else f"model.path {cfg.model.path}: "
+    model, trained_on = fingerprint(cfg), dict(manifest.model)
+    if cfg.precomputes:
+        model |= output_dir.reference_sum(output_dir.reference_file(cfg, folder))
+    else:
+        trained_on.pop(output_dir.REFERENCE, None)
+    for name in sorted(model.keys() | trained_on.keys()):
+        if model.get(name) != trained_on.get(name):
+            is_models = name != output_dir.REFERENCE and not name.startswith(ADAPTER)
+            where = f"model.path {cfg.model.path}: " if is_models else ""
             raise UserError(
                 f"{where}{name} is not what checkpoint {folder} was trained on; put that file "
                 "back, or start from scratch without training.resume"

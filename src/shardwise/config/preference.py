@@ -67,7 +67,9 @@ class Preference(Section):
     """dpo, kto: the model whose log-probabilities are subtracted. `base`: the base model, which is
     the trained one with its adapters off. `start`: the model as the first step finds it; what is
     trained is kept once more, sharded alike. null: `base` with new adapters alone, else `start`."""
-    reference_logprobs: Literal["step", "precompute"] = "step"
+    reference_logprobs: Literal["step", "precompute"] = with_facts(
+        "step", timed=False, decides=None, for_own_loop=False
+    )
     """dpo, kto: when the reference computes: in each step, or before the first one, once for all
     answers of the run, into a file in `training.output_dir`, which a resume reads. Then no copy of
     weights is kept, and a step has no other forward; kto: one."""

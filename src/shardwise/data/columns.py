@@ -114,7 +114,10 @@ def check_all_read(record: Record, names: Sequence[str], data: Data) -> None:
         if name in MEDIA:
             way_out = "only text is trained on; remove the line"
         elif name in LABELS:
-            way_out = "it says that the answer, which would be learnt, is bad; remove the line"
+            way_out = (
+                "the answer, which would be learnt, is bad; remove the line, set data.format: "
+            )
+            way_out += "preference and training.objective: kto"
         elif name in ROW_FLAGS:
             way_out = "only messages of a chat have flags; remove the line"
         elif data.format == "chat" and name in TOOLS:

@@ -20,6 +20,8 @@ FITS: tuple[tuple[set[str], dict[str, Any]], ...] = (
        _keys("preference", messages=asked if asked[1:] else asked[0])) for asked in _ASKED),
     ({"chosen", "rejected"}, _keys("preference")),
     ({"prompt", "completion", "label"}, _keys("preference", label="label")),
+    ({"instruction", "input", "output", "kto_tag"},
+     _keys("preference", messages=["instruction", "input"], completion="output", label="kto_tag")),
     *(({name, "kto_tag"}, _keys("preference", messages=name, label="kto_tag"))
       for name in ("messages", "conversations")),
     ({"messages"}, _keys("chat")),

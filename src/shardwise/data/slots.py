@@ -62,14 +62,16 @@ def read_documents(
 ) -> tuple[list[Document], Counter[str]]:
     """Return the documents of a record that have a target, and how many were left out, by reason.
 
-    `other` is the number of another record, whose answer one with a label is compared with.
+    `other` is the number of the record whose answer one with a label is compared with: none where
+    it is the record itself.
     Without such a document the record is left out as one. UserError, with its place, for a record
     that cannot be used, unless `data.on_error` is skip.
     """
     try:
         record, group, texts = encoded(corpus, number, encoder)
-        is_asked = encoder.reads_labels and other is not None
-        others = _answers(corpus, other, encoder) if is_asked else None
+        others = None
+        if encoder.reads_labels and other is not None:
+            others = [NOTHING] if other == number else _answers(corpus, other, encoder)
         documents = encoder.cut(texts, start, others)
     except BadDocument as error:
         return [], Counter([error.reason])

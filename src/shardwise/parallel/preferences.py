@@ -153,7 +153,9 @@ def _reference(
         return lambda: _adapters_off(layers)
     storage = pm.storage
     trained = [(p, storage.values(p.detach()).clone()) for p in pm.trained().values()]
-    return lambda: _exchanged(trained, storage)
+    # Biases of routers move too.
+    buffers = [(b, b.clone()) for part in parts for b in part.buffers()]
+    return lambda: _exchanged(trained, buffers, storage)
 
 
 @contextmanager
@@ -170,9 +172,11 @@ def _adapters_off(layers: Iterable[Any]) -> Generator[None]:
 
 @contextmanager
 def _exchanged(
-    pairs: Iterable[tuple[nn.Parameter, torch.Tensor]], storage: Storage
+    pairs: Iterable[tuple[nn.Parameter, torch.Tensor]],
+    buffers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    storage: Storage,
 ) -> Generator[None]:
-    """Exchange the values of parameters with others, in place, and back at the end."""
+    """Exchange the values of parameters and buffers with others, in place, and back at the end."""
 
     @torch.no_grad()
     def exchange() -> None:
@@ -182,6 +186,10 @@ def _exchanged(
             values.copy_(others)
             storage.change(parameter, values)
             others.copy_(kept)
+        for buffer, other_values in buffers:
+            kept = buffer.clone()
+            buffer.copy_(other_values)
+            other_values.copy_(kept)
 
     exchange()
     try:

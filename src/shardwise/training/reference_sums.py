@@ -5,37 +5,28 @@ not depend on rows, ranks, epochs or the order of documents: a resume under anot
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from shardwise.base.batches import IGNORED, Batch
 from shardwise.base.interfaces import ParallelModel
-from shardwise.base.process.watchdog import beat
 from shardwise.base.safety import write_atomically
-from shardwise.checkpoint.output_dir import reference_file
-from shardwise.checkpoint.resume import fingerprint
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import UserError, require
 from shardwise.parallel.preferences import PairsObjective
 from shardwise.parallel.reduce import from_every_rank
-
-START_ANEW = "put it back, or start from scratch without training.resume"
-"""The way out where a resume cannot use the file: the model is its reference no more."""
 
 
 class ReferenceSums:
     """Sums over the tokens of answers by the reference, two numbers for each pair."""
 
-    def __init__(self, cfg: RunConfig) -> None:
-        """Take the run; nothing is read yet."""
-        self.path = reference_file(cfg)
-        content = json.dumps([fingerprint(cfg), cfg.reference], sort_keys=True)
-        self._model = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    def __init__(self, path: Path) -> None:
+        """Take the file, of which nothing is read yet."""
+        self.path = path
         self._sums: dict[int, tuple[float, float]] = {}
 
     def __call__(self, batch: Batch) -> torch.Tensor:
@@ -45,23 +36,23 @@ class ReferenceSums:
             if key not in self._sums:
                 raise UserError(
                     f"{self.path} lacks answers of step {batch.step}: it has those of the run as "
-                    "it began; set training.steps and data back, or start from scratch without "
-                    "training.resume"
+                    "it began; set training.steps and data back, or "
+                    "preference.reference_logprobs to step"
                 )
             found[row, pair] = torch.tensor(self._sums[key])
         return found
 
-    def compute(self, pm: ParallelModel, steps: Iterable[Sequence[Batch]]) -> None:
-        """Let the reference compute what these global batches have and is not there, and save it.
+    def compute(self, pm: ParallelModel, steps: Iterable[Sequence[Batch]]) -> Iterator[int]:
+        """Let the reference compute what these global batches have and is not there; then save it.
 
-        A collective of all ranks, which read different rows.
+        Yields the number of batches that are done. A collective of all ranks, which read different
+        rows. UserError for a number that is not finite.
         """
         assert isinstance(pm.objective, PairsObjective)
-        for microbatches in steps:
+        for number, microbatches in enumerate(steps, 1):
             own = [batch.to(pm.objective.mesh.device) for batch in microbatches]
             others = [batch.mismatched for batch in own if batch.mismatched is not None]
             for batches in (own, others) if others else (own,):
-                beat()
                 keys = {key for batch in batches for _, _, key in _keys(batch)}
                 if any(from_every_rank(not keys <= self._sums.keys())):
                     sums = pm.objective.reference_pass(pm, batches)
@@ -73,34 +64,26 @@ class ReferenceSums:
                     }
                     for those in from_every_rank(found):
                         self._sums |= those
+            yield number
+        logps = torch.tensor([*self._sums.values()]).view(-1, 2)
+        is_finite = bool(logps.isfinite().all())
+        require(is_finite, "a log-probability of the reference is not finite; look at its weights")
         if dist.get_rank() == 0:
-            self._save()
+            keys = torch.tensor([*self._sums], dtype=torch.int64)
+            write_atomically(self.path, save({"keys": keys, "logps": logps}))
+        dist.barrier()
 
-    def _save(self) -> None:
-        keys = torch.tensor([*self._sums], dtype=torch.int64)
-        tensors = {"keys": keys, "logps": torch.tensor([*self._sums.values()]).view(-1, 2)}
-        write_atomically(self.path, save(tensors, {"model": self._model}))
+    def read(self, path: Path) -> None:
+        """Read what a run wrote before its first step, which the resume has compared with it."""
+        content = load_file(path)
+        self._sums = dict(zip(content["keys"].tolist(), map(tuple, content["logps"].tolist())))
+        if path != self.path and dist.get_rank() == 0:
+            write_atomically(self.path, path.read_bytes())
 
     def use_in(self, pm: ParallelModel) -> None:
         """Let the steps of a model look up what the reference gave."""
         assert isinstance(pm.objective, PairsObjective)
         pm.objective.computed = self
-
-    def read(self) -> None:
-        """Read what the run wrote before its first step; UserError where it cannot be used."""
-        require(self.path.is_file(), f"{self.path} is missing; {START_ANEW}")
-        try:
-            with safe_open(self.path, "pt") as file:
-                keys, logps = file.get_tensor("keys"), file.get_tensor("logps")
-                model = (file.metadata() or {}).get("model")
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{self.path} is cut short or damaged ({error}); {START_ANEW}"
-            ) from None
-        require(model == self._model, f"{self.path} is of another run's model; {START_ANEW}")
-        is_whole = bool(logps.isfinite().all()) and len(keys) == len(logps)
-        require(is_whole, f"{self.path} has a number that is not finite; {START_ANEW}")
-        self._sums = dict(zip(keys.tolist(), map(tuple, logps.tolist())))
 
 
 def _keys(batch: Batch) -> Iterator[tuple[int, int, int]]:

@@ -1,6 +1,7 @@
 """The reports of a run: on rank 0 its history, the screen, `metrics.jsonl` and trackers."""
 
 import contextlib
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,7 +147,10 @@ class Reporter:
             values["eval_perplexity"] = perplexity
             found = f"perplexity {perplexity:.2f}"
         else:
-            found = f"rewards of good answers ahead by {metrics['rewards/margins']:.3f} on average"
+            margin = metrics["rewards/margins"]
+            found = f"rewards of good answers ahead by {margin:.3f} on average"
+            if math.isnan(margin):
+                found = "all answers with the same label,"
             if (share := metrics.get("rewards/accuracies")) is not None:
                 found += f", and in {share:.1%} of pairs,"
         self._progress.message(

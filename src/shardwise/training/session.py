@@ -21,7 +21,7 @@ from shardwise.base.process.watchdog import beat
 from shardwise.base.records.record import RunRecord
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.export import save_result
-from shardwise.checkpoint.output_dir import writing
+from shardwise.checkpoint.output_dir import reference_file, writing
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.loader import Loaders
@@ -78,6 +78,7 @@ class Session:
         self._number = 0  # of the step that `steps` has given; 0 when it is over
         self._evaluation: Evaluation | None = None  # after it
         self._record: RunRecord | None = None
+        self._start = start
         self._sums: ReferenceSums | None = None
         self._is_open = False  # from the beginning of the context to `finish`
         self._stack = contextlib.ExitStack()
@@ -108,15 +109,26 @@ class Session:
         """Let the reference compute for all steps, or read what it has computed, where it is to."""
         if not self.cfg.precomputes:
             return
-        self._sums = ReferenceSums(self.cfg)
-        if self.done:
-            self._sums.read()
+        self._sums = ReferenceSums(reference_file(self.cfg))
+        if self._start.folder is not None:
+            self._sums.read(reference_file(self.cfg, self._start.folder))
         else:
-            self.reporter.say(lambda: f"the reference computes for {self.job.num_steps:,} steps")
-            with contextlib.closing(loaders.again()) as steps:
-                read = itertools.islice(steps, self.job.num_steps)
-                self._sums.compute(self.job.pm, itertools.chain(read, loaders.validation or ()))
+            self._compute_reference(self._sums, loaders)
+        self._checkpointer.read_beside(self._sums.path)
         self._sums.use_in(self.job.pm)
+
+    def _compute_reference(self, sums: ReferenceSums, loaders: Loaders) -> None:
+        num_steps, told = self.job.num_steps, time.monotonic()
+        self.reporter.say(lambda: f"the reference computes the answers of {num_steps:,} steps")
+        with contextlib.closing(loaders.again()) as steps:
+            read = itertools.chain(itertools.islice(steps, num_steps), loaders.validation or ())
+            for number in sums.compute(self.job.pm, read):
+                beat()
+                if signal := agreed_signal(self._signals, self.mesh):
+                    raise Stopped(signal, 0, None)
+                if time.monotonic() - told > self.cfg.measure.print_seconds:
+                    told = time.monotonic()
+                    self.reporter.say(lambda number=number: f"{number:,} of them are done")
 
     def _check_open(self, method: str) -> None:
         """Raise UserError where the run has not begun or is over: its record would be wrong."""

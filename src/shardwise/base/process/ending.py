@@ -55,13 +55,16 @@ def nothing_to_save(number: int) -> RunError:
 
 
 class Stopped(Exception):
-    """A signal asked the run to end; it has finished step `step` and saved it as `checkpoint`."""
+    """A signal asked the run to end; it has finished step `step` and saved it as `checkpoint`.
+
+    Before its first step nothing is saved: `checkpoint` is None.
+    """
 
     def __init__(self, number: int, step: int, checkpoint: object) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(number).name} after step {step}, saved as {checkpoint}; "
-            "resume with --resume latest"
-        )
+        saved = f"after step {step}, saved as {checkpoint}; resume with --resume latest"
+        if checkpoint is None:
+            saved = "before its first step, and nothing is saved; start it again"
+        super().__init__(f"stopped by {signal.Signals(number).name} {saved}")
         self.number = number
 
 
