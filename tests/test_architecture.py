@@ -93,10 +93,10 @@ EVERYONE = {
     "base",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_701,
+    "config keys run_file ranges batches interfaces layouts rules words safety lab base": 5_713,
     "cli commands library __main__ __init__": 2_694,
     "presets": 512,
-    "assembly training checkpoint process launch": 9_307,
+    "assembly training checkpoint process launch": 9_313,
     "models": 14_773,
     "parallel": 6_778,
     "data": 5_739,

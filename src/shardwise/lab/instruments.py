@@ -1,20 +1,24 @@
 """Instruments of a run: the choice within a budget of memory, and a recorder of its steps."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.assembly.build import Job, StageSplit
 from shardwise.base.batches import AnyBatch
 from shardwise.base.interfaces import Mesh
 from shardwise.base.schedule.timeline import Event
 from shardwise.config import RunConfig
-from shardwise.lab.planner.collectives import Collectives, predicted_bytes, targets_on_rank
 from shardwise.lab.planner.recompute import chosen_of
-from shardwise.lab.planner.timeline import Recorder, record_timeline
 from shardwise.parallel.reduce import from_every_rank
 from shardwise.training.instruments import Instruments
+
+if TYPE_CHECKING:
+    from shardwise.lab.planner.collectives import Collectives
+    from shardwise.lab.planner.timeline import Recorder
 
 
 class StepRecorder:
@@ -39,6 +43,8 @@ class StepRecorder:
         if not (measure.memory and is_seen and measure.warmup_steps - number in (0, 1)):
             yield
             return
+        from shardwise.lab.planner.collectives import Collectives, targets_on_rank
+
         num_targets = targets_on_rank(job, microbatches)
         with Collectives(self._mesh) as sent:
             yield
@@ -51,6 +57,8 @@ class StepRecorder:
             self._recorder().step(events)
 
     def _recorder(self) -> Recorder:
+        from shardwise.lab.planner.timeline import Recorder
+
         if self._actions is None:
             self._actions = Recorder(self._cfg.measure.warmup_steps)
         return self._actions
@@ -63,6 +71,8 @@ class StepRecorder:
         """Return the field `pipeline`, and write its timelines; {} without a pipeline."""
         if job.cut is None:
             return {}
+        from shardwise.lab.planner.timeline import record_timeline
+
         return record_timeline(self._cfg, self._mesh, job, self._recorder())
 
     def fields_of_bytes(self, job: Job, note: Callable[[str], object]) -> dict[str, Any]:
@@ -76,6 +86,8 @@ class StepRecorder:
 
     def _predicted_bytes(self, job: Job, note: Callable[[str], object]) -> int | None:
         """Return what a step sends by formula. No mistake in it ends a run whose work is done."""
+        from shardwise.lab.planner.collectives import predicted_bytes
+
         job = job if self._sent is None else replace(job, cut=self._cut)
         try:
             return predicted_bytes(self._cfg, job, self._mesh, self._num_targets)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Reporter:
         self.saved_step: int | None = None
         self._last_step = start.step
         self._result = ""
+        self._told = time.monotonic()
         self._output_dir = Path(cfg.training.output_dir)
         self._num_steps = job.num_steps
         self._progress = Progress(
@@ -175,6 +177,12 @@ class Reporter:
         """Print on rank 0 what `text` returns there, which may take a second."""
         if self._main and (line := text()):
             self._progress.message(line)
+
+    def computed(self, number: int) -> None:
+        """Print now and then of how many steps the reference has computed the answers."""
+        if self._main and time.monotonic() - self._told > self.cfg.measure.print_seconds:
+            self._told = time.monotonic()
+            self._progress.message(f"{number:,} of them are done")
 
     def note(self, text: str) -> None:
         """Report what a reader of the figures must know; the record has it too."""

@@ -118,7 +118,7 @@ class Session:
         self._sums.use_in(self.job.pm)
 
     def _compute_reference(self, sums: ReferenceSums, loaders: Loaders) -> None:
-        num_steps, told = self.job.num_steps, time.monotonic()
+        num_steps = self.job.num_steps
         self.reporter.say(lambda: f"the reference computes the answers of {num_steps:,} steps")
         with contextlib.closing(loaders.again()) as steps:
             read = itertools.chain(itertools.islice(steps, num_steps), loaders.validation or ())
@@ -126,9 +126,7 @@ class Session:
                 beat()
                 if signal := agreed_signal(self._signals, self.mesh):
                     raise Stopped(signal, 0, None)
-                if time.monotonic() - told > self.cfg.measure.print_seconds:
-                    told = time.monotonic()
-                    self.reporter.say(lambda number=number: f"{number:,} of them are done")
+                self.reporter.computed(number)
 
     def _check_open(self, method: str) -> None:
         """Raise UserError where the run has not begun or is over: its record would be wrong."""
