@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -84,6 +84,8 @@ def check(q, k, v, grad_out, sight, within: float) -> None:
     sizes=st.sampled_from([(8, 8), (5, 3), (3, 5)]),
     cap=st.sampled_from([None, 0.4, 3.0]),
 )
+@example(1, 16, -5, None, False, (4, 2), (8, 8), None)  # a query before all keys
+@example(1, 16, -1, None, False, (4, 2), (8, 8), None)
 def test_equals_all_scores_at_once(num_queries, num_keys, offset, window, apart, heads, sizes, cap):
     sight = Sight(0.3, offset, window, cap=cap)
     if apart:

@@ -149,6 +149,8 @@ def _pieces(num_queries: int, num_keys: int, sight: Sight) -> Iterator[_Piece]:
     """Yield the pieces of all queries and keys; what no query sees is in none of them."""
     window, offset = sight.window, sight.offset
     num_keys = min(num_keys, offset + num_queries)  # the last query sees no later ones
+    if num_keys <= 0:
+        return
     is_plain = sight.query_documents is None and sight.cap is None
     if is_plain and (window is None or offset + num_queries <= window):
         everything = slice(0, num_queries)
