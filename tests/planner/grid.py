@@ -6,6 +6,7 @@ the constants of a process would decide. `tools/plan_grid.py` runs all cells.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import weakref
@@ -301,8 +302,10 @@ class Measured:
 def measure(cfg: RunConfig) -> Measured:
     """Run two steps on this rank and measure the second one.
 
-    What other cells have left behind is subtracted, so none of it may be freed meanwhile.
+    What other cells have left behind is subtracted, so none of it may be freed meanwhile: what
+    nothing refers to any more, also of tests before these processes, is freed now.
     """
+    gc.collect()
     with PeakMemory(torch.device("cpu")) as before:
         pass
     assert before.entry_bytes is not None
