@@ -98,7 +98,7 @@ MOST_LINES = {
     "presets": 512,
     "assembly training checkpoint process launch": 9_313,
     "models": 14_773,
-    "parallel": 6_778,
+    "parallel": 6_779,
     "data": 5_739,
     "kernels": 7_170,
     "planner schedule metrics": 10_847,

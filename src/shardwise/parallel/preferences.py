@@ -20,6 +20,7 @@ from shardwise.base.interfaces import Mesh, ParallelModel, Storage
 from shardwise.config import RunConfig
 from shardwise.config.preference import metrics_of
 from shardwise.models.causal_lm import CausalLM
+from shardwise.models.expert_plan import biases_of
 from shardwise.models.names import adapter_layers
 from shardwise.models.preferences import TOTALS, Preferences, Sides, Sums, metrics
 from shardwise.models.spec import ModelSpec
@@ -153,9 +154,9 @@ def _reference(
         return lambda: _adapters_off(layers)
     storage = pm.storage
     trained = [(p, storage.values(p.detach()).clone()) for p in pm.trained().values()]
-    # Biases of routers move too.
-    buffers = [(b, b.clone()) for part in parts for b in part.buffers()]
-    return lambda: _exchanged(trained, buffers, storage)
+    # Beside what is trained, biases of routers move. Other buffers may be whole weights of a base.
+    biases = [(b, b.clone()) for part in parts for _, b in biases_of(part.hf, part.spec)]
+    return lambda: _exchanged(trained, biases, storage)
 
 
 @contextmanager
@@ -173,10 +174,10 @@ def _adapters_off(layers: Iterable[Any]) -> Generator[None]:
 @contextmanager
 def _exchanged(
     pairs: Iterable[tuple[nn.Parameter, torch.Tensor]],
-    buffers: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    biases: Iterable[tuple[torch.Tensor, torch.Tensor]],
     storage: Storage,
 ) -> Generator[None]:
-    """Exchange the values of parameters and buffers with others, in place, and back at the end."""
+    """Exchange the values of parameters and biases with others, in place, and back at the end."""
 
     @torch.no_grad()
     def exchange() -> None:
@@ -186,10 +187,10 @@ def _exchanged(
             values.copy_(others)
             storage.change(parameter, values)
             others.copy_(kept)
-        for buffer, other_values in buffers:
-            kept = buffer.clone()
-            buffer.copy_(other_values)
-            other_values.copy_(kept)
+        for bias, others in biases:
+            kept = bias.clone()
+            bias.copy_(others)
+            others.copy_(kept)
 
     exchange()
     try:
